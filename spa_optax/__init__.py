@@ -1,0 +1,17 @@
+"""Momentum via primal averaging for JAX: Optax gradient transformations."""
+
+from spa_optax import theory as theory
+from spa_optax._convert import (
+    SGDMHyperparams as SGDMHyperparams,
+    SPAHyperparams as SPAHyperparams,
+    hyperparams_from_sgdm as hyperparams_from_sgdm,
+    hyperparams_to_sgdm as hyperparams_to_sgdm,
+    reanchor as reanchor,
+    state_from_sgdm as state_from_sgdm,
+    state_to_sgdm as state_to_sgdm,
+)
+from spa_optax._transform import (
+    SPAState as SPAState,
+    spa as spa,
+    spa_from_sgdm as spa_from_sgdm,
+)

@@ -1,0 +1,110 @@
+"""Argument checks: eager, on concrete values only, so that nothing traced is ever inspected."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+
+def is_none(leaf: object) -> bool:
+    """Whether a leaf is None, optax's mark for a parameter without a gradient."""
+    return leaf is None
+
+
+def is_concrete(value: object) -> bool:
+    """Whether a hyper-parameter is a plain number: no schedule, and nothing that may be traced."""
+    return not callable(value) and not isinstance(value, jax.Array)
+
+
+def _check_number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
+    if callable(value):
+        return
+    if isinstance(
+        value, jax.Array
+    ):  # may be traced or on another device: its shape is all that is looked at
+        if value.shape != ():
+            raise ValueError(
+                f"`{name}` must be a scalar or a schedule, got an array of shape {value.shape}"
+            )
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float, np.ndarray, np.number))
+        or np.shape(value) != ()
+    ):
+        raise ValueError(f"`{name}` must be a scalar or a schedule, got {value!r}")
+    if not holds(float(value)):  # written so that NaN fails
+        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+
+
+def check_rate(name: str, value: optax.ScalarOrSchedule) -> None:
+    """Raises ValueError unless `value` is a schedule, a traced scalar, or a finite number >= 0."""
+    _check_number(name, value, "finite and >= 0", lambda v: 0 <= v < float("inf"))
+
+
+def check_averaging(value: optax.ScalarOrSchedule) -> None:
+    """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1]."""
+    _check_number("averaging", value, "in [0, 1]", lambda v: 0 <= v <= 1)
+
+
+def check_momentum(value: optax.ScalarOrSchedule) -> None:
+    """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1)."""
+    _check_number("momentum", value, "in [0, 1)", lambda v: 0 <= v < 1)
+
+
+def check_horizon(value: int | None) -> None:
+    """Raises ValueError unless `value` is None or a concrete integer >= 1."""
+    if value is None:
+        return
+    try:
+        horizon = operator.index(value)
+    except TypeError:  # a float; or a tracer, when `horizon` was not named in `static_args`
+        horizon = 0
+    if horizon < 1 or isinstance(value, bool):
+        raise ValueError(f"`horizon` must be None or a concrete integer >= 1, got {value!r}")
+
+
+def check_dtype(value: Any) -> None:
+    """Raises ValueError unless `value` is None or a real floating-point dtype."""
+    if value is None:
+        return
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`state_dtype` must be None or a real floating-point dtype, got {value!r}"
+        )
+
+
+def check_same_tree(name: str, tree: PyTree, like_name: str, like: PyTree) -> None:
+    """Raises ValueError, naming what differs, unless two trees agree in structure and shapes.
+
+    None counts as a leaf of any shape.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
+    like_leaves, like_structure = jax.tree.flatten(like, is_leaf=is_none)
+    if structure != like_structure:
+        paths, like_paths = ({path for path, _ in _leaves_with_path(t)} for t in (tree, like))
+        if odd := sorted(paths ^ like_paths):
+            owner = name if odd[0] in paths else like_name
+            what = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
+        else:
+            what = f"{structure} against {like_structure}"
+        raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
+    for i, (leaf, other) in enumerate(zip(leaves, like_leaves, strict=True)):
+        if leaf is not None and other is not None and jnp.shape(leaf) != jnp.shape(other):
+            at = _leaves_with_path(tree)[i][0] or "its root"
+            what = f"{jnp.shape(leaf)} against {jnp.shape(other)} at {at}"
+            raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {what}")
+
+
+def _leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]

@@ -1,0 +1,118 @@
+"""The coasting form: SGD with momentum as primal averaging, whatever its hyper-parameters do.
+
+Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 the *coast*. With a_k = α_k (heavy
+ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1} > 0,
+
+    z_k     ← x_k + r (z_k − x_k)                        r = β_k (a_k + w_{k+1}) / w_k
+    z_{k+1} = z_k − η_k g_k                              η_k = a_k + w_{k+1}    (Nesterov: + α_k)
+    x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
+
+with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). The one choice of w that makes r = 1 at every step, so
+that z is moved by nothing but its gradient step, looks ahead:
+
+    w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i
+
+z_k is then the point at which x would come to rest if every later gradient were zero.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from spa_optax._checks import is_concrete
+
+_TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
+_MAX_HORIZON = 2**15  # so β = 0.999, which needs 18,412 terms, has all of them
+_SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
+
+
+class Outlook(NamedTuple):
+    """What step k knows of the hyper-parameters: now, and from k + 1 on."""
+
+    alpha: Float[Array, ""]  # α_k
+    beta: Float[Array, ""]  # β_k
+    a: Float[Array, ""]  # a_k
+    coast: Float[Array, ""]  # w_{k+1}; 0 where all that lies ahead is
+    unseen: Float[
+        Array, ""
+    ]  # weight in w_{k+1} of what lies beyond the horizon: 1 for traced numbers
+
+
+def value_at(hyperparam: optax.ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
+    """A hyper-parameter at `count`, in the default floating-point dtype."""
+    value = hyperparam(count) if callable(hyperparam) else hyperparam
+    # `inject_hyperparams` casts to the params' dtype, which may be complex.
+    return jnp.real(jnp.asarray(value)).astype(jnp.result_type(float))
+
+
+def _foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
+    # Schedules are often NaN or negative past their end: such a rate ahead counts as 0.
+    return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
+
+
+def _foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.where((beta > 0) & (beta < 1), beta, 0)
+
+
+def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
+    if not is_concrete(momentum):
+        return _SCHEDULE_HORIZON
+    beta = float(momentum)  # pyright: ignore[reportArgumentType]  # concrete, so no schedule
+    return min(math.ceil(math.log(_TRUNCATION) / math.log(beta)), _MAX_HORIZON) if beta > 0 else 1
+
+
+def look_ahead(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
+    count: Int[Array, ""],
+    *,
+    nesterov: bool = False,
+    horizon: int | None = None,
+) -> Outlook:
+    """The hyper-parameters of step `count`, and the coast that suits those of the steps after it.
+
+    w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, closed as if a and β stayed for ever as they are
+    at k + H. Numbers need no sum: H = 0.
+    """
+    alpha, beta = value_at(learning_rate, count), value_at(momentum, count)
+    a = alpha * beta if nesterov else alpha
+    if callable(learning_rate) or callable(momentum):
+        horizon = _default_horizon(momentum) if horizon is None else horizon
+        # Counts keep the dtype of `count`, in which schedules compute, and never pass its last.
+        steps = jnp.arange(1, horizon + 1, dtype=count.dtype)
+        counts = count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
+        alphas = _foreseen_rate(jax.vmap(lambda k: value_at(learning_rate, k))(counts))
+        betas = _foreseen_momentum(jax.vmap(lambda k: value_at(momentum, k))(counts))
+        if is_concrete(momentum):  # powers in float64, of β as it is in `betas`
+            reach = jnp.asarray(
+                np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
+            )
+        else:
+            reach = jnp.cumprod(betas)
+        seen = jnp.sum((alphas * betas if nesterov else alphas) * reach)
+        reach_last = unseen = reach[-1]
+        alpha_last, beta_last = alphas[-1], betas[-1]
+    else:
+        foreknown = is_concrete(learning_rate) and is_concrete(momentum)
+        seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
+        alpha_last, beta_last = _foreseen_rate(alpha), _foreseen_momentum(beta)
+    a_last = alpha_last * beta_last if nesterov else alpha_last
+    for_ever = a_last * beta_last / (1 - beta_last)
+    return Outlook(alpha, beta, a, coast=seen + reach_last * for_ever, unseen=unseen)
+
+
+def positive(
+    coast: Float[Array, ""], a: Float[Array, ""], held: Float[Array, ""]
+) -> Float[Array, ""]:
+    """A coast to divide by, as the float32 state will hold it, to the last bit.
+
+    Where nothing lies ahead (w_{k+1} = 0: β is 0, or every later α) any positive number will do.
+    a_k makes c = 1/2; the last w keeps m through a gap of α = 0.
+    """
+    coast = jnp.where(coast > 0, coast, jnp.where(a > 0, a, jnp.where(held > 0, held, 1)))
+    return coast.astype(jnp.float32).astype(a.dtype)

@@ -1,0 +1,333 @@
+"""To and from SGD with momentum: hyper-parameters and states."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from spa_optax._checks import (
+    check_averaging,
+    check_horizon,
+    check_momentum,
+    check_rate,
+    check_same_tree,
+)
+from spa_optax._coast import look_ahead, positive, value_at
+from spa_optax._transform import SPAState, spa_from_sgdm
+
+# The states of optax that hold the count of their schedules.
+_COUNTED = (
+    optax.ScaleByScheduleState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+
+
+class SPAHyperparams(NamedTuple):
+    """Hyper-parameters of SPA, scalars or schedules: `spa(*hyperparams)`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
+
+
+class SGDMHyperparams(NamedTuple):
+    """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*hyperparams)`."""
+
+    learning_rate: optax.ScalarOrSchedule  # α_k at count k
+    momentum: optax.ScalarOrSchedule  # β_k at count k
+
+
+def hyperparams_from_sgdm(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
+    *,
+    horizon: int | None = None,
+) -> SPAHyperparams:
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M.
+
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
+
+    For constants, η = α/(1 − β) and c = 1 − β. This is the bounded solution of Theorem 1;
+    `theory.forward_recursion` is the paper's own. It cannot tell of hyper-parameters that were not
+    foreseen, and has no Nesterov form: `spa_from_sgdm` can and has.
+
+    Args:
+      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
+        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
+      momentum: β_k in [0, 1), a scalar or a schedule of the count k.
+      horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
+
+    Returns:
+      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Examples:
+      >>> from spa_optax import hyperparams_from_sgdm
+      >>> hyperparams_from_sgdm(learning_rate=0.5, momentum=0.75)
+      SPAHyperparams(learning_rate=2.0, averaging=0.25)
+
+      Where α falls from 4 to 1 at step 2, with β = 0.5, c rises beforehand:
+      w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
+
+      >>> import jax.numpy as jnp
+      >>> hyperparams = hyperparams_from_sgdm(lambda k: jnp.where(k < 2, 4.0, 1.0), 0.5)
+      >>> for k in range(3):
+      ...     print(*(f"{h(k):.3f}" for h in hyperparams))
+      6.500 0.615
+      5.000 0.800
+      2.000 0.500
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_momentum(momentum)
+    check_horizon(horizon)
+    if not (callable(learning_rate) or callable(momentum)):
+        return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
+
+    def eta(count: ArrayLike) -> Float[Array, ""]:
+        ahead = look_ahead(learning_rate, momentum, _as_count(count), horizon=horizon)
+        return ahead.a + ahead.coast
+
+    def c(count: ArrayLike) -> Float[Array, ""]:
+        ahead = look_ahead(learning_rate, momentum, _as_count(count), horizon=horizon)
+        return jnp.where(ahead.a == 0, 0, ahead.a / (ahead.a + ahead.coast))
+
+    return SPAHyperparams(eta, c)
+
+
+def hyperparams_to_sgdm(
+    learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
+) -> SGDMHyperparams:
+    """The hyper-parameters of SGD+M that give the iterates of SPA.
+
+        α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+
+    Returns:
+      Numbers if both arguments are numbers, else schedules. β_0 is free, m_0 being 0, and is given
+      as 1 − c_1. β_k may be over 1 (where η falls fast) and is inf where η_k = 0 < η_{k−1}: SGD+M
+      has no counterpart of a z that stands still while x goes on towards it.
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Examples:
+      >>> from spa_optax import hyperparams_to_sgdm
+      >>> hyperparams_to_sgdm(learning_rate=2.0, averaging=0.25)
+      SGDMHyperparams(learning_rate=0.5, momentum=0.75)
+
+      Dividing η by 10 makes β spike for one step, to 10 · 0.9 (the paper's Figure 1(c)).
+
+      >>> import jax.numpy as jnp
+      >>> hyperparams = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 10.0, 1.0), 0.1)
+      >>> for k in range(1, 4):
+      ...     print(*(f"{h(k):.1f}" for h in hyperparams))
+      1.0 0.9
+      0.1 9.0
+      0.1 0.9
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_averaging(averaging)
+    if not (callable(learning_rate) or callable(averaging)):
+        return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
+
+    def alpha(count: ArrayLike) -> Float[Array, ""]:
+        k = _as_count(count)
+        return value_at(learning_rate, k) * value_at(averaging, k)
+
+    def beta(count: ArrayLike) -> Float[Array, ""]:
+        k = _as_count(count)
+        before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
+        eta, eta_before = value_at(learning_rate, k), value_at(learning_rate, before)
+        ratio = jnp.where(k == 0, 1, eta_before / eta)
+        return jnp.where(eta_before == 0, k == 0, ratio) * (1 - value_at(averaging, before))
+
+    return SGDMHyperparams(alpha, beta)
+
+
+def state_from_sgdm(
+    sgd_state: PyTree,
+    params: PyTree,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
+    nesterov: bool = False,
+    count: int | None = None,
+) -> SPAState:
+    """The state with which `spa_from_sgdm` continues a run of `optax.sgd(..., momentum=...)`.
+
+        z_k = x_k − w_k m_k
+
+    Args:
+      sgd_state: a state that holds the one momentum buffer of `optax.sgd` or `optax.trace`,
+        directly or in any chain or wrapper.
+      params: x_k, where that run stands.
+      learning_rate: α_k as it will be passed to `spa_from_sgdm`.
+      momentum: β_k, likewise.
+      nesterov: likewise.
+      count: the number of steps taken, k. None means the count in `sgd_state`. The state of
+        `optax.sgd` holds none where the learning rate is a number; then, if momentum is a number
+        too, nothing depends on it.
+
+    Returns:
+      An `SPAState`, with z in the dtype that `spa_from_sgdm` gives it by default.
+
+    Raises:
+      ValueError: if `sgd_state` does not hold just one momentum buffer, the buffer is not like
+        `params`, the count is neither given nor found, or it is 0 although there is momentum.
+
+    Examples:
+      α = 1, β = 0.5 and a gradient of 2: x is at 8, and would coast to 6.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import state_from_sgdm
+      >>> sgd = optax.sgd(1.0, momentum=0.5)
+      >>> params = jnp.array(10.0)
+      >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> state_from_sgdm(state, params, learning_rate=1.0, momentum=0.5).z
+      Array(6., dtype=float32)
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
+    """
+    initial: Any = spa_from_sgdm(learning_rate, momentum, nesterov).init(params)
+    m = _only(sgd_state, optax.TraceState, "sgd_state").trace
+    check_same_tree("sgd_state.trace", m, "params", params)
+    moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
+    if count is not None:
+        k = _as_count(count)
+    elif len(counts := _find(sgd_state, _COUNTED)) == 1:
+        k = jnp.asarray(counts[0].count)
+    elif not (callable(learning_rate) or callable(momentum)):
+        k = jnp.where(moving, 1, 0)
+    else:
+        raise ValueError(
+            f"`count` must be given where `sgd_state` does not hold just one, got {len(counts)}"
+        )
+    inconsistent = moving & (k == 0)
+    if not isinstance(inconsistent, Tracer) and inconsistent:
+        raise ValueError("`count` must be >= 1 where `sgd_state` holds momentum, got 0")
+    # What step k − 1 would have seen: w_k.
+    alpha, _, a, coast, _ = look_ahead(learning_rate, momentum, k - 1, nesterov=nesterov)
+    w = positive(coast, a, held=jnp.zeros_like(a))
+    last = lambda scalar: jnp.where(k == 0, 0, scalar).astype(jnp.float32)
+    return SPAState(
+        count=k.astype(jnp.int32),
+        z=jax.tree.map(lambda z, m: (z - w * m).astype(z.dtype), initial.z, m),
+        eta=last(a + w + alpha if nesterov else a + w),
+        c=last(a / (a + w)),
+        coast=last(w),
+    )
+
+
+def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
+    """The momentum buffer with which `optax.sgd` continues a run of `spa` or `spa_from_sgdm`.
+
+        m_k = (x_k − z_k) / w_k
+
+    Put it where `optax.sgd` keeps it: `optax.tree.set(sgd_state, trace=..., count=...)`. Where the
+    params have 16 bits or fewer the way back is lossy: x_k − z_k is mostly the rounding of x_k.
+
+    Args:
+      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper.
+      params: x_k, where that run stands.
+
+    Returns:
+      m_k, shaped like `params` and of their dtype; 0 where c = 1 has left no momentum.
+
+    Raises:
+      ValueError: if `spa_state` does not hold just one `SPAState`, or z is not like `params`.
+
+    Examples:
+      After one step m is the gradient.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa_from_sgdm, state_to_sgdm
+      >>> tx = spa_from_sgdm(learning_rate=1.0, momentum=0.5)
+      >>> params = jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(2.0), tx.init(params), params)
+      >>> state_to_sgdm(state, optax.apply_updates(params, updates))
+      Array(2., dtype=float32)
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
+    """
+    state = _only(spa_state, SPAState, "spa_state")
+    check_same_tree("spa_state.z", state.z, "params", params)
+    known = (state.count > 0) & (state.coast > 0)
+    # Not 1 / w, which overflows before m does.
+    m = lambda x, z: jnp.where(known, (x - z) / jnp.where(known, state.coast, 1), 0).astype(
+        jnp.result_type(x)
+    )
+    return jax.tree.map(m, params, state.z)
+
+
+def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
+    """Shifts z along with params that were edited outside the optimizer.
+
+        z ← z + (x_new − x_old)
+
+    `optax.sgd` keeps no point of its own, so params may be pruned, projected, averaged or reloaded
+    between steps. Here z would pull them back to where they were.
+
+    Args:
+      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper.
+      old_params: x_k, as the last update left them.
+      new_params: what they were replaced by.
+
+    Returns:
+      `spa_state` with z shifted: momentum goes on as it was.
+
+    Raises:
+      ValueError: if `spa_state` does not hold just one `SPAState`, or the trees differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import reanchor, spa
+      >>> params = jnp.array([3.0, -1.0])
+      >>> pruned = jnp.array([3.0, 0.0])
+      >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
+      [3. 0.]
+    """
+    state = _only(spa_state, SPAState, "spa_state")
+    check_same_tree("old_params", old_params, "spa_state.z", state.z)
+    check_same_tree("new_params", new_params, "spa_state.z", state.z)
+    shift = lambda z, old, new: (z + (new.astype(z.dtype) - old.astype(z.dtype))).astype(z.dtype)
+    z = jax.tree.map(shift, state.z, old_params, new_params)
+    is_state = lambda node: isinstance(node, SPAState)
+    return jax.tree.map(
+        lambda node: node._replace(z=z) if is_state(node) else node, spa_state, is_leaf=is_state
+    )
+
+
+def _as_count(count: ArrayLike) -> Array:
+    # int32 for a Python int too, so that schedules compute as they do in `update`.
+    return jnp.asarray(count, jnp.int32) if isinstance(count, int) else jnp.asarray(count)
+
+
+def _find(state: PyTree, kinds: Any) -> list[Any]:
+    is_kind = lambda node: isinstance(node, kinds)
+    return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
+
+
+def _only(state: PyTree, kind: Any, name: str) -> Any:
+    found = _find(state, kind)
+    if len(found) != 1:
+        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
+    return found[0]

@@ -1,0 +1,323 @@
+"""Momentum via primal averaging, as Optax gradient transformations."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, DTypeLike, Float, Int, PyTree
+
+from spa_optax._checks import (
+    check_averaging,
+    check_dtype,
+    check_horizon,
+    check_momentum,
+    check_rate,
+    check_same_tree,
+    is_none,
+)
+from spa_optax._coast import look_ahead, positive, value_at
+
+
+class SPAState(NamedTuple):
+    """State of `spa` and `spa_from_sgdm`. Its scalars are float32, whatever the params' dtype."""
+
+    count: Int[Array, ""]  # k, the number of steps taken
+    z: PyTree[Array]  # z_k, shaped like the params
+    eta: Float[Array, ""]  # η_{k−1}, of the last step
+    c: Float[Array, ""]  # c_k, of the last step
+    coast: Float[Array, ""]  # w_k: the momentum buffer of SGD+M is m_k = (x_k − z_k) / w_k
+
+
+def spa(
+    learning_rate: optax.ScalarOrSchedule,
+    averaging: optax.ScalarOrSchedule = 0.1,
+    *,
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum via primal averaging (SPA).
+
+    With x_k the params, g_k the gradient at x_k and z_0 = x_0, step k = 0, 1, 2, … is
+
+        z_{k+1} = z_k − η_k g_k
+        x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
+
+    For constants this is `optax.sgd(η c, momentum=1 − c)`, the same iterates x_k. For schedules it
+    is SGD+M with α_k = η_k c_{k+1} and β_k = (η_{k−1}/η_k)(1 − c_k): see `hyperparams_to_sgdm`.
+    To keep the hyper-parameters of SGD+M instead, use `spa_from_sgdm`.
+
+    The params are the point to evaluate and to save; z is in the state. What changes the gradient
+    (clipping, `optax.add_decayed_weights`) goes before `spa` in a chain. Nothing that changes the
+    update may stand behind it: z would be left where it was and pull x back. After params have been
+    edited outside the optimizer, use `reanchor`.
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
+        rate α and momentum β, η = α/(1 − β): ten times α at β = 0.9.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k. 1 − momentum; at 1 there
+        is no momentum, and z = x.
+      state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
+        fewer, so that z is their float32 master copy and the momentum at once.
+
+    Returns:
+      A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
+      the params' dtype.
+
+    Raises:
+      ValueError: if a number is out of range, `state_dtype` is no real floating-point dtype, or, in
+        `update`, `params` is missing or the trees differ.
+
+    Examples:
+      With η = 1, c = 0.5 and a gradient of 2: z goes from 10 to 8, and x half of the way to it.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> tx = spa(learning_rate=1.0, averaging=0.5)
+      >>> params = jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(2.0), tx.init(params), params)
+      >>> print(state.z, optax.apply_updates(params, updates))
+      8.0 9.0
+
+    References:
+      Defazio, Momentum via Primal Averaging: Theoretical Insights and Learning Rate Schedules for
+      Non-Convex Optimization, 2020, arXiv:2010.00406, Section 2, "The averaging form of momentum".
+    """
+    check_rate("learning_rate", learning_rate)
+    check_averaging(averaging)
+    check_dtype(state_dtype)
+
+    def update_fn(
+        updates: PyTree,
+        state: SPAState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SPAState]:
+        del extra_args
+        eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
+        # While η = 0 no gradient enters z, and z − x shrinks by 1 − c: as if m stood still.
+        coast = (1 - c) * jnp.where(eta > 0, eta, state.coast)
+        return _advance(updates, state, params, eta=eta, c=c, coast=coast)
+
+    return _transformation(_init(state_dtype), update_fn)
+
+
+def spa_from_sgdm(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule = 0.9,
+    nesterov: bool = False,
+    *,
+    horizon: int | None = None,
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD with momentum, run as primal averaging: `optax.sgd`, with z in hand.
+
+    Takes the hyper-parameters of SGD+M and gives its iterates, whatever the schedules do,
+
+        m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
+
+    through z_k = x_k − w_k m_k, where w_k, the coast, looks ahead in the schedules:
+
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
+
+    so that z_k is the point at which x would come to rest if every later gradient were zero. For
+    constants η = α/(1 − β) and c = 1 − β. (The recursion of the paper's Theorem 1 gives the same
+    iterates through an η_k that blows up; this is the one solution that stays bounded.)
+
+    Schedules are foreseen; what cannot be (`optax.inject_hyperparams`, a schedule edited before a
+    run is resumed) is made good by moving z along the line through x and z, to where this step's
+    hyper-parameters want it. The iterates are those of SGD+M all the same. With params of 16 bits
+    or fewer such a move also scales the rounding of x: prefer schedules there. Where the learning
+    rate outgrows what had been foreseen so far that the rounding of x would be magnified more than
+    1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from zero instead.
+
+    As to chains, and params edited outside the optimizer, see `spa`.
+
+    Args:
+      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
+        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
+      momentum: β_k in [0, 1), a scalar or a schedule of the count k.
+      nesterov: whether to use Nesterov momentum.
+      horizon: how many steps to look ahead, at least 1. None means as many as matter where momentum
+        is a number (β^horizon < 1e-8: 175 steps at β = 0.9, 18,412 at 0.999, at most 32,768) and
+        2,000 where it is a schedule (enough up to β = 0.99). With fewer the iterates remain exact,
+        at the cost of moving z.
+      state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
+        fewer, so that z is their float32 master copy and the momentum at once.
+
+    Returns:
+      A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
+      the params' dtype.
+
+    Raises:
+      ValueError: if a number is out of range, `state_dtype` is no real floating-point dtype, or, in
+        `update`, `params` is missing or the trees differ.
+
+    Examples:
+      α = 1, β = 0.5 and a gradient of 2, then none: x goes from 10 to 8, then on by half as much.
+      z is at 6 from the start, where that would end.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa_from_sgdm
+      >>> tx = spa_from_sgdm(learning_rate=1.0, momentum=0.5)
+      >>> params = jnp.array(10.0)
+      >>> state = tx.init(params)
+      >>> for gradient in (2.0, 0.0, 0.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(state.z, params)
+      6.0 8.0
+      6.0 7.0
+      6.0 6.5
+
+    References:
+      Defazio, Momentum via Primal Averaging: Theoretical Insights and Learning Rate Schedules for
+      Non-Convex Optimization, 2020, arXiv:2010.00406, Theorem 1. The look-ahead is this package's.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_momentum(momentum)
+    check_horizon(horizon)
+    check_dtype(state_dtype)
+
+    def update_fn(
+        updates: PyTree,
+        state: SPAState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SPAState]:
+        del extra_args
+        alpha, beta, a, coast, unseen = look_ahead(
+            learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
+        )
+        held = state.coast.astype(a.dtype)
+        foreseen = unseen <= 1e-7
+        eps_x = max((jnp.finfo(x.dtype).eps for x in jax.tree.leaves(params)), default=0.0)
+        if eps_x <= jnp.finfo(jnp.float32).eps:
+            # m = (x − z) / w is known to within rounding of x over w. Where a rise of α would come
+            # unforeseen, w must not have followed α down. But with params of 16 bits z is a master
+            # copy of x first, and a w that stays behind would wear it off.
+            coast = jnp.where(foreseen, coast, jnp.maximum(coast, held))
+        coast = positive(coast, a, held)
+        # r − 1, in the form that loses the fewest digits where r is close to 1. Rounding is told
+        # from change by what either can be: sums over a horizon, or a traced number alone.
+        shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
+        rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * jnp.finfo(a.dtype).eps
+        shift = jnp.where(jnp.abs(shift) > rounding, shift, 0)
+        shift = jnp.where((1 + shift) ** 2 * eps_x > 1, -1, shift)
+        shift = jnp.where((state.count > 0) & (held > 0), shift, 0)
+        c = a / (a + coast)
+        return _advance(
+            updates,
+            state,
+            params,
+            eta=a + coast + alpha if nesterov else a + coast,
+            c=c,
+            coast=coast,
+            delta=alpha * (1 - c) if nesterov else None,
+            shift=shift,
+        )
+
+    return _transformation(_init(state_dtype), update_fn)
+
+
+def _transformation(
+    init_fn: Callable[[PyTree], SPAState], update_fn: Callable[..., tuple[PyTree, SPAState]]
+) -> optax.GradientTransformationExtraArgs:
+    # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _init(state_dtype: DTypeLike | None) -> Callable[[PyTree], SPAState]:
+    def z_0(x: Any) -> Array:
+        dtype = jnp.result_type(x)
+        if state_dtype is None:
+            if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
+                dtype = jnp.float32
+        elif jnp.issubdtype(dtype, jnp.complexfloating):
+            dtype = jnp.promote_types(state_dtype, jnp.complex64)
+        else:
+            dtype = state_dtype
+        if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
+            return jnp.zeros(x.shape, dtype)
+        # A copy, so that params and state can both be donated; unlike zeros it takes the sharding.
+        return jnp.array(x, dtype=dtype, copy=True)
+
+    def init_fn(params: PyTree) -> SPAState:
+        zero = jnp.zeros([], jnp.float32)
+        z = jax.tree.map(z_0, params)
+        return SPAState(count=jnp.zeros([], jnp.int32), z=z, eta=zero, c=zero, coast=zero)
+
+    return init_fn
+
+
+def _advance(
+    updates: PyTree,
+    state: SPAState,
+    params: PyTree | None,
+    *,
+    eta: Float[Array, ""],
+    c: Float[Array, ""],
+    coast: Float[Array, ""],
+    delta: Float[Array, ""] | None = None,
+    shift: Float[Array, ""] | None = None,
+) -> tuple[PyTree, SPAState]:
+    """One step of the whole family, in its three scalars and a move of z beforehand.
+
+    z_k     ← z_k + shift (z_k − x_k)                    at count 0: z_0 = x_0
+    z_{k+1} = z_k − η g_k
+    x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+    """
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, which starts from x, got None")
+    check_same_tree("updates", updates, "params", params)
+    check_same_tree("state.z", state.z, "params", params)
+    # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
+    # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
+    eta_, c_, delta_, shift_ = jax.lax.optimization_barrier((eta, c, delta, shift))
+
+    def wide(x: Array, z: Array) -> Any:  # the dtype to compute in
+        return jnp.promote_types(jnp.promote_types(x.dtype, z.dtype), jnp.float32)
+
+    def anchor(x: Array, z: Array) -> Array:
+        # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
+        # it stays where it rounds to x, since master weights are made by calling `init` on float32
+        # params that are cast afterwards.
+        to_x = state.count == 0
+        if z.dtype != x.dtype:
+            to_x &= z.astype(x.dtype) != x
+        dtype = wide(x, z)
+        x, z = x.astype(dtype), z.astype(dtype)
+        if shift_ is not None:
+            z += shift_.astype(dtype) * (z - x)
+        return jnp.where(to_x, x, z)
+
+    def descend(g: Array | None, anchored: Array, z: Array) -> Array:
+        dtype = anchored.dtype
+        z_next = anchored if g is None else anchored - eta_.astype(dtype) * g.astype(dtype)
+        return z_next.astype(z.dtype)
+
+    def average(g: Array | None, x: Array, z_next: Array) -> Array | None:
+        if g is None:
+            return None
+        dtype = wide(x, z_next)
+        step = c_.astype(dtype) * (z_next.astype(dtype) - x.astype(dtype))
+        if delta_ is not None:
+            step -= delta_.astype(dtype) * g.astype(dtype)
+        if dtype == x.dtype:
+            return step
+        # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
+        return (x.astype(dtype) + step).astype(x.dtype) - x
+
+    updates, params, z = jax.tree.map(jnp.asarray, (updates, params, state.z))
+    z_anchored = jax.tree.map(anchor, params, z)
+    z_next = jax.tree.map(descend, updates, z_anchored, z, is_leaf=is_none)
+    steps = jax.tree.map(average, updates, params, z_next, is_leaf=is_none)
+    return steps, SPAState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        z=z_next,
+        eta=eta.astype(jnp.float32),
+        c=c.astype(jnp.float32),
+        coast=coast.astype(jnp.float32),
+    )

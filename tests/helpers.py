@@ -1,0 +1,137 @@
+"""What several test files share: a real convex problem, oracles, and hyper-parameters that hurt."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+from sklearn.datasets import load_digits
+
+NUM_STEPS = 2_000
+BATCH = 64
+
+
+@contextlib.contextmanager
+def x64(enabled: bool = True) -> Iterator[None]:
+    """Double precision, under the name that the installed jax has for it."""
+    if hasattr(jax, "enable_x64"):
+        with jax.enable_x64(enabled):
+            yield
+    else:
+        from jax.experimental import enable_x64
+
+        with enable_x64(enabled):
+            yield
+
+
+def sgdm(learning_rate: Any, momentum: Any, nesterov: bool = False) -> Any:
+    """The oracle: optax's own SGD with momentum, with schedules for both hyper-parameters."""
+    factory = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
+    return factory(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov)
+
+
+def apply(
+    tx: optax.GradientTransformation, params: PyTree, grads: list[PyTree]
+) -> tuple[PyTree, Any]:
+    """The params and the state after one update for each gradient."""
+    state = tx.init(params)
+    for g in grads:
+        updates, state = jax.jit(tx.update)(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Real handwritten digits with a bias column, float64 (1797, 65), and one-hot labels."""
+    images, labels = load_digits(return_X_y=True)
+    return np.hstack([images / 16, np.ones((len(images), 1))]), np.eye(10)[labels]
+
+
+@functools.cache
+def batches(num_steps: int = NUM_STEPS) -> np.ndarray:
+    """The minibatches of a run: indices (num_steps, BATCH)."""
+    return np.random.default_rng(0).integers(0, len(digits()[0]), (num_steps, BATCH))
+
+
+def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
+    """A convex loss of weights (65, 10) and minibatch indices."""
+    images, labels = (jnp.asarray(a, dtype) for a in digits())
+
+    def loss(w: Array, batch: Array) -> Array:
+        cross_entropy = optax.softmax_cross_entropy(images[batch] @ w, labels[batch])
+        return cross_entropy.mean() + 1e-4 * jnp.sum(w**2)
+
+    return loss
+
+
+def train(
+    loss: Callable[[PyTree, Array], Array],
+    first: list[Any],
+    second: list[Any],
+    params: PyTree,
+    num_steps: int = NUM_STEPS,
+) -> list[PyTree]:
+    """Trains with several transforms side by side; each is replaced by its second halfway."""
+
+    def scan(txs: list[Any], carry: list[tuple[PyTree, Any]], steps: slice) -> Any:
+        def body(carry: list[tuple[PyTree, Any]], batch: Array) -> Any:
+            new = []
+            for tx, (params, state) in zip(txs, carry, strict=True):
+                updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+                new.append((optax.apply_updates(params, updates), state))
+            return new, None
+
+        return jax.lax.scan(body, carry, jnp.asarray(batches(num_steps))[steps])[0]
+
+    carry = [(params, tx.init(params)) for tx in first]
+    carry = scan(first, carry, slice(num_steps // 2))
+    carry = scan(second, carry, slice(num_steps // 2, None))
+    return [params for params, _ in carry]
+
+
+def relative_difference(x: PyTree, reference: PyTree) -> float:
+    """The L2 norm of the difference over that of the reference, worked out in float64."""
+    x, reference = (
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (x, reference)
+    )
+    return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
+
+
+def random_rates(k: np.ndarray) -> np.ndarray:
+    """Rates drawn anew at every step from three decades."""
+    return 10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
+
+
+# Learning rates and momenta as functions of an array of counts. Past NUM_STEPS they are out of use.
+RATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "constant": lambda k: np.full(len(k), 0.1),
+    "warm-up from 0, cosine to 0": lambda k: np.asarray(
+        jax.vmap(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))(jnp.asarray(k))
+    ),
+    "gap of 0": lambda k: np.where((k >= 500) & (k < 800), 0.0, 0.2),
+    "drop by 100": lambda k: np.where(k < 700, 0.3, 0.003),
+    "random over three decades": random_rates,
+    "NaN past its end": lambda k: 0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan)),
+    "negative past its end": lambda k: 0.3 * (1 - k / NUM_STEPS),
+    "cosine with warm restarts": lambda k: 0.15 * (1 + np.cos(np.pi * (k % 400) / 400)),
+}
+MOMENTA: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "constant": lambda k: np.full(len(k), 0.9),
+    "ramp": lambda k: np.clip(0.5 + 0.45 * k / 1000, 0.5, 0.95),
+    "0 for a while": lambda k: np.where((k >= 300) & (k < 350), 0.0, 0.9),
+    "0.95 to 0": lambda k: np.where(k < 1200, 0.95, 0.0),
+    "NaN past its end": lambda k: np.where(k < NUM_STEPS, 0.9, np.nan),
+    "up to 0.995": lambda k: np.clip(0.9 + 0.095 * k / 1500, 0.9, 0.995),
+}
+
+
+def table(values: Array) -> Callable[[Any], Array]:
+    """A schedule that reads its values from an array; its last value goes on for ever."""
+    return lambda count: values[jnp.minimum(count, len(values) - 1)]
