@@ -1,5 +1,6 @@
 """Momentum via primal averaging, as Optax gradient transformations."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ def spa(
         del extra_args
         eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
         # While η = 0 no gradient enters z, and z − x shrinks by 1 − c: as if m stood still.
-        coast = (1 - c) * jnp.where(eta > 0, eta, state.coast)
+        coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
         return _advance(updates, state, params, eta=eta, c=c, coast=coast)
 
     return _transformation(_init(state_dtype), update_fn)
@@ -229,6 +230,11 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
+def _promote(*dtypes: DTypeLike) -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
 def _init(state_dtype: DTypeLike | None) -> Callable[[PyTree], SPAState]:
     def z_0(x: Any) -> Array:
         dtype = jnp.result_type(x)
@@ -236,7 +242,7 @@ def _init(state_dtype: DTypeLike | None) -> Callable[[PyTree], SPAState]:
             if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
                 dtype = jnp.float32
         elif jnp.issubdtype(dtype, jnp.complexfloating):
-            dtype = jnp.promote_types(state_dtype, jnp.complex64)
+            dtype = _promote(state_dtype, jnp.complex64)
         else:
             dtype = state_dtype
         if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
@@ -277,8 +283,7 @@ def _advance(
     # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
     eta_, c_, delta_, shift_ = jax.lax.optimization_barrier((eta, c, delta, shift))
 
-    def wide(x: Array, z: Array) -> Any:  # the dtype to compute in
-        return jnp.promote_types(jnp.promote_types(x.dtype, z.dtype), jnp.float32)
+    wide = lambda x, z: _promote(x.dtype, z.dtype, jnp.float32)  # the dtype to compute in
 
     def anchor(x: Array, z: Array) -> Array:
         # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
