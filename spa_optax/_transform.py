@@ -89,19 +89,14 @@ def spa(
     check_averaging(averaging)
     check_dtype(state_dtype)
 
-    def update_fn(
-        updates: PyTree,
-        state: SPAState,
-        params: PyTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, SPAState]:
-        del extra_args
+    def step(state: SPAState, eps_x: float) -> _Step:
+        del eps_x
         eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
-        # While η = 0 no gradient enters z, and z − x shrinks by 1 − c: as if m stood still.
+        # While η = 0 no gradient enters z, and x − z shrinks by 1 − c: as if m stood still.
         coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
-        return _advance(updates, state, params, eta=eta, c=c, coast=coast)
+        return _Step(eta, c, coast)
 
-    return _transformation(_init(state_dtype), update_fn)
+    return _transformation(step, state_dtype)
 
 
 def spa_from_sgdm(
@@ -182,19 +177,12 @@ def spa_from_sgdm(
     check_horizon(horizon)
     check_dtype(state_dtype)
 
-    def update_fn(
-        updates: PyTree,
-        state: SPAState,
-        params: PyTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, SPAState]:
-        del extra_args
+    def step(state: SPAState, eps_x: float) -> _Step:
         alpha, beta, a, coast, unseen = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         held = state.coast.astype(a.dtype)
         foreseen = unseen <= 1e-7
-        eps_x = max((jnp.finfo(x.dtype).eps for x in jax.tree.leaves(params)), default=0.0)
         if eps_x <= jnp.finfo(jnp.float32).eps:
             # m = (x − z) / w is known to within rounding of x over w. Where a rise of α would come
             # unforeseen, w must not have followed α down. But with params of 16 bits z is a master
@@ -204,28 +192,53 @@ def spa_from_sgdm(
         # r − 1, in the form that loses the fewest digits where r is close to 1. Rounding is told
         # from change by what either can be: sums over a horizon, or a traced number alone.
         shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
-        rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * jnp.finfo(a.dtype).eps
+        rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
         shift = jnp.where(jnp.abs(shift) > rounding, shift, 0)
         shift = jnp.where((1 + shift) ** 2 * eps_x > 1, -1, shift)
         shift = jnp.where((state.count > 0) & (held > 0), shift, 0)
         c = a / (a + coast)
-        return _advance(
-            updates,
-            state,
-            params,
-            eta=a + coast + alpha if nesterov else a + coast,
-            c=c,
-            coast=coast,
-            delta=alpha * (1 - c) if nesterov else None,
-            shift=shift,
-        )
+        if nesterov:
+            return _Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
+        return _Step(a + coast, c, coast, shift=shift)
 
-    return _transformation(_init(state_dtype), update_fn)
+    return _transformation(step, state_dtype)
+
+
+class _Step(NamedTuple):
+    """The scalars of one step, all that the members of the family differ in.
+
+    z_k     ← z_k + shift (z_k − x_k)                    at count 0: z_0 = x_0
+    z_{k+1} = z_k − η g_k
+    x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+    """
+
+    eta: Float[Array, ""]
+    c: Float[Array, ""]
+    coast: Float[Array, ""]  # w_{k+1}, for the state
+    delta: Float[Array, ""] | None = None  # None: 0
+    shift: Float[Array, ""] | None = None  # None: 0
 
 
 def _transformation(
-    init_fn: Callable[[PyTree], SPAState], update_fn: Callable[..., tuple[PyTree, SPAState]]
+    step: Callable[[SPAState, float], _Step], state_dtype: DTypeLike | None
 ) -> optax.GradientTransformationExtraArgs:
+    def init_fn(params: PyTree) -> SPAState:
+        zero = jnp.zeros([], jnp.float32)
+        z = jax.tree.map(lambda x: _z_0(x, state_dtype), params)
+        return SPAState(count=jnp.zeros([], jnp.int32), z=z, eta=zero, c=zero, coast=zero)
+
+    def update_fn(
+        updates: PyTree, state: SPAState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SPAState]:
+        del extra_args
+        if params is None:
+            raise ValueError("`params` must be passed to `update`, which starts from x, got None")
+        check_same_tree("updates", updates, "params", params)
+        check_same_tree("state.z", state.z, "params", params)
+        updates, state, params = jax.tree.map(jnp.asarray, (updates, state, params))
+        eps_x = max((float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(params)), default=0.0)
+        return _advance(updates, state, params, step(state, eps_x))
+
     # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -235,53 +248,28 @@ def _promote(*dtypes: DTypeLike) -> Any:
         return functools.reduce(jnp.promote_types, dtypes)
 
 
-def _init(state_dtype: DTypeLike | None) -> Callable[[PyTree], SPAState]:
-    def z_0(x: Any) -> Array:
-        dtype = jnp.result_type(x)
-        if state_dtype is None:
-            if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
-                dtype = jnp.float32
-        elif jnp.issubdtype(dtype, jnp.complexfloating):
-            dtype = _promote(state_dtype, jnp.complex64)
-        else:
-            dtype = state_dtype
-        if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
-            return jnp.zeros(x.shape, dtype)
-        # A copy, so that params and state can both be donated; unlike zeros it takes the sharding.
-        return jnp.array(x, dtype=dtype, copy=True)
-
-    def init_fn(params: PyTree) -> SPAState:
-        zero = jnp.zeros([], jnp.float32)
-        z = jax.tree.map(z_0, params)
-        return SPAState(count=jnp.zeros([], jnp.int32), z=z, eta=zero, c=zero, coast=zero)
-
-    return init_fn
+def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
+    dtype = jnp.result_type(x)
+    if state_dtype is None:
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
+            dtype = jnp.float32
+    elif jnp.issubdtype(dtype, jnp.complexfloating):
+        dtype = _promote(state_dtype, jnp.complex64)
+    else:
+        dtype = state_dtype
+    if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
+        return jnp.zeros(x.shape, dtype)
+    # A copy, so that params and state can both be donated; unlike zeros it takes the sharding.
+    return jnp.array(x, dtype=dtype, copy=True)
 
 
 def _advance(
-    updates: PyTree,
-    state: SPAState,
-    params: PyTree | None,
-    *,
-    eta: Float[Array, ""],
-    c: Float[Array, ""],
-    coast: Float[Array, ""],
-    delta: Float[Array, ""] | None = None,
-    shift: Float[Array, ""] | None = None,
+    updates: PyTree, state: SPAState, params: PyTree, step: _Step
 ) -> tuple[PyTree, SPAState]:
-    """One step of the whole family, in its three scalars and a move of z beforehand.
-
-    z_k     ← z_k + shift (z_k − x_k)                    at count 0: z_0 = x_0
-    z_{k+1} = z_k − η g_k
-    x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
-    """
-    if params is None:
-        raise ValueError("`params` must be passed to `update`, which starts from x, got None")
-    check_same_tree("updates", updates, "params", params)
-    check_same_tree("state.z", state.z, "params", params)
+    """The three equations of `_Step`, a tree map each."""
     # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
     # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
-    eta_, c_, delta_, shift_ = jax.lax.optimization_barrier((eta, c, delta, shift))
+    eta, c, _, delta, shift = jax.lax.optimization_barrier(step)
 
     wide = lambda x, z: _promote(x.dtype, z.dtype, jnp.float32)  # the dtype to compute in
 
@@ -294,35 +282,32 @@ def _advance(
             to_x &= z.astype(x.dtype) != x
         dtype = wide(x, z)
         x, z = x.astype(dtype), z.astype(dtype)
-        if shift_ is not None:
-            z += shift_.astype(dtype) * (z - x)
+        if shift is not None:
+            z += shift.astype(dtype) * (z - x)
         return jnp.where(to_x, x, z)
 
-    def descend(g: Array | None, anchored: Array, z: Array) -> Array:
+    def descend(g: Array | None, anchored: Array | None, z: Array | None) -> Array | None:
+        if anchored is None or z is None:  # where a param itself is None
+            return None
         dtype = anchored.dtype
-        z_next = anchored if g is None else anchored - eta_.astype(dtype) * g.astype(dtype)
+        z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
         return z_next.astype(z.dtype)
 
-    def average(g: Array | None, x: Array, z_next: Array) -> Array | None:
-        if g is None:
+    def average(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
+        if g is None or x is None or z_next is None:
             return None
         dtype = wide(x, z_next)
-        step = c_.astype(dtype) * (z_next.astype(dtype) - x.astype(dtype))
-        if delta_ is not None:
-            step -= delta_.astype(dtype) * g.astype(dtype)
+        update = c.astype(dtype) * (z_next.astype(dtype) - x.astype(dtype))
+        if delta is not None:
+            update -= delta.astype(dtype) * g.astype(dtype)
         if dtype == x.dtype:
-            return step
+            return update
         # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
-        return (x.astype(dtype) + step).astype(x.dtype) - x
+        return (x.astype(dtype) + update).astype(x.dtype) - x
 
-    updates, params, z = jax.tree.map(jnp.asarray, (updates, params, state.z))
-    z_anchored = jax.tree.map(anchor, params, z)
-    z_next = jax.tree.map(descend, updates, z_anchored, z, is_leaf=is_none)
-    steps = jax.tree.map(average, updates, params, z_next, is_leaf=is_none)
-    return steps, SPAState(
-        count=jnp.asarray(optax.safe_increment(state.count)),
-        z=z_next,
-        eta=eta.astype(jnp.float32),
-        c=c.astype(jnp.float32),
-        coast=coast.astype(jnp.float32),
-    )
+    z_anchored = jax.tree.map(anchor, params, state.z)
+    z_next = jax.tree.map(descend, updates, z_anchored, state.z, is_leaf=is_none)
+    updates = jax.tree.map(average, updates, params, z_next, is_leaf=is_none)
+    f32 = lambda scalar: scalar.astype(jnp.float32)
+    count = jnp.asarray(optax.safe_increment(state.count))
+    return updates, SPAState(count, z_next, f32(step.eta), f32(step.c), f32(step.coast))

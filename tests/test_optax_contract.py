@@ -1,0 +1,464 @@
+"""What optax asks of its own optimizers, and all that a transform is put into."""
+
+import functools
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn, nnx
+from flax.training.train_state import TrainState
+from helpers import apply, lenient, x64
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from spa_optax import SPAState, spa, spa_from_sgdm
+
+COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 1_000))
+FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    "spa": functools.partial(spa, 0.1, 0.1),
+    "spa, schedules": functools.partial(spa, COSINE, lambda k: 1 / (k + 1).astype(float)),
+    "sgdm": functools.partial(spa_from_sgdm, 0.01, 0.9),
+    "sgdm, schedule": functools.partial(spa_from_sgdm, COSINE, 0.9),
+    "sgdm, nesterov": functools.partial(spa_from_sgdm, COSINE, 0.9, True),
+}
+every_transform = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+both_transforms = pytest.mark.parametrize(
+    "make", [functools.partial(spa, 0.1, 0.1), functools.partial(spa_from_sgdm, 0.01, 0.9)]
+)
+
+PARAMS = {
+    "w": jnp.arange(6.0).reshape(2, 3) / 4,
+    "b": {"c": jnp.ones(3)},
+    "s": jnp.array(2.0, float),
+}
+GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
+
+
+def step_of(tx: optax.GradientTransformation, loss: Any) -> Callable[[Any, Any], Any]:
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@every_transform
+def test_extra_args_are_accepted(make: Any) -> None:
+    tx = make()
+    state = tx.init(PARAMS)
+    expected, _ = tx.update(GRADS, state, PARAMS)
+    updates, _ = tx.update(GRADS, state, PARAMS, value=1.0, not_expected="at all")
+    chex.assert_trees_all_equal(updates, expected)
+
+
+@every_transform
+def test_pitfall_11_the_second_call_does_not_recompile(make: Any) -> None:
+    tx = make()
+    traces = 0
+
+    @jax.jit
+    def update(params: Any, state: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        updates, state = tx.update(GRADS, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    types = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), state)
+    for _ in range(3):
+        params, state = update(params, state)
+    assert traces == 1
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), state) == types
+
+
+@every_transform
+def test_map_params_reaches_z_alone(make: Any) -> None:
+    tx = make()
+    state = tx.init(PARAMS)
+    chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda leaf: leaf, state), state)
+    marked = optax.tree.map_params(
+        tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other"
+    )
+    assert marked == SPAState("other", jax.tree.map(lambda _: "param", PARAMS), *["other"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "start", "goal"),
+    [
+        (lambda x: jnp.sum((x - jnp.array([1.0, -1.0, 1.0])) ** 2), [-1.0, 10.0, 1.0], [1, -1, 1]),
+        (lambda x: (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2, [0.0, 0.0], [1, 1]),
+    ],
+    ids=["parabola", "Rosenbrock"],
+)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        spa(1e-2, 0.1),
+        spa_from_sgdm(1e-3, 0.9),
+        spa_from_sgdm(1e-3, 0.9, True),
+        spa_from_sgdm(lenient(optax.linear_schedule(1e-3, 5e-4, 30_000)), 0.9),
+    ],
+    ids=["spa", "sgdm", "nesterov", "schedule"],
+)
+def test_30_000_steps_converge(tx: Any, loss: Any, start: list[float], goal: list[int]) -> None:
+    step = step_of(tx, loss)
+    params = jnp.array(start)
+    carry = jax.lax.scan(lambda c, _: (step(*c), None), (params, tx.init(params)), length=30_000)[0]
+    np.testing.assert_allclose(carry[0], goal, rtol=3e-2, atol=3e-2)
+
+
+@both_transforms
+def test_inject_hyperparams(make: Any) -> None:
+    injected = optax.inject_hyperparams(make.func)(*make.args)
+    tx = make()
+    state, injected_state = tx.init(PARAMS), injected.init(PARAMS)
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(GRADS, state, PARAMS)
+        from_injected, injected_state = jax.jit(injected.update)(GRADS, injected_state, PARAMS)
+        chex.assert_trees_all_close(from_injected, updates, rtol=1e-5)
+        chex.assert_trees_all_close(injected_state.inner_state, state, rtol=1e-5)
+
+
+@every_transform
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+def test_pitfall_4_dtypes_are_preserved(make: Any, dtype: Any) -> None:
+    with x64(dtype == jnp.float64):
+        params, grads = jax.tree.map(lambda leaf: leaf.astype(dtype), (PARAMS, GRADS))
+        tx = make()
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = jax.jit(tx.update)(grads, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+        z_dtype = dtype if dtype in (jnp.float32, jnp.float64) else jnp.float32
+        chex.assert_type(jax.tree.leaves(state.z), z_dtype)
+        chex.assert_type([state.count, state.eta, state.c, state.coast], [int] + [jnp.float32] * 3)
+        assert state.count.dtype == jnp.int32
+
+
+@every_transform
+@pytest.mark.parametrize("state_dtype", [jnp.bfloat16, jnp.float16, jnp.float32, "bfloat16"])
+def test_state_dtype(make: Any, state_dtype: Any) -> None:
+    tx = make(state_dtype=state_dtype)
+    state = tx.init(PARAMS)
+    updates, state = jax.jit(tx.update)(GRADS, state, PARAMS)
+    chex.assert_type(jax.tree.leaves(state.z), jnp.dtype(state_dtype))
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, PARAMS)
+    expected, _ = make().update(GRADS, make().init(PARAMS), PARAMS)
+    # Before any rounding piles up: z_1 in 8 bits moves x_1 by at most half an ulp of z.
+    chex.assert_trees_all_close(updates, expected, atol=2.0**-8)
+
+
+@every_transform
+def test_gradients_wider_than_params(make: Any) -> None:
+    # Accumulated gradients are often float32 though the params are not.
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    tx = make()
+    updates, _ = jax.jit(tx.update)(GRADS, tx.init(params), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+
+
+@every_transform
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_multi_steps(make: Any, dtype: Any) -> None:
+    """Two half batches are one batch; and the types fit the `lax.cond` inside."""
+    params, grads = jax.tree.map(lambda leaf: leaf.astype(dtype), (PARAMS, GRADS))
+    tx, multi = make(), optax.MultiSteps(make(), 2)
+    state, multi_state = tx.init(params), multi.init(params)
+    x, multi_x = params, params
+    for k in range(6):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, multi_state = jax.jit(multi.update)(grads, multi_state, multi_x)
+        chex.assert_trees_all_equal_dtypes(updates, params)
+        multi_x = optax.apply_updates(multi_x, updates)
+        if k % 2:
+            updates, state = tx.update(grads, state, x)
+            x = optax.apply_updates(x, updates)
+    chex.assert_trees_all_close(multi_x, x, rtol=1e-6 if dtype == jnp.float32 else 1e-2)
+
+
+@every_transform
+def test_inside_cond_and_while(make: Any) -> None:
+    tx = make()
+
+    @jax.jit
+    def maybe(do: Array, params: Any, state: Any) -> Any:
+        skip = lambda: (jax.tree.map(jnp.zeros_like, params), state)
+        return jax.lax.cond(do, lambda: tx.update(GRADS, state, params), skip)
+
+    state = tx.init(PARAMS)
+    updates, state = maybe(jnp.array(False), PARAMS, state)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+    updates, state = maybe(jnp.array(True), PARAMS, state)
+    assert state.count == 1
+    step = step_of(tx, lambda p: optax.tree.norm(p, squared=True) / 2)
+    _, state = jax.lax.while_loop(lambda c: c[1].count < 5, lambda c: step(*c), (PARAMS, state))
+    assert state.count == 5
+
+
+def test_a_schedule_is_its_scalar() -> None:
+    grads = [GRADS] * 10
+    for scalar, schedule in (
+        (spa(0.1, 0.3), spa(lambda _: 0.1, lambda _: jnp.float32(0.3))),
+        (spa_from_sgdm(0.1, 0.9), spa_from_sgdm(lambda _: 0.1, lambda _: jnp.float32(0.9))),
+        (spa_from_sgdm(0.1, 0.9, True), spa_from_sgdm(optax.constant_schedule(0.1), 0.9, True)),
+    ):
+        params, _ = apply(scalar, PARAMS, grads)
+        from_schedule, _ = apply(schedule, PARAMS, grads)
+        chex.assert_trees_all_close(from_schedule, params, rtol=1e-6)
+
+
+@every_transform
+def test_scan_is_a_loop(make: Any) -> None:
+    tx = make()
+    step = step_of(tx, lambda p: optax.tree.norm(p, squared=True) / 2)
+    carry = (PARAMS, tx.init(PARAMS))
+    scanned, _ = jax.lax.scan(lambda c, _: (step(*c), None), carry, length=7)
+    for _ in range(7):
+        carry = jax.jit(step)(*carry)
+    chex.assert_trees_all_close(scanned, carry, rtol=1e-6)
+
+
+@both_transforms
+def test_vmap_over_learning_rates(make: Any) -> None:
+    rates = jnp.array([0.01, 0.03, 0.1])
+
+    def train(rate: Array) -> Any:
+        tx = make.func(rate, *make.args[1:])
+        updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        updates, state = tx.update(GRADS, state, optax.apply_updates(PARAMS, updates))
+        return updates, state
+
+    updates, state = jax.jit(jax.vmap(train))(rates)
+    assert state.count.shape == (3,)
+    for i, rate in enumerate(rates):
+        one = make.func(float(rate), *make.args[1:])
+        updates_1, state_1 = one.update(GRADS, one.init(PARAMS), PARAMS)
+        expected, _ = one.update(GRADS, state_1, optax.apply_updates(PARAMS, updates_1))
+        of_one = jax.tree.map(lambda u, i=i: u[i], updates)
+        chex.assert_trees_all_close(of_one, expected, rtol=1e-5, atol=1e-7)
+
+
+@every_transform
+def test_gradient_through_the_update(make: Any) -> None:
+    """Meta-learning differentiates the params with respect to where training began."""
+    tx = make()
+
+    def trained(x: Array) -> Array:
+        params, state = x, tx.init(x)
+        for _ in range(3):
+            updates, state = tx.update(2 * params, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    x = jnp.array(1.5)
+    # Linear in x, so the derivative is the value over x.
+    np.testing.assert_allclose(jax.grad(trained)(x), trained(x) / x, rtol=1e-6)
+
+
+@every_transform
+def test_pitfall_6_complex_params(make: Any) -> None:
+    params = {"a": jnp.array([1 + 2j, 3 - 1j])}
+    grads = {"a": jnp.array([0.5 - 1j, 2j])}
+    tx = make()
+    updates, state = apply(tx, params, [grads] * 3)
+    parts = lambda tree: {"re": tree["a"].real, "im": tree["a"].imag}
+    split, _ = apply(tx, parts(params), [parts(grads)] * 3)
+    chex.assert_trees_all_close(parts(updates), split, rtol=1e-6)
+    chex.assert_type(state.z["a"], jnp.complex64)
+
+
+@every_transform
+def test_pitfall_6_empty_trees_and_none(make: Any) -> None:
+    tx = make()
+    for empty in ({}, (), {"a": None}):
+        updates, state = tx.update(empty, tx.init(empty), empty)
+        assert updates == empty
+        assert state.count == 1
+    # A parameter without a gradient stays, and so does its z; the others are not affected.
+    grads = {**GRADS, "b": {"c": None}}
+    params, state = apply(tx, PARAMS, [grads] * 2)
+    expected, _ = apply(tx, PARAMS, [GRADS] * 2)
+    np.testing.assert_array_equal(params["b"]["c"], PARAMS["b"]["c"])
+    np.testing.assert_array_equal(state.z["b"]["c"], PARAMS["b"]["c"])
+    np.testing.assert_array_equal(params["w"], expected["w"])
+
+
+@every_transform
+def test_pitfall_1_donation(make: Any) -> None:
+    tx = make()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        # bfloat16 z of bfloat16 params is the case in which a cast would alias.
+        tx = make(state_dtype=dtype)
+        params, grads = (
+            jax.tree.map(lambda leaf, dtype=dtype: jnp.array(leaf, dtype), tree)
+            for tree in (PARAMS, GRADS)
+        )
+        state = tx.init(params)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        old = (params, state)
+        params, state = step(params, state, grads)
+        params, state = step(params, state, grads)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+
+
+@every_transform
+def test_pitfall_2_abstract_init(make: Any) -> None:
+    tx = make()
+    concrete = tx.init(PARAMS)
+    abstract = jax.eval_shape(tx.init, PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, concrete)
+    structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), PARAMS)
+    from_structs = tx.init(structs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(from_structs, concrete)
+    # There was no value to copy, and the first update does not miss it.
+    expected, _ = tx.update(GRADS, concrete, PARAMS)
+    updates, _ = tx.update(GRADS, from_structs, PARAMS)
+    chex.assert_trees_all_equal(updates, expected)
+    jax.eval_shape(tx.update, GRADS, abstract, PARAMS)
+
+
+@every_transform
+def test_masked_and_partition(make: Any) -> None:
+    mask = {"w": True, "b": {"c": False}, "s": True}
+    params, _ = apply(make(), PARAMS, [GRADS] * 3)
+    masked, _ = apply(optax.masked(make(), mask), PARAMS, [GRADS] * 3)
+    np.testing.assert_array_equal(masked["w"], params["w"])
+    np.testing.assert_allclose(masked["b"]["c"], PARAMS["b"]["c"] + 3 * GRADS["b"]["c"], rtol=1e-6)
+    labels = jax.tree.map(lambda on: "spa" if on else "frozen", mask)
+    tx = optax.partition({"spa": make(), "frozen": optax.set_to_zero()}, labels)
+    partitioned, _ = apply(tx, PARAMS, [GRADS] * 3)
+    np.testing.assert_array_equal(partitioned["w"], params["w"])
+    np.testing.assert_array_equal(partitioned["b"]["c"], PARAMS["b"]["c"])
+
+
+@every_transform
+def test_apply_if_finite(make: Any) -> None:
+    tx = optax.apply_if_finite(make(), max_consecutive_errors=3)
+    bad = jax.tree.map(lambda g: g * jnp.nan, GRADS)
+    params, state = apply(tx, PARAMS, [GRADS, bad, GRADS])
+    expected, expected_state = apply(make(), PARAMS, [GRADS, GRADS])
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
+    chex.assert_trees_all_close(state.inner_state, expected_state, rtol=1e-6)
+
+
+@every_transform
+def test_flatten_and_chain(make: Any) -> None:
+    params, _ = apply(make(), PARAMS, [GRADS] * 3)
+    flat, _ = apply(optax.flatten(make()), PARAMS, [GRADS] * 3)
+    chex.assert_trees_all_close(flat, params, rtol=1e-6)
+    before = [optax.clip_by_global_norm(0.1), optax.add_decayed_weights(1e-2)]
+    chained, _ = apply(optax.chain(*before, make()), PARAMS, [GRADS] * 3)
+    if make is FACTORIES["sgdm"]:
+        reference, _ = apply(optax.chain(*before, optax.sgd(0.01, 0.9)), PARAMS, [GRADS] * 3)
+        chex.assert_trees_all_close(chained, reference, rtol=1e-6)
+    assert not np.allclose(chained["w"], params["w"])
+
+
+@every_transform
+def test_nnx_optimizer(make: Any) -> None:
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    x = jnp.ones((4, 3))
+    loss = lambda model: jnp.sum(model(x) ** 2)
+    start = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    step(model, optimizer)
+    step(model, optimizer)
+
+    def pure_loss(p: Any) -> Array:
+        return jnp.sum((x @ p["kernel"] + p["bias"]) ** 2)
+
+    tx = make()
+    params, state = start, tx.init(start)
+    for _ in range(2):
+        params, state = step_of(tx, pure_loss)(params, state)
+    chex.assert_trees_all_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params, rtol=1e-5)
+
+
+@every_transform
+def test_linen_train_state(make: Any) -> None:
+    model = nn.Dense(2)
+    params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=make())
+    # Pretrained weights are put in after `create` all the time: no pull back to the old ones.
+    loaded = jax.tree.map(lambda leaf: leaf + 5, params)
+    state = state.replace(params=loaded)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for _ in range(2):
+        state = jax.jit(lambda s: s.apply_gradients(grads=grads))(state)
+    expected, _ = apply(make(), loaded, [grads] * 2)
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+
+
+@every_transform
+def test_pickle_and_orbax(make: Any, tmp_path: Path) -> None:
+    tx = make()
+    params, state = apply(tx, PARAMS, [GRADS] * 3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+    expected, _ = tx.update(GRADS, state, params)
+    for again in (restored, pickle.loads(pickle.dumps(state)), jax.device_get(state)):
+        chex.assert_trees_all_equal(again, state)
+        assert type(again) is SPAState
+        updates, _ = tx.update(GRADS, again, params)
+        chex.assert_trees_all_equal(updates, expected)
+
+
+COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
+
+
+@every_transform
+def test_pitfall_2_sharded_params(make: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("data",))
+    assert mesh.size == 8
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put({"w": jnp.arange(64.0).reshape(16, 4)}, sharding)
+    grads = jax.tree.map(jnp.cos, params)
+    tx = make()
+    for init in (tx.init, jax.jit(tx.init)):
+        state = init(params)
+        assert state.z["w"].sharding.is_equivalent_to(sharding, 2)
+    update = jax.jit(tx.update).lower(grads, state, params).compile()
+    assert not COLLECTIVE.search(update.as_text())
+    updates, state = update(grads, state, params)
+    assert updates["w"].sharding.is_equivalent_to(sharding, 2)
+    assert state.z["w"].sharding.is_equivalent_to(sharding, 2)
+    one_device = jax.device_get((grads, params))
+    expected, _ = tx.update(one_device[0], tx.init(one_device[1]), one_device[1])
+    chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(expected), atol=1e-6)
+    # The positive control: clipping must add one.
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    compiled = jax.jit(clipped.update).lower(grads, clipped.init(params), params).compile()
+    assert COLLECTIVE.search(compiled.as_text())
+
+
+@every_transform
+def test_export_for_cpu_gpu_and_tpu(make: Any) -> None:
+    tx = make()
+    step = jax.jit(step_of(tx, lambda p: optax.tree.norm(p, squared=True)))
+    platforms = ("cpu", "cuda", "tpu")
+    exported = jax.export.export(step, platforms=platforms)(PARAMS, tx.init(PARAMS))
+    assert exported.platforms == platforms
+    chex.assert_trees_all_close(
+        exported.call(PARAMS, tx.init(PARAMS)), step(PARAMS, tx.init(PARAMS)), rtol=1e-6
+    )
