@@ -42,7 +42,10 @@ def apply(
     state = tx.init(params)
     for g in grads:
         updates, state = jax.jit(tx.update)(g, state, params)
-        params = optax.apply_updates(params, updates)
+        # `optax.apply_updates`, but a parameter without an update stays.
+        params = jax.tree.map(
+            lambda u, p: p if u is None else p + u, updates, params, is_leaf=lambda u: u is None
+        )
     return params, state
 
 

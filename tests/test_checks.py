@@ -1,0 +1,144 @@
+"""Bad input: a ValueError that names the argument, the rule and the value."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spa_optax import (
+    hyperparams_from_sgdm,
+    hyperparams_to_sgdm,
+    spa,
+    spa_from_sgdm,
+    state_from_sgdm,
+    state_to_sgdm,
+    theory,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: spa(-0.1), "`learning_rate` must be finite and >= 0, got -0.1"),
+        (lambda: spa(NAN), "`learning_rate` must be finite and >= 0, got nan"),
+        (lambda: spa(INF), "`learning_rate` must be finite and >= 0, got inf"),
+        (lambda: spa(np.float32(-1)), "`learning_rate` must be finite and >= 0, got np.float32(-1"),
+        (lambda: spa(jnp.ones(3)), "`learning_rate` must be a scalar or a schedule, got an array"),
+        (lambda: spa(1.0, 1.5), "`averaging` must be in [0, 1], got 1.5"),
+        (lambda: spa(1.0, -0.5), "`averaging` must be in [0, 1], got -0.5"),
+        (lambda: spa(1.0, NAN), "`averaging` must be in [0, 1], got nan"),
+        (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be None or a real floating"),
+        (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be None or a real floating"),
+        (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be None or a real"),
+        (lambda: spa_from_sgdm(-1), "`learning_rate` must be finite and >= 0, got -1"),
+        (lambda: spa_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
+        (lambda: spa_from_sgdm(0.1, -0.1), "`momentum` must be in [0, 1), got -0.1"),
+        (lambda: spa_from_sgdm(0.1, NAN), "`momentum` must be in [0, 1), got nan"),
+        (lambda: spa_from_sgdm(0.1, horizon=0), "`horizon` must be None or a concrete integer >= 1"),
+        (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be None or a real"),
+        (lambda: hyperparams_from_sgdm(-1.0, 0.9), "`learning_rate` must be finite and >= 0"),
+        (lambda: hyperparams_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
+        (lambda: hyperparams_from_sgdm(0.1, 0.9, horizon=-2), "`horizon` must be None or a"),
+        (lambda: hyperparams_to_sgdm(NAN, 0.1), "`learning_rate` must be finite and >= 0, got nan"),
+        (lambda: hyperparams_to_sgdm(1.0, 2.0), "`averaging` must be in [0, 1], got 2.0"),
+        (lambda: theory.forward_recursion(1.0, 0.9), "`alphas` must have shape (n,), got ()"),
+        (lambda: theory.forward_recursion([1.0, 1.0], [0.9]), "`betas` must be a number or have"),
+    ],
+)
+def test_bad_hyperparameters(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        spa(0, 0),
+        spa(0.0, 1),
+        spa(np.float64(0.1), np.array(0.5)),
+        spa(jnp.array(-1.0)),  # may be traced: not looked at
+        spa_from_sgdm(1, 0, horizon=np.int64(3)),
+        spa_from_sgdm(optax.constant_schedule(0.1), lambda _: 0.9, state_dtype="bfloat16"),
+    ],
+)
+def test_good_hyperparameters(tx: Any) -> None:
+    params = jnp.ones(2)
+    tx.update(params, tx.init(params), params)
+
+
+PARAMS = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+
+
+@pytest.mark.parametrize("tx", [spa(0.1), spa_from_sgdm(0.1)])
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        (
+            {"layer": {"kernel": jnp.ones((2, 3))}},
+            "`updates` must have the structure of `params`: only `params` has a leaf at "
+            "['layer']['bias']",
+        ),
+        (
+            {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3), "scale": jnp.ones(3)}},
+            "`updates` must have the structure of `params`: only `updates` has a leaf at "
+            "['layer']['scale']",
+        ),
+        (
+            {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(1)}},
+            "`updates` must have the shapes of `params`: (1,) against (3,) at ['layer']['bias']",
+        ),
+        (
+            [PARAMS["layer"]],
+            "`updates` must have the structure of `params`: only `params` has a leaf at "
+            "['layer']['bias']",
+        ),
+    ],
+)
+def test_trees_that_differ(tx: Any, grads: Any, message: str) -> None:
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            update(grads, tx.init(PARAMS), PARAMS)
+
+
+def test_params_missing_or_of_another_model() -> None:
+    tx = spa(0.1)
+    with pytest.raises(ValueError, match="`params` must be passed to `update`"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    small = {"layer": {"kernel": jnp.ones((1, 3)), "bias": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=re.escape("`state.z` must have the shapes of `params`")):
+        tx.update(PARAMS, tx.init(small), PARAMS)
+
+
+def test_a_horizon_that_is_injected() -> None:
+    # `inject_hyperparams` makes a traced array of every number that is not named as static.
+    tx = optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9, horizon=5)
+    with pytest.raises(ValueError, match="`horizon` must be None or a concrete integer"):
+        jax.jit(tx.init)(PARAMS)
+    tx = optax.inject_hyperparams(spa_from_sgdm, static_args="horizon")(0.1, 0.9, horizon=5)
+    jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_states_that_are_not_there() -> None:
+    sgd = optax.sgd(0.1, 0.9).init(PARAMS)
+    from_ = lambda state, **kw: state_from_sgdm(state, PARAMS, momentum=0.9, **kw)
+    with pytest.raises(ValueError, match="`sgd_state` must hold one `TraceState`, got 0"):
+        from_(optax.sgd(0.1).init(PARAMS), learning_rate=0.1)
+    with pytest.raises(ValueError, match="`sgd_state` must hold one `TraceState`, got 2"):
+        from_((sgd, sgd), learning_rate=0.1)
+    with pytest.raises(ValueError, match="`count` must be given where `sgd_state` does not hold"):
+        from_(sgd, learning_rate=lambda _: 0.1)
+    _, moving = optax.sgd(0.1, 0.9).update(PARAMS, sgd)
+    with pytest.raises(ValueError, match="`count` must be >= 1 where `sgd_state` holds momentum"):
+        from_(moving, learning_rate=0.1, count=0)
+    with pytest.raises(ValueError, match="`sgd_state.trace` must have the structure of `params`"):
+        state_from_sgdm(sgd, PARAMS["layer"], learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="`spa_state` must hold one `SPAState`, got 0"):
+        state_to_sgdm(sgd, PARAMS)
+    with pytest.raises(ValueError, match=re.escape("`spa_state.z` must have the structure")):
+        state_to_sgdm(spa(0.1).init(PARAMS), PARAMS["layer"])

@@ -1,0 +1,219 @@
+"""What `spa` and `spa_from_sgdm` must not get wrong; the pitfalls are numbered as they were met."""
+
+import inspect
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import apply, lenient, x64
+
+import spa_optax
+from spa_optax import spa, spa_from_sgdm
+
+CONSTANT = lambda **kwargs: spa(1.0, 0.1, **kwargs)
+SCHEDULED = lambda **kwargs: spa_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.9, **kwargs)
+both = pytest.mark.parametrize("make", [CONSTANT, SCHEDULED], ids=["spa", "spa_from_sgdm"])
+
+
+@both
+def test_pitfall_3_params_replaced_after_init(make: Any) -> None:
+    tx = make()
+    old, new = {"w": jnp.zeros(3)}, {"w": jnp.array([5.0, -2.0, 3.0])}
+    grads = {"w": jnp.ones(3)}
+    state = tx.init(old)
+    updates, state = tx.update(grads, state, new)
+    expected_updates, expected_state = tx.update(grads, tx.init(new), new)
+    chex.assert_trees_all_equal((updates, state), (expected_updates, expected_state))
+
+
+@both
+def test_pitfall_3_master_weights(make: Any) -> None:
+    # z keeps what bfloat16 params lose of the float32 params that `init` saw; but where params are
+    # others altogether, it is theirs.
+    tx = make()
+    master = jnp.array([1.001, 2.003, -3.007])
+    params = master.astype(jnp.bfloat16)
+    assert not np.array_equal(params.astype(float), master)
+    zero = jnp.zeros(3, jnp.bfloat16)
+    _, state = tx.update(zero, tx.init(master), params)
+    np.testing.assert_array_equal(state.z, master)
+    other = params + 1
+    _, state = tx.update(zero, tx.init(master), other)
+    np.testing.assert_array_equal(state.z, other.astype(jnp.float32))
+
+
+def test_pitfall_4_scalars_of_the_state_count_on() -> None:
+    # In bfloat16 a count would stick at 256, and a decay of 0.999 be 1.
+    params = jnp.ones(2, jnp.bfloat16)
+    tx = spa(1e-3, 1e-3)
+    state = tx.init(params)._replace(count=jnp.array(256, jnp.int32))
+    _, state = tx.update(params, state, params)
+    assert int(state.count) == 257
+    np.testing.assert_array_equal([state.eta, state.c], np.float32([1e-3, 1e-3]))
+
+
+def test_pitfall_5_hyperparameters_may_be_traced() -> None:
+    params = jnp.ones(2)
+
+    @jax.jit
+    def step(learning_rate: Any, averaging: Any) -> Any:
+        tx = spa(learning_rate, averaging)
+        return tx.update(params, tx.init(params), params)[0]
+
+    np.testing.assert_allclose(step(0.5, 0.1), -0.05 * params, rtol=1e-6)
+    np.testing.assert_allclose(step(0.5, 1.0), -0.5 * params, rtol=1e-6)
+
+
+def _compiled(tx: Any, params: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+    return lowered.compile()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        spa(1.0, 0.1),
+        spa(0.7, 0.1),
+        spa_from_sgdm(0.1, 0.9),
+        spa_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100)), 0.9),
+        spa_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100)), 0.9, True),
+        optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9),
+    ],
+    ids=["eta=1", "eta=0.7", "sgdm", "schedule", "nesterov", "injected"],
+)
+def test_pitfalls_7_and_8_no_temporary_of_parameter_size(tx: Any) -> None:
+    params = [jnp.ones((64, 64, 3, 3)) for _ in range(4)]
+    size = 4 * 64 * 64 * 9
+    compiled = _compiled(tx, params)
+    reference = _compiled(optax.sgd(0.1, 0.9), params)
+    memory, expected = compiled.memory_analysis(), reference.memory_analysis()
+    # What is left is a few scalars, and the rates that lie ahead.
+    assert memory.temp_size_in_bytes < 4_000 < size
+    assert 0 <= memory.alias_size_in_bytes - expected.alias_size_in_bytes < 100
+    # optax.sgd moves 24 bytes a parameter. z_0 = x_0 costs a read of x more, Nesterov one of g;
+    # η = 1 folded away, or u from the old z, would cost 8 to 16.
+    extra = compiled.cost_analysis()["bytes accessed"] - reference.cost_analysis()["bytes accessed"]
+    assert extra < 8.2 * size
+
+
+def test_pitfall_9_annotations_are_objects() -> None:
+    # optax's schedule tests, and beartype, need them to be.
+    for function in (spa, spa_from_sgdm, spa_optax.hyperparams_from_sgdm):
+        for parameter in inspect.signature(function).parameters.values():
+            assert not isinstance(parameter.annotation, str)
+
+
+def test_pitfall_10_look_ahead_in_the_dtype_of_the_count() -> None:
+    # Under x64 an int64 count would have schedules computed in float64 ahead and float32 now, off
+    # by 3e-8, and the iterates by as much.
+    schedule = lenient(optax.cosine_decay_schedule(0.3, 200))
+    with x64():
+        seen = []
+
+        def spy(count: Any) -> Any:
+            seen.append(count.dtype)
+            return schedule(count)
+
+        grads = [jnp.array([1.0, -2.0])] * 50
+        x, _ = apply(spa_from_sgdm(spy, 0.9), jnp.zeros(2), grads)
+        reference, _ = apply(optax.sgd(schedule, 0.9), jnp.zeros(2), grads)
+        assert set(seen) == {jnp.dtype(jnp.int32)}
+        np.testing.assert_allclose(x, reference, rtol=1e-14)
+
+
+def test_counts_saturate_and_the_horizon_with_them() -> None:
+    last = jnp.array(2**31 - 1, jnp.int32)
+    params = jnp.ones(2)
+    tx = spa_from_sgdm(lambda k: jnp.where(k < 0, jnp.nan, 0.1), 0.9)  # NaN if a count wraps round
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    for count in (last - 50, last):
+        updates, after = tx.update(params, state._replace(count=count), params)
+        assert np.isfinite(updates).all()
+        assert int(after.count) == min(int(count) + 1, 2**31 - 1)
+        np.testing.assert_allclose([after.eta, after.c], [1.0, 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_updates_round_x_once(dtype: Any) -> None:
+    """In 16 bits too, adding the update gives x_{k+1} rounded to nearest: against NumPy, exactly."""
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=1000), dtype)
+    grads = jnp.asarray(rng.normal(size=1000) / 64, dtype)
+    tx = spa(1.0, 0.25)  # powers of two: nothing but x_{k+1} itself needs rounding
+    state = tx.init(params)
+    for step in (tx.update, jax.jit(tx.update)):
+        updates, after = step(grads, state, params)
+        x, z = np.asarray(params, np.float64), np.asarray(state.z, np.float64)
+        z = z - np.asarray(grads, np.float64)
+        np.testing.assert_allclose(after.z, z, rtol=1e-7)
+        expected = jnp.asarray(x + 0.25 * (np.asarray(after.z, np.float64) - x), dtype)
+        np.testing.assert_array_equal(
+            np.asarray(params + updates, np.float32), np.asarray(expected, np.float32)
+        )
+
+
+def test_bfloat16_params_train_like_float32_with_z_as_their_master() -> None:
+    # Steps of 1e-4 of x round to nothing in bfloat16 (ulp 2^-8). z adds them up.
+    grads = [jnp.full(8, 1e-3)] * 2_000
+    narrow = jnp.ones(8, jnp.bfloat16)
+
+    def run(tx: Any, params: Any) -> Any:
+        def body(carry: Any, g: Any) -> Any:
+            params, state = carry
+            updates, state = tx.update(g.astype(params.dtype), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (params, tx.init(params)), jnp.stack(grads))[0][0]
+
+    exact = run(optax.sgd(1e-2, 0.9), jnp.ones(8))  # 1 − 2000 · 1e-2 · 1e-3/(1 − 0.9)
+    np.testing.assert_allclose(exact, 1 - 0.2 * 0.9955, rtol=1e-3)
+    for tx in (spa(1e-1, 0.1), spa_from_sgdm(1e-2, 0.9)):
+        np.testing.assert_allclose(run(tx, narrow).astype(float), exact, atol=2.0**-7)
+    assert (run(optax.sgd(1e-2, 0.9, accumulator_dtype=jnp.float32), narrow) == narrow).all()
+
+
+def test_alpha_of_0_gives_no_nan() -> None:
+    params, grads = jnp.ones(3), [jnp.ones(3)] * 4
+    for tx in (
+        spa(0.0, 0.1),
+        spa(0.0, 0.0),
+        spa(0.0, 1.0),
+        spa_from_sgdm(0.0, 0.9),
+        spa_from_sgdm(0.0, 0.0),
+        spa_from_sgdm(0.0, 0.0, True),
+        spa_from_sgdm(lambda _: 0.0, 0.9),
+        spa_from_sgdm(lambda _: 0.0, lambda _: 0.0, True),
+        optax.inject_hyperparams(spa_from_sgdm)(0.0, 0.9),
+        optax.inject_hyperparams(spa_from_sgdm)(0.0, 0.0),
+    ):
+        x, state = apply(tx, params, grads)
+        np.testing.assert_array_equal(x, params)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_nan_of_the_present_rate_is_not_hidden() -> None:
+    x, _ = apply(spa_from_sgdm(lambda _: jnp.nan, 0.9), jnp.ones(3), [jnp.ones(3)])
+    assert np.isnan(x).all()
+
+
+def test_an_edit_behind_spa_is_pulled_back_unless_reanchored() -> None:
+    """Why nothing that changes the update may stand behind `spa`, as its docstring says."""
+    params = jnp.ones(4)
+    tx = spa(1.0, 0.1)
+    state = tx.init(params)
+    updates, state = tx.update(jnp.zeros(4), state, params)
+    pruned = params.at[0].set(0.0)
+    updates, _ = tx.update(jnp.zeros(4), state, pruned)
+    np.testing.assert_allclose(updates, [0.1, 0, 0, 0], atol=1e-7)
+    state = spa_optax.reanchor(state, params, pruned)
+    updates, _ = tx.update(jnp.zeros(4), state, pruned)
+    np.testing.assert_array_equal(updates, jnp.zeros(4))
