@@ -57,7 +57,7 @@ def check_momentum(value: optax.ScalarOrSchedule) -> None:
     _check_number("momentum", value, "in [0, 1)", lambda v: 0 <= v < 1)
 
 
-def check_horizon(value: int | None) -> None:
+def check_horizon(value: Any) -> None:
     """Raises ValueError unless `value` is None or a concrete integer >= 1."""
     if value is None:
         return

@@ -16,7 +16,7 @@ from spa_optax._checks import (
     check_same_tree,
 )
 from spa_optax._coast import look_ahead, positive, value_at
-from spa_optax._transform import SPAState, spa_from_sgdm
+from spa_optax._transform import SPAState, spa_from_sgdm, wide_dtype
 
 # The states of optax that hold the count of their schedules.
 _COUNTED = (
@@ -152,8 +152,8 @@ def hyperparams_to_sgdm(
         k = _as_count(count)
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
         eta, eta_before = value_at(learning_rate, k), value_at(learning_rate, before)
-        ratio = jnp.where(k == 0, 1, eta_before / eta)
-        return jnp.where(eta_before == 0, k == 0, ratio) * (1 - value_at(averaging, before))
+        ratio = jnp.where(eta_before == 0, 0, eta_before / eta)
+        return jnp.where(k == 0, 1, ratio) * (1 - value_at(averaging, before))
 
     return SGDMHyperparams(alpha, beta)
 
@@ -228,7 +228,7 @@ def state_from_sgdm(
     last = lambda scalar: jnp.where(k == 0, 0, scalar).astype(jnp.float32)
     return SPAState(
         count=k.astype(jnp.int32),
-        z=jax.tree.map(lambda z, m: (z - w * m).astype(z.dtype), initial.z, m),
+        z=jax.tree.map(lambda z, m: z - w.astype(z.dtype) * m.astype(z.dtype), initial.z, m),
         eta=last(a + w + alpha if nesterov else a + w),
         c=last(a / (a + w)),
         coast=last(w),
@@ -271,11 +271,14 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
     state = _only(spa_state, SPAState, "spa_state")
     check_same_tree("spa_state.z", state.z, "params", params)
     known = (state.count > 0) & (state.coast > 0)
-    # Not 1 / w, which overflows before m does.
-    m = lambda x, z: jnp.where(known, (x - z) / jnp.where(known, state.coast, 1), 0).astype(
-        jnp.result_type(x)
-    )
-    return jax.tree.map(m, params, state.z)
+    w = jnp.where(known, state.coast, 1)
+
+    def m(x: Array, z: Array) -> Array:
+        dtype = wide_dtype(x, z)
+        m = (x.astype(dtype) - z.astype(dtype)) / w.astype(dtype)
+        return jnp.where(known, m, 0).astype(x.dtype)
+
+    return jax.tree.map(m, *jax.tree.map(jnp.asarray, (params, state.z)))
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -308,8 +311,12 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     state = _only(spa_state, SPAState, "spa_state")
     check_same_tree("old_params", old_params, "spa_state.z", state.z)
     check_same_tree("new_params", new_params, "spa_state.z", state.z)
-    shift = lambda z, old, new: (z + (new.astype(z.dtype) - old.astype(z.dtype))).astype(z.dtype)
-    z = jax.tree.map(shift, state.z, old_params, new_params)
+
+    def shift(z: Array, old: Array, new: Array) -> Array:
+        dtype = wide_dtype(z, old)
+        return (z.astype(dtype) + (new.astype(dtype) - old.astype(dtype))).astype(z.dtype)
+
+    z = jax.tree.map(shift, *jax.tree.map(jnp.asarray, (state.z, old_params, new_params)))
     is_state = lambda node: isinstance(node, SPAState)
     return jax.tree.map(
         lambda node: node._replace(z=z) if is_state(node) else node, spa_state, is_leaf=is_state

@@ -1,6 +1,5 @@
 """Momentum via primal averaging, as Optax gradient transformations."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -243,9 +242,10 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _promote(*dtypes: DTypeLike) -> Any:
+def wide_dtype(*arrays: Array) -> Any:
+    """The dtype to compute in: that of the widest array, and at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
-        return functools.reduce(jnp.promote_types, dtypes)
+        return jnp.result_type(*arrays, jnp.float32)
 
 
 def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
@@ -254,7 +254,7 @@ def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
             dtype = jnp.float32
     elif jnp.issubdtype(dtype, jnp.complexfloating):
-        dtype = _promote(state_dtype, jnp.complex64)
+        dtype = jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64
     else:
         dtype = state_dtype
     if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
@@ -271,8 +271,6 @@ def _advance(
     # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
     eta, c, _, delta, shift = jax.lax.optimization_barrier(step)
 
-    wide = lambda x, z: _promote(x.dtype, z.dtype, jnp.float32)  # the dtype to compute in
-
     def anchor(x: Array, z: Array) -> Array:
         # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
         # it stays where it rounds to x, since master weights are made by calling `init` on float32
@@ -280,7 +278,7 @@ def _advance(
         to_x = state.count == 0
         if z.dtype != x.dtype:
             to_x &= z.astype(x.dtype) != x
-        dtype = wide(x, z)
+        dtype = wide_dtype(x, z)
         x, z = x.astype(dtype), z.astype(dtype)
         if shift is not None:
             z += shift.astype(dtype) * (z - x)
@@ -296,7 +294,7 @@ def _advance(
     def average(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
         if g is None or x is None or z_next is None:
             return None
-        dtype = wide(x, z_next)
+        dtype = wide_dtype(x, z_next)
         update = c.astype(dtype) * (z_next.astype(dtype) - x.astype(dtype))
         if delta is not None:
             update -= delta.astype(dtype) * g.astype(dtype)

@@ -154,7 +154,7 @@ OPTAX_SCHEDULES = {
 
 @pytest.mark.parametrize("name", OPTAX_SCHEDULES)
 def test_a_schedule_edited_before_a_resume(name: str) -> None:
-    """A run is saved at half time and resumed with a rate a third as high, in a new process' terms."""
+    """A run is saved at half time, and resumed with a third of the rate."""
     half = NUM_STEPS // 2
     before = OPTAX_SCHEDULES[name]
     after = lambda count: before(count) / 3

@@ -1,0 +1,323 @@
+"""Conversions both ways, of hyper-parameters and of states in the middle of a run."""
+
+from typing import Any
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    batches,
+    lenient,
+    logistic_regression,
+    relative_difference,
+    sgdm,
+    table,
+    x64,
+)
+
+from spa_optax import (
+    SGDMHyperparams,
+    SPAHyperparams,
+    SPAState,
+    hyperparams_from_sgdm,
+    hyperparams_to_sgdm,
+    reanchor,
+    spa,
+    spa_from_sgdm,
+    state_from_sgdm,
+    state_to_sgdm,
+    theory,
+)
+
+
+def test_numbers_in_numbers_out() -> None:
+    assert hyperparams_from_sgdm(0.5, 0.75) == SPAHyperparams(2.0, 0.25)
+    assert hyperparams_to_sgdm(2.0, 0.25) == SGDMHyperparams(0.5, 0.75)
+    assert all(type(h) is float for h in hyperparams_from_sgdm(0.5, 0.75))
+    assert hyperparams_from_sgdm(0.5, 0) == SPAHyperparams(0.5, 1)
+    spa(*hyperparams_from_sgdm(0.1, 0.9))
+    spa_from_sgdm(*hyperparams_to_sgdm(1.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    "hyperparams",
+    [
+        hyperparams_from_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.9),
+        hyperparams_from_sgdm(0.1, lambda k: jnp.where(k < 5, 0.9, 0.5)),
+        hyperparams_to_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.1),
+        hyperparams_to_sgdm(1.0, lambda k: jnp.where(k < 5, 0.1, 0.5)),
+    ],
+)
+def test_schedules_in_schedules_out(hyperparams: Any) -> None:
+    """Ordinary optax schedules: a Python int, an array, under jit, under vmap."""
+    for schedule in hyperparams:
+        values = [schedule(k) for k in range(10)]
+        chex.assert_shape(values, ())
+        counts = jnp.arange(10, dtype=jnp.int32)
+        np.testing.assert_allclose(jax.vmap(schedule)(counts), values, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(schedule)(counts[7]), values[7], rtol=1e-6)
+        joined = optax.join_schedules([optax.constant_schedule(2.0), schedule], [3])
+        with jax.numpy_dtype_promotion("standard"):
+            np.testing.assert_allclose(joined(5), values[2], rtol=1e-6)
+
+
+def _numpy_look_ahead(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """η and c by the backward recursion w_k = β_k (α_k + w_{k+1}), the last α and β for ever."""
+    w = alphas[-1] * betas[-1] / (1 - betas[-1])
+    eta = np.empty(len(alphas))
+    for k in reversed(range(len(alphas))):
+        eta[k] = alphas[k] + w
+        w = betas[k] * eta[k]
+    return eta, alphas / eta
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99, 0.999])
+def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
+    rng = np.random.default_rng(0)
+    alphas = np.where(np.arange(400) % 100 < 50, 0.1, 0.01) * rng.uniform(0.5, 2, 400)
+    betas = np.full(400, momentum)
+    eta, c = _numpy_look_ahead(alphas, betas)
+    with x64():
+        counts = jnp.arange(400, dtype=jnp.int32)
+        for second in (momentum, table(jnp.asarray(betas))):
+            from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), second, horizon=20_000)
+            np.testing.assert_allclose(jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7)
+            np.testing.assert_allclose(jax.lax.map(from_sgdm.averaging, counts), c, rtol=1e-7)
+        # The default horizon leaves out less than β^H = 1e-8 of it.
+        from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), momentum)
+        np.testing.assert_allclose(jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7)
+
+
+def test_c_anticipates_a_drop() -> None:
+    # The figures of the design: 10× at step 500, β = 0.9.
+    c = hyperparams_from_sgdm(lambda k: jnp.where(k < 500, 0.1, 0.01), 0.9).averaging
+    np.testing.assert_allclose(
+        [c(k) for k in (300, 480, 495, 499, 500)], [0.1, 0.11, 0.21, 0.53, 0.1], atol=0.005
+    )
+
+
+def test_bounded_where_the_forward_recursion_is_not() -> None:
+    alphas = np.where(np.arange(100) < 20, 1.0, 0.1)
+    eta, _ = theory.forward_recursion(alphas, 0.9)
+    assert eta[-1] > 1e4
+    bounded = [float(hyperparams_from_sgdm(table(jnp.asarray(alphas)), 0.9)[0](k)) for k in (0, 99)]
+    np.testing.assert_allclose(bounded, [10 - 9 * 0.9**20, 1.0], rtol=1e-6)
+    # From the one η_0 that is right, the paper's recursion agrees: it is the same solution.
+    eta_0, _ = _numpy_look_ahead(alphas, np.full(100, 0.9))
+    eta, c = theory.forward_recursion(alphas, 0.9, eta0=float(eta_0[0]))
+    np.testing.assert_allclose(eta[:50], eta_0[:50], rtol=1e-9)
+    np.testing.assert_allclose(c[:50], (alphas / eta_0)[:50], rtol=1e-9)
+
+
+@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_there_and_back(seed: int) -> None:
+    """SPA → SGD+M → SPA, with η and c at random: the same iterates, and β as Theorem 1 says."""
+    rng = np.random.default_rng(seed)
+    etas, cs = rng.uniform(0.5, 2, 60), rng.uniform(0.05, 0.95, 60)
+    with x64():
+        eta, c = table(jnp.asarray(etas)), table(jnp.asarray(cs))
+        to_sgdm = hyperparams_to_sgdm(eta, c)
+        counts = jnp.arange(60, dtype=jnp.int32)
+        alphas, betas = (np.asarray(jax.vmap(h)(counts)) for h in to_sgdm)
+        np.testing.assert_allclose(alphas, etas * cs, rtol=1e-12)
+        np.testing.assert_allclose(betas[1:], etas[:-1] / etas[1:] * (1 - cs[:-1]), rtol=1e-12)
+        np.testing.assert_allclose(betas[0], 1 - cs[0], rtol=1e-12)
+    # β may be over 1 here, which no SGD+M needs to forbid.
+    again_eta, again_c = theory.forward_recursion(alphas, betas, eta0=etas[0])
+    # Each step of the recursion multiplies rounding by 1/β: compare where that is still small.
+    near = np.cumprod(1 / betas) < 1e6
+    np.testing.assert_allclose(again_eta[near], etas[near], rtol=1e-6)
+    np.testing.assert_allclose(again_c[near], cs[near], rtol=1e-6)
+    x = z = m = np.ones(3)
+    y, m = x, 0 * m
+    for k in range(60):
+        g, h = x + k, y + k
+        z = z - etas[k] * g
+        x = (1 - cs[k]) * x + cs[k] * z
+        m = betas[k] * m + h
+        y = y - alphas[k] * m
+        if np.abs(x).max() > 1e6:
+            break
+        np.testing.assert_allclose(y, x, rtol=1e-7, atol=1e-7 * np.abs(z).max())
+
+
+def test_rates_of_0_have_no_nan() -> None:
+    to_sgdm = hyperparams_to_sgdm(table(jnp.array([0.0, 0.0, 1.0, 0.0, 0.0, 1.0])), 0.1)
+    alphas, betas = ([float(h(k)) for k in range(6)] for h in to_sgdm)
+    np.testing.assert_allclose(alphas, [0, 0, 0.1, 0, 0, 0.1], rtol=1e-6)
+    # inf where there is no counterpart: η_k = 0 < η_{k−1}.
+    np.testing.assert_allclose(betas, [0.9, 0, 0, np.inf, 0, 0], rtol=1e-6)
+    from_sgdm = hyperparams_from_sgdm(table(jnp.array([0.0, 1.0, 0.0])), 0.5)
+    eta, c = ([float(h(k)) for k in range(4)] for h in from_sgdm)
+    np.testing.assert_allclose(eta, [0.5, 1, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
+
+
+ALPHA = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, 300))
+NUM_STEPS = 300
+
+
+def _run(tx: Any, carry: Any, steps: slice, dtype: str) -> Any:
+    """Trains on the digits from (params, state), or from the start if the state is None."""
+    loss = logistic_regression(dtype)
+
+    def body(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = carry or (jnp.zeros((65, 10), dtype), tx.init(jnp.zeros((65, 10), dtype)))
+    return jax.jit(lambda carry: jax.lax.scan(body, carry, batches(NUM_STEPS)[steps])[0])(carry)
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 2e-6)])
+def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, tolerance: float) -> None:
+    """At a random step of warm-up and cosine, to SPA and, later on, back: as if never moved."""
+    there, back = sorted(np.random.default_rng(3).integers(20, NUM_STEPS - 20, 2).tolist())
+    with x64(dtype == "float64"):
+        sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov))
+        tx = optax.chain(optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov))
+        never_moved, _ = _run(sgd, None, slice(None), dtype)
+
+        params, sgd_state = _run(sgd, None, slice(there), dtype)
+        state = state_from_sgdm(
+            sgd_state, params, learning_rate=ALPHA, momentum=0.9, nesterov=nesterov
+        )
+        assert state.count == there
+        params, state = _run(tx, (params, (optax.EmptyState(), state)), slice(there, back), dtype)
+        assert state[1].count == back
+        sgd_state = optax.tree.set(
+            sgd.init(params), trace=state_to_sgdm(state, params), count=state[1].count
+        )
+        params, _ = _run(sgd, (params, sgd_state), slice(back, None), dtype)
+        assert relative_difference(params, never_moved) < tolerance
+
+
+def test_a_state_from_sgdm_is_as_foreseen() -> None:
+    # The state that `spa_from_sgdm` would have had at the same step, and no re-anchoring.
+    tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
+    _, native = _run(tx, None, slice(80), "float32")
+    params, sgd_state = _run(sgd, None, slice(80), "float32")
+    moved = state_from_sgdm(sgd_state, params, learning_rate=ALPHA, momentum=0.9)
+    chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
+    _, after = tx.update(jnp.zeros_like(params), moved, params)
+    np.testing.assert_array_equal(after.z, moved.z)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "injected", "masked", "multi_steps"])
+def test_the_buffer_is_found_in_any_wrapper(wrap: str) -> None:
+    params, grads = {"a": jnp.ones(2)}, {"a": jnp.array([1.0, -1.0])}
+    sgd: Any = {
+        "plain": optax.sgd(lambda _: 0.5, 0.5),
+        "injected": optax.inject_hyperparams(optax.sgd)(0.5, 0.5),
+        "masked": optax.masked(optax.sgd(lambda _: 0.5, 0.5), {"a": True}),
+        "multi_steps": optax.MultiSteps(optax.sgd(lambda _: 0.5, 0.5), 1),
+    }[wrap]
+    state = sgd.init(params)
+    for _ in range(3):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = sgd.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    moved = state_from_sgdm(state, params, learning_rate=lambda _: 0.5, momentum=0.5)
+    # m = 1.75 g after three steps, w = αβ/(1 − β) = 0.5.
+    np.testing.assert_allclose(moved.z["a"], params["a"] - 0.5 * 1.75 * grads["a"])
+    assert (moved.count, moved.eta, moved.c, moved.coast) == (3, 1.0, 0.5, 0.5)
+    # And under jit.
+    again = jax.jit(state_from_sgdm, static_argnames=("learning_rate", "momentum"))(
+        state, params, learning_rate=lambda _: 0.5, momentum=0.5
+    )
+    chex.assert_trees_all_close(again, moved)
+
+
+def test_constants_need_no_count() -> None:
+    params = jnp.ones(2)
+    sgd = optax.sgd(0.5, 0.5)
+    at_start = state_from_sgdm(sgd.init(params), params, learning_rate=0.5, momentum=0.5)
+    assert at_start.count == 0
+    np.testing.assert_array_equal(at_start.z, params)
+    _, state = sgd.update(params, sgd.init(params))
+    moved = state_from_sgdm(state, params, learning_rate=0.5, momentum=0.5)
+    assert moved.count == 1  # with momentum never 0, where z would be taken from params
+    assert state_from_sgdm(state, params, learning_rate=0.5, momentum=0.5, count=7).count == 7
+
+
+def test_spa_states_convert_too() -> None:
+    """`spa` keeps the coast of its z, so that SGD+M can take over from it."""
+    with x64():
+        grads, params = jnp.array([1.0, -2.0]), jnp.ones(2)
+        tx = spa(lambda k: 2.0 - k.astype(float) / 10, 0.25)
+        sgd = sgdm(*hyperparams_to_sgdm(lambda k: 2.0 - k.astype(float) / 10, 0.25))
+        state, sgd_state = tx.init(params), sgd.init(params)
+        x = y = params
+        for _ in range(5):
+            updates, state = tx.update(grads * x, state, x)
+            x = optax.apply_updates(x, updates)
+            updates, sgd_state = sgd.update(grads * y, sgd_state, y)
+            y = optax.apply_updates(y, updates)
+        trace = optax.tree.get(sgd_state, "trace")
+        np.testing.assert_allclose(state_to_sgdm(state, x), trace, rtol=1e-6)  # w is float32
+        # At c = 1 there is none.
+        _, state = spa(1.0, 1.0).update(grads, state, x)
+        np.testing.assert_array_equal(state_to_sgdm(state, x), jnp.zeros(2))
+
+
+def test_a_run_of_spa_resumed_as_sgdm() -> None:
+    # The state is the same, so no conversion at all: z is re-anchored at the first step.
+    with x64():
+        grads, x = jnp.array([1.0, -2.0]), jnp.ones(2)
+        tx, state = spa(1.0, 0.1), spa(1.0, 0.1).init(x)
+        sgd, sgd_state = optax.sgd(0.1, 0.9), optax.sgd(0.1, 0.9).init(x)
+        y = x
+        for k in range(8):
+            if k == 4:
+                tx, sgd = spa_from_sgdm(0.03, 0.8), optax.sgd(0.03, 0.8)
+            updates, state = tx.update(grads * x, state, x)
+            x = optax.apply_updates(x, updates)
+            updates, sgd_state = sgd.update(grads * y, sgd_state, y)
+            y = optax.apply_updates(y, updates)
+        np.testing.assert_allclose(x, y, atol=1e-7)  # η (1 − c) is float32 in the state of `spa`
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_reanchor(dtype: Any) -> None:
+    """Params pruned in the middle of a run go on as `optax.sgd` goes on from there."""
+    tx = optax.chain(optax.add_decayed_weights(1e-3), spa_from_sgdm(0.25, 0.5))
+    sgd = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.25, 0.5))
+    params = {"w": jnp.array([1.0, -2.0, 3.0, 0.5], dtype)}
+    grads = jax.tree.map(lambda p: (p / 4).astype(dtype), params)
+    x, y = params, params
+    state, sgd_state = tx.init(x), sgd.init(y)
+    for k in range(6):
+        if k == 3:
+            pruned = {"w": x["w"].at[1].set(0.0)}
+            state = reanchor(state, x, pruned)
+            assert isinstance(state[1], SPAState)
+            x, y = pruned, {"w": y["w"].at[1].set(0.0)}
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, x)
+            x = optax.apply_updates(x, updates)
+            updates, sgd_state = sgd.update(grads, sgd_state, y)
+            y = optax.apply_updates(y, updates)
+    chex.assert_trees_all_close(x, y, rtol=1e-6 if dtype == jnp.float32 else 2e-2)
+
+
+def test_16_bits_are_lossy_on_the_way_back() -> None:
+    # x − z is mostly the rounding of x, as the docstring says: no more is claimed.
+    params = jnp.full(4, 1.0, jnp.bfloat16)
+    tx = spa_from_sgdm(1e-3, 0.9)
+    state = tx.init(params)
+    grads = jnp.full(4, 0.1, jnp.bfloat16)
+    for _ in range(10):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    m = state_to_sgdm(state, params)
+    chex.assert_type(m, jnp.bfloat16)
+    exact = 0.1 * (1 - 0.9**10) / (1 - 0.9)
+    assert not np.allclose(np.asarray(m, float), exact, rtol=0.1)
