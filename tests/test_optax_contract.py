@@ -17,6 +17,7 @@ import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
 from helpers import apply, lenient, x64
+from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -457,7 +458,7 @@ def test_export_for_cpu_gpu_and_tpu(make: Any) -> None:
     tx = make()
     step = jax.jit(step_of(tx, lambda p: optax.tree.norm(p, squared=True)))
     platforms = ("cpu", "cuda", "tpu")
-    exported = jax.export.export(step, platforms=platforms)(PARAMS, tx.init(PARAMS))
+    exported = export.export(step, platforms=platforms)(PARAMS, tx.init(PARAMS))
     assert exported.platforms == platforms
     chex.assert_trees_all_close(
         exported.call(PARAMS, tx.init(PARAMS)), step(PARAMS, tx.init(PARAMS)), rtol=1e-6

@@ -1,0 +1,52 @@
+"""The examples and benchmarks run, at a small size, and come to what they claim."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion() -> object:
+    with jax.numpy_dtype_promotion("standard"):  # what users have
+        yield
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_digits(tmp_path: Path) -> None:
+    picture = tmp_path / "digits.png"
+    digits = load("examples/digits.py")
+    text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = {line[:14].strip(): line.split() for line in text.splitlines()[1:]}
+    accuracy = {name: float(row[row.index("%") - 1]) for name, row in rows.items()}
+    assert accuracy["optax.sgd"] > 90
+    assert abs(accuracy["spa_from_sgdm"] - accuracy["optax.sgd"]) < 0.5
+    assert float(rows["optax.sgd"][-1]) == 0
+    assert float(rows["spa_from_sgdm"][-1]) < 1e-4
+    assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + rounding"][-1])
+
+
+def test_update_cost(tmp_path: Path) -> None:
+    figures = tmp_path / "cost.json"
+    load("benchmarks/update_cost.py").main(
+        ["--leaves", "2", "--rounds", "2", "--json", str(figures)]
+    )
+    cost = json.loads(figures.read_text())
+    assert cost["optax.sgd(0.1, 0.9)"]["ratio"] == 1
+    assert cost["spa(1.0, 0.1)"]["bytes_per_parameter"] < 29
