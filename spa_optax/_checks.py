@@ -69,6 +69,16 @@ def check_horizon(value: Any) -> None:
         raise ValueError(f"`horizon` must be None or a concrete integer >= 1, got {value!r}")
 
 
+def check_count(value: Any) -> None:
+    """Raises ValueError unless `value` is an integer scalar, and >= 0 if it is a plain number."""
+    if isinstance(value, jax.Array):
+        good = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+    else:
+        good = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+    if not good:
+        raise ValueError(f"`count` must be None or an integer >= 0, got {value!r}")
+
+
 def check_dtype(value: Any) -> None:
     """Raises ValueError unless `value` is None or a real floating-point dtype."""
     if value is None:

@@ -112,7 +112,10 @@ def positive(
     """A coast to divide by, as the float32 state will hold it, to the last bit.
 
     Where nothing lies ahead (w_{k+1} = 0: β is 0, or every later α) any positive number will do.
-    a_k makes c = 1/2; the last w keeps m through a gap of α = 0.
+    a_k makes c = 1/2; the last w keeps m through a gap of α = 0. What float32 could not hold to its
+    last bit counts as nothing. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
     """
-    coast = jnp.where(coast > 0, coast, jnp.where(a > 0, a, jnp.where(held > 0, held, 1)))
+    nothing = 1e-30
+    fallback = jnp.where(a > nothing, a, jnp.where(held > nothing, held, 1))
+    coast = jnp.maximum(jnp.where(coast > nothing, coast, fallback), -2 * a)
     return coast.astype(jnp.float32).astype(a.dtype)

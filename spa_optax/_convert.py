@@ -1,5 +1,6 @@
 """To and from SGD with momentum: hyper-parameters and states."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from spa_optax._checks import (
     check_averaging,
+    check_count,
     check_horizon,
     check_momentum,
     check_rate,
@@ -91,15 +93,15 @@ def hyperparams_from_sgdm(
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
-    def eta(count: ArrayLike) -> Float[Array, ""]:
-        ahead = look_ahead(learning_rate, momentum, _as_count(count), horizon=horizon)
+    def eta(count: Array) -> Float[Array, ""]:
+        ahead = look_ahead(learning_rate, momentum, count, horizon=horizon)
         return ahead.a + ahead.coast
 
-    def c(count: ArrayLike) -> Float[Array, ""]:
-        ahead = look_ahead(learning_rate, momentum, _as_count(count), horizon=horizon)
+    def c(count: Array) -> Float[Array, ""]:
+        ahead = look_ahead(learning_rate, momentum, count, horizon=horizon)
         return jnp.where(ahead.a == 0, 0, ahead.a / (ahead.a + ahead.coast))
 
-    return SPAHyperparams(eta, c)
+    return SPAHyperparams(_schedule(eta), _schedule(c))
 
 
 def hyperparams_to_sgdm(
@@ -144,18 +146,16 @@ def hyperparams_to_sgdm(
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
 
-    def alpha(count: ArrayLike) -> Float[Array, ""]:
-        k = _as_count(count)
+    def alpha(k: Array) -> Float[Array, ""]:
         return value_at(learning_rate, k) * value_at(averaging, k)
 
-    def beta(count: ArrayLike) -> Float[Array, ""]:
-        k = _as_count(count)
+    def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
         eta, eta_before = value_at(learning_rate, k), value_at(learning_rate, before)
         ratio = jnp.where(eta_before == 0, 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * (1 - value_at(averaging, before))
 
-    return SGDMHyperparams(alpha, beta)
+    return SGDMHyperparams(_schedule(alpha), _schedule(beta))
 
 
 def state_from_sgdm(
@@ -173,7 +173,7 @@ def state_from_sgdm(
 
     Args:
       sgd_state: a state that holds the one momentum buffer of `optax.sgd` or `optax.trace`,
-        directly or in any chain or wrapper.
+        directly or in any chain or wrapper that leaves the tree of params as it is.
       params: x_k, where that run stands.
       learning_rate: α_k as it will be passed to `spa_from_sgdm`.
       momentum: β_k, likewise.
@@ -210,7 +210,8 @@ def state_from_sgdm(
     check_same_tree("sgd_state.trace", m, "params", params)
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
     if count is not None:
-        k = _as_count(count)
+        check_count(count)
+        k = jnp.asarray(count, jnp.int32)
     elif len(counts := _find(sgd_state, _COUNTED)) == 1:
         k = jnp.asarray(counts[0].count)
     elif not (callable(learning_rate) or callable(momentum)):
@@ -240,11 +241,13 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
 
         m_k = (x_k − z_k) / w_k
 
-    Put it where `optax.sgd` keeps it: `optax.tree.set(sgd_state, trace=..., count=...)`. Where the
-    params have 16 bits or fewer the way back is lossy: x_k − z_k is mostly the rounding of x_k.
+    Put it where `optax.sgd` keeps it: `optax.tree.set(sgd_state, trace=...)`, and `count=...` where
+    the learning rate is a schedule. Where the params have 16 bits or fewer the way back is lossy:
+    x_k − z_k is mostly the rounding of x_k.
 
     Args:
-      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper.
+      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper that leaves the
+        tree of params as it is.
       params: x_k, where that run stands.
 
     Returns:
@@ -290,7 +293,8 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     between steps. Here z would pull them back to where they were.
 
     Args:
-      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper.
+      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper that leaves the
+        tree of params as it is.
       old_params: x_k, as the last update left them.
       new_params: what they were replaced by.
 
@@ -323,9 +327,15 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     )
 
 
-def _as_count(count: ArrayLike) -> Array:
-    # int32 for a Python int too, so that schedules compute as they do in `update`.
-    return jnp.asarray(count, jnp.int32) if isinstance(count, int) else jnp.asarray(count)
+def _schedule(function: Callable[[Array], Array]) -> optax.Schedule:
+    """A function of an int32 count as a schedule, of a count or any array of counts."""
+
+    def schedule(count: ArrayLike) -> Array:
+        # int32, the dtype of counts in states, for schedules to compute as they do there.
+        counts = jnp.asarray(count).astype(jnp.int32)
+        return jnp.vectorize(function)(counts)
+
+    return schedule
 
 
 def _find(state: PyTree, kinds: Any) -> list[Any]:

@@ -49,8 +49,9 @@ def spa(
 
     The params are the point to evaluate and to save; z is in the state. What changes the gradient
     (clipping, `optax.add_decayed_weights`) goes before `spa` in a chain. Nothing that changes the
-    update may stand behind it: z would be left where it was and pull x back. After params have been
-    edited outside the optimizer, use `reanchor`.
+    update may stand behind it or around it (`optax.contrib.reduce_on_plateau`, `optax.lookahead`):
+    z would be left where it was and pull x back. After params have been edited outside the
+    optimizer, use `reanchor`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
@@ -88,8 +89,8 @@ def spa(
     check_averaging(averaging)
     check_dtype(state_dtype)
 
-    def step(state: SPAState, eps_x: float) -> _Step:
-        del eps_x
+    def step(state: SPAState, is_master: bool) -> _Step:
+        del is_master
         eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c: as if m stood still.
         coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
@@ -176,25 +177,25 @@ def spa_from_sgdm(
     check_horizon(horizon)
     check_dtype(state_dtype)
 
-    def step(state: SPAState, eps_x: float) -> _Step:
+    def step(state: SPAState, is_master: bool) -> _Step:
         alpha, beta, a, coast, unseen = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         held = state.coast.astype(a.dtype)
         foreseen = unseen <= 1e-7
-        if eps_x <= jnp.finfo(jnp.float32).eps:
+        if not is_master:
             # m = (x − z) / w is known to within rounding of x over w. Where a rise of α would come
-            # unforeseen, w must not have followed α down. But with params of 16 bits z is a master
-            # copy of x first, and a w that stays behind would wear it off.
+            # unforeseen, w must not have followed α down. But where z is a master copy first, a w
+            # that stays behind would wear it off.
             coast = jnp.where(foreseen, coast, jnp.maximum(coast, held))
         coast = positive(coast, a, held)
-        # r − 1, in the form that loses the fewest digits where r is close to 1. Rounding is told
-        # from change by what either can be: sums over a horizon, or a traced number alone.
-        shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
+        # r − 1, in the form that loses the fewest digits where r is close to 1.
+        shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / jnp.where(held > 0, held, 1)
+        # Rounding is told from change by what either can be: sums over a horizon, or a traced
+        # number alone. The derivative of r is no rounding: for gradients through the update.
         rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
-        shift = jnp.where(jnp.abs(shift) > rounding, shift, 0)
-        shift = jnp.where((1 + shift) ** 2 * eps_x > 1, -1, shift)
-        shift = jnp.where((state.count > 0) & (held > 0), shift, 0)
+        shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
+        shift = jnp.where(held > 0, shift, 0)
         c = a / (a + coast)
         if nesterov:
             return _Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
@@ -206,7 +207,7 @@ def spa_from_sgdm(
 class _Step(NamedTuple):
     """The scalars of one step, all that the members of the family differ in.
 
-    z_k     ← z_k + shift (z_k − x_k)                    at count 0: z_0 = x_0
+    z_k     ← z_k + shift (z_k − x_k)                    at the start: z_0 = x_0
     z_{k+1} = z_k − η g_k
     x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
     """
@@ -219,7 +220,7 @@ class _Step(NamedTuple):
 
 
 def _transformation(
-    step: Callable[[SPAState, float], _Step], state_dtype: DTypeLike | None
+    step: Callable[[SPAState, bool], _Step], state_dtype: DTypeLike | None
 ) -> optax.GradientTransformationExtraArgs:
     def init_fn(params: PyTree) -> SPAState:
         zero = jnp.zeros([], jnp.float32)
@@ -232,26 +233,36 @@ def _transformation(
         del extra_args
         if params is None:
             raise ValueError("`params` must be passed to `update`, which starts from x, got None")
+        if not isinstance(state, SPAState):
+            raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
         check_same_tree("updates", updates, "params", params)
         check_same_tree("state.z", state.z, "params", params)
         updates, state, params = jax.tree.map(jnp.asarray, (updates, state, params))
-        eps_x = max((float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(params)), default=0.0)
-        return _advance(updates, state, params, step(state, eps_x))
+        is_master = any(
+            _is_float(x) and x.size and x.itemsize <= 2 for x in jax.tree.leaves(params)
+        )
+        return _advance(updates, state, params, step(state, is_master))
 
     # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
+def _is_float(x: Any) -> bool:  # or complex; what else there may be among params stays as it is
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
 def wide_dtype(*arrays: Array) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
-        return jnp.result_type(*arrays, jnp.float32)
+        return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
 
 
 def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
     dtype = jnp.result_type(x)
-    if state_dtype is None:
-        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16:
+    if not _is_float(x):
+        pass
+    elif state_dtype is None:
+        if dtype.itemsize <= 2:
             dtype = jnp.float32
     elif jnp.issubdtype(dtype, jnp.complexfloating):
         dtype = jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64
@@ -267,26 +278,37 @@ def _advance(
     updates: PyTree, state: SPAState, params: PyTree, step: _Step
 ) -> tuple[PyTree, SPAState]:
     """The three equations of `_Step`, a tree map each."""
+    shift = {}
+    if step.shift is not None:
+        # z − x holds the rounding of x. Where re-anchoring would magnify that by more than 1/√eps,
+        # half the digits of x, momentum restarts from 0 instead.
+        for dtype in {x.dtype for x in jax.tree.leaves(params) if _is_float(x)}:
+            too_far = (1 + step.shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
+            shift[str(dtype)] = jnp.where(too_far, -1, step.shift)
+    # Until a step has been taken, or the count alone set back, which is not to lose momentum.
+    at_start = (state.count == 0) & (state.coast == 0)
     # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
     # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
-    eta, c, _, delta, shift = jax.lax.optimization_barrier(step)
+    eta, c, delta, shift, at_start = jax.lax.optimization_barrier(
+        (step.eta, step.c, step.delta, shift, at_start)
+    )
 
     def anchor(x: Array, z: Array) -> Array:
+        if not _is_float(x):
+            return z
         # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
         # it stays where it rounds to x, since master weights are made by calling `init` on float32
         # params that are cast afterwards.
-        to_x = state.count == 0
-        if z.dtype != x.dtype:
-            to_x &= z.astype(x.dtype) != x
+        to_x = at_start if z.dtype == x.dtype else at_start & (z.astype(x.dtype) != x)
         dtype = wide_dtype(x, z)
-        x, z = x.astype(dtype), z.astype(dtype)
-        if shift is not None:
-            z += shift.astype(dtype) * (z - x)
-        return jnp.where(to_x, x, z)
+        x_wide, z_wide = x.astype(dtype), z.astype(dtype)
+        if shift:
+            z_wide += shift[str(x.dtype)].astype(dtype) * (z_wide - x_wide)
+        return jnp.where(to_x, x_wide, z_wide)
 
     def descend(g: Array | None, anchored: Array | None, z: Array | None) -> Array | None:
-        if anchored is None or z is None:  # where a param itself is None
-            return None
+        if anchored is None or z is None or not _is_float(z):  # a param may itself be None
+            return z
         dtype = anchored.dtype
         z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
         return z_next.astype(z.dtype)
@@ -294,14 +316,17 @@ def _advance(
     def average(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
         if g is None or x is None or z_next is None:
             return None
+        if not _is_float(x):
+            return jnp.zeros_like(x)
         dtype = wide_dtype(x, z_next)
-        update = c.astype(dtype) * (z_next.astype(dtype) - x.astype(dtype))
+        x_wide = x.astype(dtype)
+        x_step = c.astype(dtype) * (z_next.astype(dtype) - x_wide)
         if delta is not None:
-            update -= delta.astype(dtype) * g.astype(dtype)
+            x_step -= delta.astype(dtype) * g.astype(dtype)
         if dtype == x.dtype:
-            return update
+            return x_step
         # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
-        return (x.astype(dtype) + update).astype(x.dtype) - x
+        return (x_wide + x_step).astype(x.dtype) - x
 
     z_anchored = jax.tree.map(anchor, params, state.z)
     z_next = jax.tree.map(descend, updates, z_anchored, state.z, is_leaf=is_none)

@@ -18,7 +18,7 @@ from spa_optax import (
     state_to_sgdm,
     theory,
 )
-from spa_optax._checks import check_horizon
+from spa_optax._checks import check_count, check_horizon
 
 NAN, INF = float("nan"), float("inf")
 
@@ -117,6 +117,20 @@ def test_params_missing_or_of_another_model() -> None:
     small = {"layer": {"kernel": jnp.ones((1, 3)), "bias": jnp.ones(3)}}
     with pytest.raises(ValueError, match=re.escape("`state.z` must have the shapes of `params`")):
         tx.update(PARAMS, tx.init(small), PARAMS)
+
+
+@pytest.mark.parametrize("count", [-1, True, 3.0, jnp.ones(1, int), jnp.array(1.0), "3"])
+def test_counts(count: Any) -> None:
+    with pytest.raises(ValueError, match="`count` must be None or an integer >= 0, got"):
+        check_count(count)
+    check_count(np.int64(3))
+    check_count(jnp.array(3))
+
+
+def test_states_of_another_optimizer() -> None:
+    state = optax.sgd(0.1, 0.9).init(PARAMS)
+    with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+        spa(0.1).update(PARAMS, state, PARAMS)
 
 
 def test_a_horizon_that_is_injected() -> None:

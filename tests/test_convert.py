@@ -61,6 +61,8 @@ def test_schedules_in_schedules_out(hyperparams: Any) -> None:
         counts = jnp.arange(10, dtype=jnp.int32)
         np.testing.assert_allclose(jax.vmap(schedule)(counts), values, rtol=1e-6)
         np.testing.assert_allclose(jax.jit(schedule)(counts[7]), values[7], rtol=1e-6)
+        square = np.arange(10, dtype=np.int32).reshape(2, 5)  # an array of counts, for plotting
+        np.testing.assert_allclose(schedule(square), np.reshape(values, (2, 5)), rtol=1e-6)
         joined = optax.join_schedules([optax.constant_schedule(2.0), schedule], [3])
         with jax.numpy_dtype_promotion("standard"):
             np.testing.assert_allclose(joined(5), values[2], rtol=1e-6)

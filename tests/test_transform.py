@@ -219,3 +219,120 @@ def test_an_edit_behind_spa_is_pulled_back_unless_reanchored() -> None:
     state = spa_optax.reanchor(state, params, pruned)
     updates, _ = tx.update(jnp.zeros(4), state, pruned)
     np.testing.assert_array_equal(updates, jnp.zeros(4))
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
+    """Meta-learning differentiates through rates: as through `optax.sgd`, both modes."""
+
+    def loss(rates: Any, make: Any) -> Any:
+        x = jnp.array([1.0, 2.0])
+        state = make(rates[0]).init(x)
+        for rate in rates:
+            updates, state = make(rate).update(x * jnp.array([1.0, 3.0]), state, x)
+            x = optax.apply_updates(x, updates)
+        return jnp.sum(x**2)
+
+    with x64():
+        rates = jnp.full(4, 0.1)
+        sgd = lambda rate: optax.sgd(rate, 0.9, nesterov)
+        expected = jax.grad(loss)(rates, sgd)
+        for derivative in (jax.grad, jax.jacfwd):
+            for make in (
+                lambda rate: spa_from_sgdm(rate, 0.9, nesterov),
+                lambda rate: spa_from_sgdm(rate, jnp.array(0.9), nesterov),
+            ):
+                np.testing.assert_allclose(derivative(loss)(rates, make), expected, rtol=1e-6)
+
+
+def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
+    # How much of a rise re-anchoring bears is a matter of each leaf's own dtype.
+    params = {
+        "a": jnp.ones(3),
+        "b": jnp.ones(2, jnp.bfloat16),
+        "empty": jnp.ones((0,), jnp.float16),
+    }
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def run(factory: Any) -> Any:
+        tx = optax.inject_hyperparams(factory)(learning_rate=0.005, momentum=0.9)
+        x, state = params, tx.init(params)
+        for k in range(20):
+            state.hyperparams["learning_rate"] = jnp.float32(0.005 if k < 10 else 0.1)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = tx.update(grads, state, x)
+            x = optax.apply_updates(x, updates)
+        return x["a"]
+
+    np.testing.assert_allclose(run(spa_from_sgdm), run(optax.sgd), rtol=20 * 6e-8 * 10)
+
+
+def test_setting_the_count_back_keeps_momentum() -> None:
+    # A schedule is started again like this, and `optax.sgd` keeps its trace.
+    schedule = lenient(optax.cosine_decay_schedule(0.1, 10))
+    for make in (lambda f: f(schedule, 0.9), lambda f: optax.chain(optax.identity(), f(0.1, 0.9))):
+        results = []
+        for factory in (optax.sgd, spa_from_sgdm):
+            tx = make(factory)
+            x, state = apply(tx, jnp.ones(3), [jnp.ones(3)] * 8)
+            if optax.tree.get(state, "count") is not None:
+                state = optax.tree.set(state, count=jnp.zeros([], jnp.int32))
+            for _ in range(3):
+                updates, state = tx.update(jnp.ones(3), state, x)
+                x = optax.apply_updates(x, updates)
+            results.append(x)
+        np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+def test_negative_and_tiny_rates() -> None:
+    """Schedules may return them, and `optax.sgd` makes the best of it."""
+    grads = [jnp.array([1.0, -2.0])] * 6
+    for schedule in (
+        lambda k: jnp.full_like(k, -1, float),
+        lambda k: jnp.where(k < 2, 0.1, -0.1),
+        lambda k: jnp.where(k < 3, 1e-38, 1e-3),
+        lambda k: jnp.where(k % 2 == 0, 1e-20, 1e-35),
+    ):
+        for beta in (0.0, 0.9):
+            for nesterov in (False, True):
+                x, state = apply(spa_from_sgdm(schedule, beta, nesterov), jnp.ones(2), grads)
+                reference, _ = apply(optax.sgd(schedule, beta, nesterov), jnp.ones(2), grads)
+                np.testing.assert_allclose(x, reference, rtol=1e-5)
+                assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_float64_coasts_that_float32_cannot_hold() -> None:
+    # After a long way of β near 0 the coast is positive in float64, and 0 in the state.
+    with x64():
+        beta = lambda k: jnp.where(k < 40, 0.05, 0.9)
+        alpha = lambda k: jnp.where(k < 40, 0.0, 0.1)
+        grads = [jnp.array([1.0, -2.0])] * 60
+        x, _ = apply(spa_from_sgdm(alpha, beta), jnp.ones(2), grads)
+        reference, _ = apply(optax.inject_hyperparams(optax.sgd)(alpha, beta), jnp.ones(2), grads)
+        np.testing.assert_allclose(x, reference, rtol=1e-13)
+
+
+@both
+def test_leaves_that_are_not_trained(make: Any) -> None:
+    params = {"w": jnp.ones(2), "step": jnp.array(2**24 + 1), "on": jnp.array(True)}
+    grads = {"w": jnp.ones(2), "step": jnp.array(0), "on": jnp.array(False)}
+    updates, state = make().update(grads, make().init(params), params)
+    assert int(params["step"] + updates["step"]) == int(state.z["step"]) == 2**24 + 1
+    assert (updates["on"].dtype, bool(state.z["on"])) == (jnp.dtype(bool), True)
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8(make: Any, dtype: Any) -> None:
+    params = jnp.array([1.0, -2.0], dtype)
+    updates, state = make().update(params, make().init(params), params)
+    assert (updates.dtype, state.z.dtype) == (dtype, jnp.float32)
+    tx = make(state_dtype=dtype)
+    _, state = tx.update(params, tx.init(params), params)
+    assert state.z.dtype == dtype
+
+
+def test_debugging_of_nans_finds_none() -> None:
+    with jax.debug_nans(True):
+        for tx in (spa(0.1), spa_from_sgdm(0.1, 0.0), spa_from_sgdm(lambda _: 0.0, 0.9, True)):
+            tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
