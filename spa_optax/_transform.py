@@ -228,7 +228,7 @@ def _transformation(
         return SPAState(count=jnp.zeros([], jnp.int32), z=z, eta=zero, c=zero, coast=zero)
 
     def update_fn(
-        updates: PyTree, state: SPAState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
         del extra_args
         if params is None:
