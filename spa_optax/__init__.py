@@ -10,6 +10,7 @@ from spa_optax._convert import (
     state_from_sgdm as state_from_sgdm,
     state_to_sgdm as state_to_sgdm,
 )
+from spa_optax._schedules import momentum_drop as momentum_drop, stagewise as stagewise
 from spa_optax._transform import (
     SPAState as SPAState,
     spa as spa,

@@ -35,6 +35,7 @@ def _check_number(name: str, value: Any, rule: str, holds: Callable[[float], boo
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float, np.ndarray, np.number))
+        or np.iscomplexobj(value)
         or np.shape(value) != ()
     ):
         raise ValueError(f"`{name}` must be a scalar or a schedule, got {value!r}")
@@ -93,10 +94,13 @@ def check_dtype(value: Any) -> None:
         )
 
 
-def check_same_tree(name: str, tree: PyTree, like_name: str, like: PyTree) -> None:
+def check_same_tree(
+    name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
+) -> None:
     """Raises ValueError, naming what differs, unless two trees agree in structure and shapes.
 
-    None counts as a leaf of any shape.
+    None counts as a leaf of any shape. Without `same_nodes` paths must agree, but not types: the
+    optimizer state of Flax nnx holds variables of another type than the params.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     like_leaves, like_structure = jax.tree.flatten(like, is_leaf=is_none)
@@ -107,7 +111,8 @@ def check_same_tree(name: str, tree: PyTree, like_name: str, like: PyTree) -> No
             what = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
         else:
             what = f"{structure} against {like_structure}"
-        raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
+        if odd or same_nodes:
+            raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
     for i, (leaf, other) in enumerate(zip(leaves, like_leaves, strict=True)):
         if leaf is not None and other is not None and jnp.shape(leaf) != jnp.shape(other):
             at = _leaves_with_path(tree)[i][0] or "its root"

@@ -7,8 +7,8 @@ ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1}
     z_{k+1} = z_k − η_k g_k                              η_k = a_k + w_{k+1}    (Nesterov: + α_k)
     x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
 
-with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). The one choice of w that makes r = 1 at every step, so
-that z is moved by nothing but its gradient step, looks ahead:
+with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). Of the w that make r = 1 at every step, so that z is
+moved by nothing but its gradient step, one stays bounded: the one that looks ahead,
 
     w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i
 

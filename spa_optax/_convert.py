@@ -1,5 +1,6 @@
 """To and from SGD with momentum: hyper-parameters and states."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +41,18 @@ class SGDMHyperparams(NamedTuple):
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """A schedule that knows what it came from, so that `theory.audit` need not look ahead."""
+
+    schedule: optax.Schedule
+    sgdm: SGDMHyperparams
+
+    def __call__(self, count: ArrayLike) -> Any:
+        """The value at a count, or at an array of counts."""
+        return self.schedule(count)
 
 
 def hyperparams_from_sgdm(
@@ -101,7 +114,8 @@ def hyperparams_from_sgdm(
         ahead = look_ahead(learning_rate, momentum, count, horizon=horizon)
         return jnp.where(ahead.a == 0, 0, ahead.a / (ahead.a + ahead.coast))
 
-    return SPAHyperparams(_schedule(eta), _schedule(c))
+    sgdm = SGDMHyperparams(learning_rate, momentum)
+    return SPAHyperparams(Foreseen(as_schedule(eta), sgdm), Foreseen(as_schedule(c), sgdm))
 
 
 def hyperparams_to_sgdm(
@@ -152,10 +166,11 @@ def hyperparams_to_sgdm(
     def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
         eta, eta_before = value_at(learning_rate, k), value_at(learning_rate, before)
-        ratio = jnp.where(eta_before == 0, 0, eta_before / eta)
-        return jnp.where(k == 0, 1, ratio) * (1 - value_at(averaging, before))
+        decay = 1 - value_at(averaging, before)
+        ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
+        return jnp.where(k == 0, 1, ratio) * decay
 
-    return SGDMHyperparams(_schedule(alpha), _schedule(beta))
+    return SGDMHyperparams(as_schedule(alpha), as_schedule(beta))
 
 
 def state_from_sgdm(
@@ -207,7 +222,7 @@ def state_from_sgdm(
     """
     initial: Any = spa_from_sgdm(learning_rate, momentum, nesterov).init(params)
     m = _only(sgd_state, optax.TraceState, "sgd_state").trace
-    check_same_tree("sgd_state.trace", m, "params", params)
+    check_same_tree("sgd_state.trace", m, "params", params, same_nodes=False)
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
     if count is not None:
         check_count(count)
@@ -229,7 +244,7 @@ def state_from_sgdm(
     last = lambda scalar: jnp.where(k == 0, 0, scalar).astype(jnp.float32)
     return SPAState(
         count=k.astype(jnp.int32),
-        z=jax.tree.map(lambda z, m: z - w.astype(z.dtype) * m.astype(z.dtype), initial.z, m),
+        z=_map_leaves(lambda z, m: z - w.astype(z.dtype) * m.astype(z.dtype), initial.z, m),
         eta=last(a + w + alpha if nesterov else a + w),
         c=last(a / (a + w)),
         coast=last(w),
@@ -272,16 +287,17 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
     state = _only(spa_state, SPAState, "spa_state")
-    check_same_tree("spa_state.z", state.z, "params", params)
-    known = (state.count > 0) & (state.coast > 0)
-    w = jnp.where(known, state.coast, 1)
+    check_same_tree("spa_state.z", state.z, "params", params, same_nodes=False)
+    count, coast = (jnp.asarray(*jax.tree.leaves(s)) for s in (state.count, state.coast))
+    known = (count > 0) & (coast > 0)
+    w = jnp.where(known, coast, 1)
 
     def m(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
         m = (x.astype(dtype) - z.astype(dtype)) / w.astype(dtype)
         return jnp.where(known, m, 0).astype(x.dtype)
 
-    return jax.tree.map(m, *jax.tree.map(jnp.asarray, (params, state.z)))
+    return _map_leaves(m, params, state.z)
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -313,21 +329,21 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       [3. 0.]
     """
     state = _only(spa_state, SPAState, "spa_state")
-    check_same_tree("old_params", old_params, "spa_state.z", state.z)
-    check_same_tree("new_params", new_params, "spa_state.z", state.z)
+    check_same_tree("old_params", old_params, "spa_state.z", state.z, same_nodes=False)
+    check_same_tree("new_params", new_params, "spa_state.z", state.z, same_nodes=False)
 
     def shift(z: Array, old: Array, new: Array) -> Array:
         dtype = wide_dtype(z, old)
         return (z.astype(dtype) + (new.astype(dtype) - old.astype(dtype))).astype(z.dtype)
 
-    z = jax.tree.map(shift, *jax.tree.map(jnp.asarray, (state.z, old_params, new_params)))
+    z = _map_leaves(shift, state.z, old_params, new_params)
     is_state = lambda node: isinstance(node, SPAState)
     return jax.tree.map(
         lambda node: node._replace(z=z) if is_state(node) else node, spa_state, is_leaf=is_state
     )
 
 
-def _schedule(function: Callable[[Array], Array]) -> optax.Schedule:
+def as_schedule(function: Callable[[Array], Array]) -> optax.Schedule:
     """A function of an int32 count as a schedule, of a count or any array of counts."""
 
     def schedule(count: ArrayLike) -> Array:
@@ -336,6 +352,12 @@ def _schedule(function: Callable[[Array], Array]) -> optax.Schedule:
         return jnp.vectorize(function)(counts)
 
     return schedule
+
+
+def _map_leaves(function: Callable[..., Array], tree: PyTree, *like: PyTree) -> PyTree:
+    """`jax.tree.map` over trees whose nodes may be of different types, as those of nnx are."""
+    leaves = (map(jnp.asarray, jax.tree.leaves(t)) for t in (tree, *like))
+    return jax.tree.unflatten(jax.tree.structure(tree), list(map(function, *leaves)))
 
 
 def _find(state: PyTree, kinds: Any) -> list[Any]:

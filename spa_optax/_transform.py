@@ -25,8 +25,8 @@ class SPAState(NamedTuple):
 
     count: Int[Array, ""]  # k, the number of steps taken
     z: PyTree[Array]  # z_k, shaped like the params
-    eta: Float[Array, ""]  # η_{k−1}, of the last step
-    c: Float[Array, ""]  # c_k, of the last step
+    eta: Float[Array, ""]  # η_{k−1}, of the last step: to look at, not read again
+    c: Float[Array, ""]  # c_k, likewise
     coast: Float[Array, ""]  # w_k: the momentum buffer of SGD+M is m_k = (x_k − z_k) / w_k
 
 
@@ -118,15 +118,21 @@ def spa_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     so that z_k is the point at which x would come to rest if every later gradient were zero. For
-    constants η = α/(1 − β) and c = 1 − β. (The recursion of the paper's Theorem 1 gives the same
-    iterates through an η_k that blows up; this is the one solution that stays bounded.)
+    constants, and β > 0, η = α/(1 − β) and c = 1 − β. (The recursion of the paper's Theorem 1 gives
+    the same iterates through an η_k that blows up; this is the one solution that stays bounded.)
+    With Nesterov momentum a_k = α_k β_k is in the place of α_k, η_k is α_k more, and x takes a
+    further step of −α_k (1 − c_{k+1}) g_k.
 
-    Schedules are foreseen; what cannot be (`optax.inject_hyperparams`, a schedule edited before a
-    run is resumed) is made good by moving z along the line through x and z, to where this step's
-    hyper-parameters want it. The iterates are those of SGD+M all the same. With params of 16 bits
-    or fewer such a move also scales the rounding of x: prefer schedules there. Where the learning
-    rate outgrows what had been foreseen so far that the rounding of x would be magnified more than
-    1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from zero instead.
+    Schedules are foreseen. What cannot be (`optax.inject_hyperparams`, a schedule edited before a
+    run is resumed) is made good by moving z along the line through x and z. The iterates are those
+    of SGD+M all the same, but z is not where x would come to rest: after an injected rate has
+    fallen, for one, w stays as large as it was, so that a rise again magnifies no rounding. Nor is
+    it where nothing lies ahead, β or every later α being 0: z then keeps m all the same.
+
+    With params of 16 bits or fewer w follows an injected rate down, and each move also scales the
+    rounding of x in z − x: prefer schedules there. Where a rise that was not foreseen would magnify
+    that rounding more than 1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from
+    zero instead.
 
     As to chains, and params edited outside the optimizer, see `spa`.
 
@@ -136,9 +142,10 @@ def spa_from_sgdm(
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means as many as matter where momentum
-        is a number (β^horizon < 1e-8: 175 steps at β = 0.9, 18,412 at 0.999, at most 32,768) and
-        2,000 where it is a schedule (enough up to β = 0.99). With fewer the iterates remain exact,
-        at the cost of moving z.
+        is a Python number (β^horizon < 1e-8: 175 steps at β = 0.9, 18,412 at 0.999, at most 32,768)
+        and 2,000 where it is a schedule or an array (enough up to β = 0.99). With fewer the
+        iterates remain exact, at the cost of moving z. Name it in the `static_args` of
+        `optax.inject_hyperparams`.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer, so that z is their float32 master copy and the momentum at once.
 
@@ -191,8 +198,8 @@ def spa_from_sgdm(
         coast = positive(coast, a, held)
         # r − 1, in the form that loses the fewest digits where r is close to 1.
         shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / jnp.where(held > 0, held, 1)
-        # Rounding is told from change by what either can be: sums over a horizon, or a traced
-        # number alone. The derivative of r is no rounding: for gradients through the update.
+        # Below this it is rounding: sums over a horizon are known to some tens of eps, and traced
+        # numbers that have not changed to (1 − β) eps. Its derivative is not, and is kept.
         rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
         shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
         shift = jnp.where(held > 0, shift, 0)
@@ -285,7 +292,7 @@ def _advance(
         for dtype in {x.dtype for x in jax.tree.leaves(params) if _is_float(x)}:
             too_far = (1 + step.shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
             shift[str(dtype)] = jnp.where(too_far, -1, step.shift)
-    # Until a step has been taken, or the count alone set back, which is not to lose momentum.
+    # True until the first step. A count that was set back to 0 comes with a coast, and keeps m.
     at_start = (state.count == 0) & (state.coast == 0)
     # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
     # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.

@@ -48,5 +48,5 @@ def test_update_cost(tmp_path: Path) -> None:
         ["--leaves", "2", "--rounds", "2", "--json", str(figures)]
     )
     cost = json.loads(figures.read_text())
-    assert cost["optax.sgd(0.1, 0.9)"]["ratio"] == 1
-    assert cost["spa(1.0, 0.1)"]["bytes_per_parameter"] < 29
+    assert 23 < cost["optax.sgd(0.1, 0.9)"]["bytes_per_parameter"] < 25
+    assert 27 < cost["spa(1.0, 0.1)"]["bytes_per_parameter"] < 29

@@ -336,3 +336,33 @@ def test_debugging_of_nans_finds_none() -> None:
     with jax.debug_nans(True):
         for tx in (spa(0.1), spa_from_sgdm(0.1, 0.0), spa_from_sgdm(lambda _: 0.0, 0.9, True)):
             tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
+
+
+def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
+    # In float32 the coast stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
+    rates = jnp.array([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1])
+    alpha = lambda k: rates[k]
+    grads = [jnp.linspace(0.5, 1.5, 50)] * 6
+    x_0 = jnp.linspace(1.0, 2.0, 50)
+    x, _ = apply(optax.inject_hyperparams(spa_from_sgdm)(alpha, 0.9), x_0, grads)
+    reference, _ = apply(optax.inject_hyperparams(optax.sgd)(alpha, 0.9), x_0, grads)
+    np.testing.assert_allclose(x, reference, atol=1e-6)
+
+
+def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
+    # With bfloat16 params the coast follows the rate down: z must still add up steps of 1e-5.
+    rates = lambda k: jnp.where(k < 10, 0.1, 1e-3)
+    params, state = jnp.ones(4, jnp.bfloat16), None
+    tx = optax.inject_hyperparams(spa_from_sgdm)(rates, 0.9)
+    state = tx.init(params)
+
+    def body(carry: Any, k: Any) -> Any:
+        params, state = carry
+        g = jnp.where(k < 10, 0.0, 1e-2) * jnp.ones(4)
+        updates, state = tx.update(g.astype(jnp.bfloat16), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    with jax.numpy_dtype_promotion("standard"):
+        (params, _), _ = jax.lax.scan(body, (params, state), jnp.arange(2_010))
+    # 2,000 steps of 1e-3 · 1e-2 / (1 − 0.9): 0.2 in all, but for half an ulp over c.
+    np.testing.assert_allclose(params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8)

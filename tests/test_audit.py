@@ -1,0 +1,169 @@
+"""The audit, against the definitions; and the defining values of Figure 1."""
+
+import csv
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import lenient, table, x64
+from test_examples import load
+
+from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, spa, stagewise, theory
+
+
+def test_arrays_are_what_they_say() -> None:
+    rng = np.random.default_rng(0)
+    etas, cs = rng.uniform(0.1, 2, 40), rng.uniform(0.1, 1, 40)
+    with x64():
+        eta, c = table(jnp.asarray(etas)), table(jnp.asarray(cs))
+        audit = theory.audit(eta, c, 40, smoothness=3.0)
+        np.testing.assert_allclose(audit.eta, etas, rtol=1e-12)
+        np.testing.assert_allclose(audit.c, cs, rtol=1e-12)
+        alpha, beta = (h(jnp.arange(40)) for h in hyperparams_to_sgdm(eta, c))
+        np.testing.assert_allclose(audit.alpha, alpha, rtol=1e-12)
+        np.testing.assert_allclose(audit.beta[1:], beta[1:], rtol=1e-12)
+        assert np.isnan(audit.beta[0])
+        k = np.arange(2, 40)
+        now = {"eta": etas[k], "eta_prev": etas[k - 1], "c": cs[k - 1], "smoothness": 3.0}
+        weight = theory.step_weight(**now)
+        np.testing.assert_allclose(audit.step_weight[2:], weight, rtol=1e-9)
+        of_x = theory.remainder(1.0, 0.0, c_prev=cs[k - 2], **now)
+        np.testing.assert_allclose(3.0 * audit.remainder_x[2:], of_x, rtol=1e-9)
+        of_z = theory.remainder(0.0, 1.0, c_prev=cs[k - 2], **now)
+        np.testing.assert_allclose(audit.remainder_z[2:], of_z, rtol=1e-9)
+        limit = theory.max_learning_rate(cs, 3.0)
+        np.testing.assert_allclose(audit.max_learning_rate, limit, rtol=1e-12)
+        ratio = theory.max_decay_ratio(etas[k - 1], cs[k - 1], 3.0)
+        np.testing.assert_allclose(audit.max_decay_ratio[2:], ratio, rtol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
+def test_recipes_of_sgdm(momentum: float) -> None:
+    """The backward recursion over all steps is the look-ahead at each."""
+    schedule = lambda k: jnp.where(k < 10, k.astype(float) / 100, 0.1 * 0.99 ** k.astype(float))
+    with x64():
+        hyperparams = hyperparams_from_sgdm(schedule, momentum)
+        audit = theory.audit(*hyperparams, 60)
+        steps = [0, 1, 2, 9, 10, 30, 59]
+        for k in steps:
+            np.testing.assert_allclose(audit.eta[k], hyperparams[0](k), rtol=1e-7)
+            np.testing.assert_allclose(audit.c[k], hyperparams[1](k), rtol=1e-7)
+        np.testing.assert_allclose(audit.beta, momentum)
+    assert audit.c[0] == 0  # warm-up from zero
+    assert "nan" not in audit.report()
+
+
+def test_breaches_of_figure_1() -> None:
+    first = lambda audit, name: next(
+        np.flatnonzero(steps) for key, steps in audit.breaches().items() if name in key
+    )
+    # (c): β spikes to 9 at 20. (e): α spikes at 19. (f): neither.
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], averaging_rule="constant"), 100)
+    assert first(audit, "β is 1 or more").tolist() == [20]
+    np.testing.assert_allclose(audit.beta[20], 9, rtol=1e-5)
+    audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
+    assert first(audit, "α spikes").tolist() == [19]
+    assert first(audit, "second coefficient").tolist() == [20]
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], rate=1.05), 100)
+    for name in ("α spikes", "β is 1 or more", "β is negative"):
+        assert not len(first(audit, name))
+    # Balanced: R_k's first coefficient is 0 throughout.
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], averaging_rule="balance"), 100)
+    np.testing.assert_array_equal(audit.remainder_x, 0)
+    # η falling by 10 where 1.06 is allowed; and above the limit for constants.
+    audit = theory.audit(*stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1)
+    assert first(audit, "weight").tolist() == [20]
+    assert not len(first(audit, "limit"))
+    assert "η is divided by 10 there, 1.057 is allowed" in audit.report()
+    audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
+    assert len(first(audit, "limit")) == 10
+    audit = theory.audit(*stagewise(1.0, 0.1, [20], rate=1.05), 200, smoothness=0.1)
+    assert "they hold at every step" in audit.report()
+
+
+def test_the_report_begins_with_what_is_beyond_doubt() -> None:
+    schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
+    report = theory.audit(*hyperparams_from_sgdm(schedule, 0.9), 1_000, smoothness=5.0).report()
+    anticipates, bound = report.index("c anticipates the drop of α at step 500"), report.index("By")
+    assert anticipates < bound
+    assert re.search(r"rises from 0\.10\d? to 0\.526", report)
+    assert "sufficient, for the worst" in report
+
+
+def test_a_million_steps() -> None:
+    """O(n) at any β: not a window of 18,412 steps at each. (Time is told in the closing note.)"""
+    schedule = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5_000, 10**6))
+    start = time.perf_counter()
+    hyperparams = hyperparams_from_sgdm(schedule, 0.999)
+    audit = theory.audit(*hyperparams, 10**6)
+    assert time.perf_counter() - start < 60  # a window at each would take an hour
+    assert len(audit.eta) == 10**6
+    np.testing.assert_allclose(audit.eta[500_000], hyperparams[0](500_000), rtol=1e-5)
+
+
+def test_plot() -> None:
+    import matplotlib.pyplot as plt
+
+    figure = theory.audit(*stagewise(10.0, 0.1, [20]), 100).plot()
+    assert [axis.get_ylabel() for axis in figure.axes] == ["η", "α = ηc", "c", "β"]
+    spikes = [line for line in figure.axes[1].lines if line.get_marker() == "o"]
+    assert spikes[0].get_xdata().tolist() == [19]
+    plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.audit(1.0, 0.1, 0), "`num_steps` must be >= 1, got 0"),
+        (lambda: theory.audit(1.0, 0.1, 9, smoothness=0.0), "`smoothness` must be None or finite"),
+        (lambda: theory.audit(-1.0, 0.1, 9), "`learning_rate` must be finite and >= 0, got -1.0"),
+        (lambda: theory.audit(1.0, 1.1, 9), "`averaging` must be in [0, 1], got 1.1"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_figure_1(tmp_path: Path) -> None:
+    """The values that define each panel, from the file that the example writes."""
+    with jax.numpy_dtype_promotion("standard"):  # what users have
+        load("examples/figures.py").main(["--out", str(tmp_path)])
+    for name in ("figure1.png", "audit.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "figure1.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    of = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+    assert len(rows) == 100
+    # (a) and (b): growth without bound by the recursion, none by the look-ahead.
+    assert of["(a) η forward"][99] == pytest.approx(3.7e4, rel=0.02)
+    assert of["(a) η look-ahead"][99] == pytest.approx(1.0)
+    assert of["(a) c forward"][99] < 1e-5
+    assert of["(a) c look-ahead"][19] == pytest.approx(0.53, abs=0.005)
+    assert of["(b) η forward"][99] > 1e8
+    assert of["(b) η look-ahead"][99] == pytest.approx(5.0)  # α/(1 − 0.8)
+    # (c): a one-step spike of β.
+    assert of["(c) β"][[19, 20, 21]] == pytest.approx([0.9, 9.0, 0.9])
+    assert of["(c) α"][[19, 20]] == pytest.approx([1.0, 0.1])
+    # (d): α up by 10, β down to 0.
+    assert of["(d) α"][[18, 19, 20]] == pytest.approx([1.0, 10.0, 10.0])
+    assert of["(d) β"][[19, 20, 99]] == pytest.approx([0.9, 0.0, 0.0])
+    # (e): a one-step spike of α, no momentum after.
+    assert of["(e) α"][[18, 19, 20]] == pytest.approx([1.0, 10.0, 1.0])
+    assert of["(e) β"][[19, 20, 99]] == pytest.approx([0.9, 0.0, 0.0], abs=1e-6)
+    # (f): no spikes, and it arrives.
+    assert of["(f) β"].max() < 1
+    assert of["(f) α"].max() < 1.06
+    assert of["(f) β"][99] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_schedule_that_was_foreseen_is_still_a_schedule() -> None:
+    params = jnp.ones(2)
+    tx = spa(*hyperparams_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.9))
+    tx.update(params, tx.init(params), params)

@@ -1,0 +1,175 @@
+"""`stagewise` and `momentum_drop`, to the step."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import apply, x64
+
+from spa_optax import (
+    SPAHyperparams,
+    hyperparams_to_sgdm,
+    momentum_drop,
+    spa,
+    spa_from_sgdm,
+    stagewise,
+)
+
+
+def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both schedules at counts 0, …, num_steps − 1, in float64."""
+    with x64():
+        counts = np.arange(num_steps, dtype=np.int32)
+        return tuple(np.asarray(h(counts)) for h in hyperparams)  # pyright: ignore
+
+
+def test_abrupt_stages_to_the_step() -> None:
+    # η_b is the first divided, at count b; c_b the first multiplied, at count b − 1.
+    eta, c = values(stagewise(1.0, 0.05, [5, 9]), 12)
+    np.testing.assert_allclose(eta, [1] * 5 + [0.1] * 4 + [0.01] * 3, rtol=1e-12)
+    np.testing.assert_allclose(c, [0.05] * 4 + [0.5] * 4 + [1.0] * 4, rtol=1e-12)
+    eta, c = values(stagewise(1.0, 0.05, [5, 9], 4.0, averaging_rule="constant"), 12)
+    np.testing.assert_allclose(eta, [1] * 5 + [1 / 4] * 4 + [1 / 16] * 3, rtol=1e-12)
+    np.testing.assert_allclose(c, [0.05] * 12, rtol=1e-12)
+
+
+def numpy_gradual(boundaries: list[int], factor: float, rate: float, num_steps: int) -> np.ndarray:
+    """η by its own recursion: η_k = max(η_{k−1}/rate, η of the stage)."""
+    eta = [1.0]
+    for k in range(1, num_steps):
+        target = factor ** -sum(k >= b for b in boundaries)
+        eta.append(max(eta[-1] / rate, target) if eta[-1] > target else target)
+    return np.array(eta)
+
+
+@pytest.mark.parametrize("boundaries", [[20], [20, 60], [20, 25, 90], [1, 2, 3]])
+@pytest.mark.parametrize("rate", [1.01, 1.1, 1.7, 50.0])
+def test_gradual_stages_to_the_step(boundaries: list[int], rate: float) -> None:
+    expected = numpy_gradual(boundaries, 10.0, rate, 1_500)
+    eta, c = values(stagewise(1.0, 0.03, boundaries, rate=rate), 1_499)
+    np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
+    np.testing.assert_allclose(c, np.minimum(0.03 / expected[1:], 1), rtol=1e-9)
+    eta, c = values(stagewise(1.0, 0.03, boundaries, rate=rate, averaging_rule="balance"), 1_499)
+    np.testing.assert_allclose(1 / c - 1, (1 / 0.03 - 1) * expected[1:], rtol=1e-9)
+
+
+@pytest.mark.parametrize("rate", [None, 1.1])
+def test_balance_keeps_the_first_coefficient_of_the_remainder_at_0(rate: float | None) -> None:
+    """Insight 2: (1/c_k − 1)/η_k does not change, η_k and c_k being the paper's."""
+    eta, c = values(stagewise(0.7, 0.1, [10, 20], averaging_rule="balance", rate=rate), 200)
+    ratio = (1 / c[:-1] - 1) / eta[1:]  # c_k is `averaging` at count k − 1
+    np.testing.assert_allclose(ratio, ratio[0], rtol=1e-9)
+    eta, c = values(stagewise(0.7, 0.1, [10, 20], rate=rate), 200)
+    ratio = (1 / c[:-1] - 1) / eta[1:]
+    assert ratio.max() > 1.5 * ratio.min()
+
+
+def test_the_rate_of_the_paper() -> None:
+    # ln 10/ln 1.0005 = 4,606.3: the division that arrives is the 4,607th, and a short one.
+    eta, _ = values(stagewise(1.0, 0.1, [100], rate=1.0005), 5_000)
+    assert eta[99] == 1
+    np.testing.assert_allclose(eta[100], 1 / 1.0005, rtol=1e-9)
+    np.testing.assert_allclose(eta[100 + 4_605], 1.0005**-4_606, rtol=1e-9)
+    assert eta[100 + 4_605] > 0.1
+    np.testing.assert_allclose(eta[100 + 4_606 :], 0.1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rate", [None, 1.5])
+def test_momentum_drop_to_the_step(rate: float | None) -> None:
+    for hold in ("eta", "alpha"):
+        hyperparams = momentum_drop(2.0, 0.25, 6, hold=hold, rate=rate)
+        eta, c = values(hyperparams, 20)
+        risen = np.minimum(0.25 * 1.5 ** np.arange(1, 15), 1) if rate else np.ones(14)
+        np.testing.assert_allclose(c, [0.25] * 5 + [*risen, 1], rtol=1e-12)  # c_6 is the first
+        kept = eta if hold == "eta" else eta * c / 0.25
+        np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
+
+
+def test_three_ways_to_drop_momentum() -> None:
+    """What α and β of SGD+M become: the paper's Figure 1(d), the cut, and the foreseen drop."""
+    to_sgdm = lambda hyperparams: values(hyperparams_to_sgdm(*hyperparams), 12)
+    alpha, beta = to_sgdm(momentum_drop(1.0, 0.1, 6, hold="eta"))
+    np.testing.assert_allclose(alpha, [0.1] * 5 + [1.0] * 7, rtol=1e-12)
+    np.testing.assert_allclose(beta, [0.9] * 6 + [0.0] * 6, atol=1e-12)
+    alpha, beta = to_sgdm(momentum_drop(1.0, 0.1, 6, hold="alpha"))
+    np.testing.assert_allclose(alpha, [0.1] * 12, rtol=1e-12)
+    np.testing.assert_allclose(beta, [0.9] * 5 + [9.0] + [0.0] * 6, atol=1e-12)
+    grads = [jnp.array([1.0, -1.0])] * 12
+    drop = lambda k: jnp.where(k < 6, 0.9, 0.0)
+    x, _ = apply(spa_from_sgdm(0.1, drop), jnp.zeros(2), grads)
+    reference, _ = apply(optax.inject_hyperparams(optax.sgd)(0.1, drop), jnp.zeros(2), grads)
+    np.testing.assert_allclose(x, reference, rtol=1e-6)
+
+
+def test_from_the_drop_on_x_is_z() -> None:
+    tx = spa(*momentum_drop(1.0, 0.1, 4))
+    params = jnp.array([1.0, -2.0])
+    state = tx.init(params)
+    for k in range(1, 8):
+        updates, state = tx.update(jnp.sin(params), state, params)
+        params = optax.apply_updates(params, updates)
+        assert np.allclose(params, state.z, rtol=1e-6) == (k >= 4)
+
+
+@pytest.mark.parametrize(
+    "hyperparams",
+    [
+        stagewise(1.0, 0.1, [5], rate=1.1),
+        stagewise(1.0, 0.1, [5], averaging_rule="balance"),
+        momentum_drop(1.0, 0.1, 5, rate=1.1, hold="alpha"),
+        momentum_drop(
+            lambda k: 1 / (k + 1).astype(float), lambda k: jnp.full_like(k, 0.1, float), 5
+        ),
+        momentum_drop(*stagewise(1.0, 0.1, [5]), 9),
+    ],
+)
+def test_ordinary_schedules(hyperparams: SPAHyperparams) -> None:
+    assert type(hyperparams) is SPAHyperparams
+    for schedule in hyperparams:
+        values = [float(schedule(k)) for k in range(12)]
+        counts = jnp.arange(12)
+        np.testing.assert_allclose(schedule(counts), values, rtol=1e-6)
+        np.testing.assert_allclose(jax.vmap(jax.jit(schedule))(counts), values, rtol=1e-6)
+        with jax.numpy_dtype_promotion("standard"):
+            joined = optax.join_schedules([optax.constant_schedule(3.0), schedule], [4])
+            assert (float(joined(3)), float(joined(10))) == (3.0, pytest.approx(values[6]))
+    # By count alone: a state that is restored goes on where it was.
+    tx = spa(*hyperparams)
+    params = jnp.ones(2)
+    _, whole = apply(tx, params, [params] * 8)
+    x, state = apply(tx, params, [params] * 5)
+    for _ in range(3):
+        updates, state = tx.update(params, jax.device_get(state), x)
+        x = optax.apply_updates(x, updates)
+    np.testing.assert_allclose(state.z, whole.z, rtol=1e-6)
+
+
+def test_no_averaging_has_no_nan() -> None:
+    for rule in ("constant", "scale", "balance"):
+        _, c = values(stagewise(1.0, 0.0, [5], averaging_rule=rule), 10)
+        np.testing.assert_array_equal(c, 0)
+    eta, c = values(momentum_drop(1.0, 0.0, 5, hold="alpha"), 10)
+    np.testing.assert_array_equal(eta * c, 0)
+    assert np.isfinite([eta, c]).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: stagewise(-1.0, 0.1, [5]), "`learning_rate` must be finite and >= 0, got -1.0"),
+        (lambda: stagewise(1.0, 1.1, [5]), "`averaging` must be in [0, 1], got 1.1"),
+        (lambda: stagewise(1.0, 0.1, [0]), "`boundaries` must be concrete integers >= 1, got 0"),
+        (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
+        (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),
+        (lambda: stagewise(1.0, 0.1, [5], rate=0.9), "`rate` must be finite and > 1, got 0.9"),
+        (lambda: momentum_drop(1.0, 0.1, 0), "`step` must be concrete integers >= 1, got 0"),
+        (lambda: momentum_drop(1.0, 0.1, 5, rate=1.0), "`rate` must be finite and > 1, got 1.0"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
