@@ -506,12 +506,12 @@ def test_the_base_case_of_the_telescope() -> None:
     assert printed_fails
 
 
-def test_the_noise_that_momentum_cancels_is_minus_half_L() -> None:
+def test_the_noise_that_momentum_cancels_is_minus_half_of_smoothness() -> None:
     """Insight 1's heuristic product, printed L/2: the weight is negative, which is the point."""
     with x64():
         for c in (0.01, 0.1, 0.5):
-            weight = theory.step_weight(eta=1e-6, eta_prev=1e-6, c=c, smoothness=3.0)
-            product = weight * c**2 * 1e-12 / (c * (2 - c))
+            weight = theory.step_weight(eta=1e-8, eta_prev=1e-8, c=c, smoothness=3.0)
+            product = weight * c**2 * 1e-16 / (c * (2 - c))
             np.testing.assert_allclose(product, -3.0 / 2, rtol=1e-4)
 
 
