@@ -16,7 +16,7 @@ def is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def is_concrete(value: object) -> bool:
+def is_plain_number(value: object) -> bool:
     """Whether a hyper-parameter is a plain number: no schedule, and nothing that may be traced."""
     return not callable(value) and not isinstance(value, jax.Array)
 

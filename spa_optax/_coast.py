@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from spa_optax._checks import is_concrete
+from spa_optax._checks import is_plain_number
 
 _TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
 _MAX_HORIZON = 2**15  # so β = 0.999, which needs 18,412 terms, has all of them
@@ -38,9 +38,7 @@ class Outlook(NamedTuple):
     beta: Float[Array, ""]  # β_k
     a: Float[Array, ""]  # a_k
     coast: Float[Array, ""]  # w_{k+1}; 0 where all that lies ahead is
-    unseen: Float[
-        Array, ""
-    ]  # weight in w_{k+1} of what lies beyond the horizon: 1 for traced numbers
+    unseen: Float[Array, ""]  # weight in w_{k+1} of what is past the horizon; traced numbers: 1
 
 
 def value_at(hyperparam: optax.ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -60,7 +58,7 @@ def _foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
-    if not is_concrete(momentum):
+    if not is_plain_number(momentum):
         return _SCHEDULE_HORIZON
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # concrete, so no schedule
     return min(math.ceil(math.log(_TRUNCATION) / math.log(beta)), _MAX_HORIZON) if beta > 0 else 1
@@ -88,7 +86,7 @@ def look_ahead(
         counts = count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
         alphas = _foreseen_rate(jax.vmap(lambda k: value_at(learning_rate, k))(counts))
         betas = _foreseen_momentum(jax.vmap(lambda k: value_at(momentum, k))(counts))
-        if is_concrete(momentum):  # powers in float64, of β as it is in `betas`
+        if is_plain_number(momentum):  # powers in float64, of β as it is in `betas`
             reach = jnp.asarray(
                 np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
             )
@@ -98,7 +96,7 @@ def look_ahead(
         reach_last = unseen = reach[-1]
         alpha_last, beta_last = alphas[-1], betas[-1]
     else:
-        foreknown = is_concrete(learning_rate) and is_concrete(momentum)
+        foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
         alpha_last, beta_last = _foreseen_rate(alpha), _foreseen_momentum(beta)
     a_last = alpha_last * beta_last if nesterov else alpha_last

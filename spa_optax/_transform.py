@@ -289,7 +289,8 @@ def _advance(
     if step.shift is not None:
         # z − x holds the rounding of x. Where re-anchoring would magnify that by more than 1/√eps,
         # half the digits of x, momentum restarts from 0 instead.
-        for dtype in {x.dtype for x in jax.tree.leaves(params) if _is_float(x)}:
+        # (In order, since every process must compile the same program.)
+        for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if _is_float(x)}, key=str):
             too_far = (1 + step.shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
             shift[str(dtype)] = jnp.where(too_far, -1, step.shift)
     # True until the first step. A count that was set back to 0 comes with a coast, and keeps m.

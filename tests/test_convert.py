@@ -97,7 +97,7 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
 
 
 def test_c_anticipates_a_drop() -> None:
-    # The figures of the design: 10× at step 500, β = 0.9.
+    # 10× at step 500, β = 0.9: w_k = 0.09 + (0.9 − 0.09)(1 − 0.9^(500 − k)), c = 0.1/(0.1 + w).
     c = hyperparams_from_sgdm(lambda k: jnp.where(k < 500, 0.1, 0.01), 0.9).averaging
     np.testing.assert_allclose(
         [c(k) for k in (300, 480, 495, 499, 500)], [0.1, 0.11, 0.21, 0.53, 0.1], atol=0.005

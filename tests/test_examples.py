@@ -33,13 +33,15 @@ def test_digits(tmp_path: Path) -> None:
     digits = load("examples/digits.py")
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = {line[:14].strip(): line.split() for line in text.splitlines()[1:]}
+    rows = {line[:23].strip(): line.split() for line in text.splitlines()[1:]}
     accuracy = {name: float(row[row.index("%") - 1]) for name, row in rows.items()}
     assert accuracy["optax.sgd"] > 90
     assert abs(accuracy["spa_from_sgdm"] - accuracy["optax.sgd"]) < 0.5
     assert float(rows["optax.sgd"][-1]) == 0
+    loss = {name: float(row[row.index("±") - 1]) for name, row in rows.items()}
+    assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
     assert float(rows["spa_from_sgdm"][-1]) < 1e-4
-    assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + rounding"][-1])
+    assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + noise"][-1])
 
 
 def test_update_cost(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
 
 
 def test_forward_recursion_multiplies_deviations() -> None:
-    # By 1/β a step, which is why no schedule can be run this way: the figures of the design.
+    # By 1/β a step, which is why no schedule can be run this way.
     warm_up = 0.1 * np.arange(101) / 100
     assert theory.forward_recursion(warm_up, 0.9)[0][100] < -1e3
     drop = np.where(np.arange(1020) < 20, 1.0, 0.1)
