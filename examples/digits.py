@@ -1,7 +1,8 @@
 """SGD with momentum, the same as primal averaging, and primal averaging in its own terms.
 
-In float32, and with the params kept in bfloat16. Trains a Flax network on the 1,797 handwritten digits that ship inside scikit-learn, a fifth of them
-held out, with several seeds at once. Prints a table and draws the training loss at x and at z:
+Trains a Flax network on the 1,797 handwritten digits that ship inside scikit-learn, a fifth of them
+held out, with several seeds at once, in float32 and with the params kept in bfloat16. Prints a
+table and draws the training loss at x and at z:
 
     python examples/digits.py
 """
@@ -152,16 +153,16 @@ def table(results: dict[str, dict[str, np.ndarray]]) -> str:
 
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
     """The mean training loss after each epoch, at x and at z."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    epochs = np.arange(1, results["optax.sgd"]["loss at x"].shape[1] + 1)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
     reference = results["optax.sgd"]["loss at x"].mean(0)
-    for axis, name in zip(axes, ("spa_from_sgdm", "spa"), strict=True):
-        result = results[name]
-        axis.plot(epochs, reference, color="0.75", linewidth=5, label="optax.sgd: x")
-        axis.plot(epochs, result["loss at x"].mean(0), color="C0", label=f"{name}: x")
-        axis.plot(
-            epochs, result["loss at z"].mean(0), color="C1", linestyle="--", label=f"{name}: z"
-        )
+    epochs = np.arange(1, len(reference) + 1)
+    for axis, name in zip(axes, ("spa_from_sgdm", "spa", "spa_from_sgdm, bfloat16"), strict=True):
+        axis.plot(epochs, reference, color="0.75", linewidth=5, label="optax.sgd")
+        if "bfloat16" in name:
+            narrow = results["optax.sgd, bfloat16"]["loss at x"].mean(0)
+            axis.plot(epochs, narrow, color="C3", label="optax.sgd, bfloat16 params")
+        for point, style in (("x", {"color": "C0"}), ("z", {"color": "C1", "linestyle": "--"})):
+            axis.plot(epochs, results[name][f"loss at {point}"].mean(0), label=point, **style)
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
