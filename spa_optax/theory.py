@@ -894,7 +894,7 @@ def audit(
     if len(of_sgdm) == 2 and of_sgdm[0] is of_sgdm[1]:
         rates, momenta = of_sgdm[0]
         alpha, beta = over(rates), over(momenta)
-        w = float(look_ahead(rates, momenta, counts[-1]).coast)
+        w = float(jax.jit(lambda k: look_ahead(rates, momenta, k).coast)(counts[-1]))
         # η_k = α_k + w_{k+1}, w_k = β_k η_k: backward, which is stable.
         products = zip(reversed(alpha.tolist()), reversed(beta.tolist()), strict=True)
         coasts = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
