@@ -191,10 +191,11 @@ def spa_from_sgdm(
         held = state.coast.astype(a.dtype)
         foreseen = unseen <= 1e-7
         if not is_master:
-            # m = (x − z) / w is known to within rounding of x over w. Where a rise of α would come
-            # unforeseen, w must not have followed α down. But where z is a master copy first, a w
-            # that stays behind would wear it off.
-            coast = jnp.where(foreseen, coast, jnp.maximum(coast, held))
+            # m = (x − z) / w is known to within rounding of x over w. Where a rise of α or β would
+            # come unforeseen, w must not have followed them down. But where z is a master copy
+            # first, a w that stays behind would wear it off.
+            floor = jnp.maximum(held, alpha / 100)
+            coast = jnp.where(foreseen, coast, jnp.maximum(coast, floor))
         coast = positive(coast, a, held)
         # r − 1, in the form that loses the fewest digits where r is close to 1.
         shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / jnp.where(held > 0, held, 1)
