@@ -1,18 +1,29 @@
-"""The figures of the paper, from the library's own functions.
+"""The figures of the paper, from the library's own functions and from runs on CIFAR-10.
 
     python examples/figures.py
 
-writes figure1.png and figure1.csv, and for the recipe that most people have audit.png.
+writes figure1.png and figure1.csv, and for the recipe that most people have audit.png. With
+
+    python examples/cifar10.py --optimizer all --seeds 5 --out runs
+    python examples/figures.py --runs runs
+
+figure4.png, figure4_loss.csv and figure4_accuracy.csv as well.
 
 Figure 1 maps hyper-parameters from one form of momentum to the other, over 100 steps with a change
 at step 20, α = 1 and β = 0.9. (a) and (b) have beside the paper's recursion the solution that looks
 ahead: the growth comes from the choice of η_0, not from the schedule.
+
+Figure 4 is the training loss around the first drop of the learning rate, abrupt or gradual, and the
+test accuracy of all the optimizers of cifar10.py. Beside the paper's curves is SGD+M in PyTorch's
+form, as sgdm.
 """
 
 import argparse
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
+import cifar10
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -90,18 +101,92 @@ def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
     plt.close(figure)
 
 
-def write_csv(panels: dict[str, Series], path: Path) -> None:
-    """A row a step, a column a series."""
-    columns = {
-        f"{title.partition(' ')[0]} {name}": values
-        for title, series in panels.items()
-        for name, values in series.items()
-    }
+def write_csv(path: Path, index: str, counts: Sequence[int] | np.ndarray, columns: Series) -> None:
+    """A row a step or an epoch, a column a series."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", *columns])
-        for k in range(NUM_STEPS):
-            writer.writerow([k, *(f"{values[k]:.7g}" for values in columns.values())])
+        writer.writerow([index, *columns])
+        for i, count in enumerate(counts):
+            writer.writerow([count, *(f"{values[i]:.7g}" for values in columns.values())])
+
+
+# ---------------------------------------------------------------------------------------- figure 4
+
+AT_THE_DROP = ("sgdm", "spa-eta", "spa-abrupt", "spa-gradual")
+BEFORE, AFTER, SMOOTHED = 100, 400, 10  # steps
+WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
+
+
+def losses_around_the_drop(runs: cifar10.Runs, before: int, after: int) -> dict[str, np.ndarray]:
+    """The training loss of every step around the first drop, (seeds, before + after)."""
+    found = {}
+    for name in AT_THE_DROP:
+        losses = np.array([np.concatenate([line["losses"] for line in run]) for run in runs[name]])
+        drop = round(cifar10.DROPS[0] / cifar10.EPOCHS * losses.shape[1])
+        found[name] = losses[:, drop - before : drop + after]
+    return found
+
+
+def mean_and_error(values: np.ndarray) -> str:
+    """Over seeds, with the standard error."""
+    return f"{values.mean():7.4f} ± {values.std(ddof=1) / np.sqrt(len(values)):.4f}"
+
+
+def table_of_figure_4(runs: cifar10.Runs) -> str:
+    """Means ± standard errors over seeds; differences are taken seed by seed."""
+    titles = [f"{start} to {end}" for start, end in WINDOWS]
+    rows = ["training loss, mean over steps from the first drop, and its peak in the first 20"]
+    rows.append(" " * 12 + "".join(f"{title:>17}" for title in [*titles, "peak"]))
+    for name, losses in losses_around_the_drop(runs, BEFORE, AFTER).items():
+        means = [losses[:, BEFORE + a : BEFORE + b].mean(1) for a, b in WINDOWS]
+        peak = losses[:, BEFORE : BEFORE + 20].max(1)
+        rows.append(f"{name:12}" + "".join(f"  {mean_and_error(m)}" for m in [*means, peak]))
+    rows.append("")
+    rows.append(f"{'last epoch':13} {'training loss':>17} {'test accuracy, %':>18} {'− sgdm':>18}")
+    last = lambda name, key: np.array([run[-1][key] for run in runs[name]])
+    for name in runs:
+        accuracy = 100 * last(name, "test_accuracy")
+        difference = accuracy - 100 * last("sgdm", "test_accuracy")
+        columns = (last(name, "train_loss"), accuracy, difference)
+        rows.append(f"{name:13}" + "  ".join(mean_and_error(column) for column in columns))
+    return "\n".join(rows)
+
+
+def figure_4(runs: cifar10.Runs, out: Path) -> None:
+    """Three panels, and the numbers in them."""
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    color = {name: f"C{i}" for i, name in enumerate(runs)}
+    steps = np.arange(-BEFORE, AFTER)
+    columns = {}
+    around = losses_around_the_drop(runs, BEFORE + SMOOTHED - 1, AFTER)
+    for name, losses in around.items():
+        columns[name] = losses.mean(0)[SMOOTHED - 1 :]
+        smooth = np.convolve(losses.mean(0), np.full(SMOOTHED, 1 / SMOOTHED), mode="valid")
+        axes[0].plot(steps, smooth, color=color[name], label=name)
+    write_csv(out / "figure4_loss.csv", "step", steps, columns)
+    axes[0].axvline(0, color="0.8", linewidth=0.8, zorder=0)
+    axes[0].set(
+        xlabel="steps from the first drop",
+        ylabel="training loss",
+        title=f"mean over seeds and {SMOOTHED} steps",
+    )
+    axes[0].legend(frameon=False)
+    columns, epochs = {}, np.arange(1, len(runs["sgdm"][0]) + 1)
+    for i, (name, of_seeds) in enumerate(runs.items()):
+        mean, error = (100 * values for values in cifar10.over_seeds(of_seeds, "test_accuracy"))
+        columns |= {name: mean, f"{name} error": error}
+        axes[1].plot(epochs, mean, color=color[name], marker="." if len(epochs) < 20 else "")
+        axes[2].errorbar(mean[-1], i, xerr=error[-1], color=color[name], marker="o", capsize=3)
+    write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)
+    axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title="mean over seeds")
+    axes[2].set(xlabel="test accuracy, %", title="last epoch, ± standard error")
+    axes[2].set_yticks(range(len(runs)), runs)
+    axes[2].invert_yaxis()
+    figure.savefig(out / "figure4.png", dpi=150)
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------- audit
 
 
 def audit_of_the_usual_recipe() -> theory.Audit:
@@ -116,17 +201,28 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
+    parser.add_argument("--runs", type=Path, help="the folder that cifar10.py wrote all of")
+    parser.add_argument("--seeds", type=int, default=5, help="how many it has of each")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     panels = figure_1()
     draw_figure_1(panels, arguments.out / "figure1.png")
-    write_csv(panels, arguments.out / "figure1.csv")
+    columns = {
+        f"{title.partition(' ')[0]} {name}": values
+        for title, series in panels.items()
+        for name, values in series.items()
+    }
+    write_csv(arguments.out / "figure1.csv", "step", range(NUM_STEPS), columns)
     audit = audit_of_the_usual_recipe()
     figure = audit.plot()
     figure.savefig(arguments.out / "audit.png", dpi=150)
     plt.close(figure)
     print(audit.report())
-    print(f"\nfigure1.png, figure1.csv and audit.png are in {arguments.out}")
+    if arguments.runs:
+        runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
+        figure_4(runs, arguments.out)
+        print(f"\n{table_of_figure_4(runs)}")
+    print(f"\nThe figures are in {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import figures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import lenient, table, x64
-from test_examples import load
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, spa, stagewise, theory
 
@@ -131,7 +131,7 @@ def test_bad_input(call: Any, message: str) -> None:
 def test_figure_1(tmp_path: Path) -> None:
     """The values that define each panel, from the file that the example writes."""
     with jax.numpy_dtype_promotion("standard"):  # what users have
-        load("examples/figures.py").main(["--out", str(tmp_path)])
+        figures.main(["--out", str(tmp_path)])
     for name in ("figure1.png", "audit.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "figure1.csv").open(encoding="utf-8") as file:

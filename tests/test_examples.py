@@ -1,15 +1,12 @@
 """The examples and benchmarks run, at a small size, and come to what they claim."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import digits
 import jax
 import pytest
-
-ROOT = Path(__file__).parent.parent
+import update_cost
 
 
 @pytest.fixture(autouse=True)
@@ -18,19 +15,8 @@ def _standard_promotion() -> object:
         yield
 
 
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_digits(tmp_path: Path) -> None:
     picture = tmp_path / "digits.png"
-    digits = load("examples/digits.py")
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = {line[:23].strip(): line.split() for line in text.splitlines()[1:]}
@@ -46,9 +32,7 @@ def test_digits(tmp_path: Path) -> None:
 
 def test_update_cost(tmp_path: Path) -> None:
     figures = tmp_path / "cost.json"
-    load("benchmarks/update_cost.py").main(
-        ["--leaves", "2", "--rounds", "2", "--json", str(figures)]
-    )
+    update_cost.main(["--leaves", "2", "--rounds", "2", "--json", str(figures)])
     cost = json.loads(figures.read_text())
     assert 23 < cost["optax.sgd(0.1, 0.9)"]["bytes_per_parameter"] < 25
     assert 27 < cost["spa(1.0, 0.1)"]["bytes_per_parameter"] < 29

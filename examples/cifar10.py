@@ -1,0 +1,735 @@
+"""PreAct ResNets on CIFAR-10, by the recipe of the paper's experiment.
+
+    python examples/cifar10.py --optimizer sgdm spa-gradual --seeds 5
+
+downloads CIFAR-10 into `data`, trains on all devices, and prints a table. The recipe is the paper's
+(Defazio, arXiv:2010.00406, "Details of experiments"): 300 epochs, batches of 128, weight decay
+1e-4, η = 1 and c = 0.1 (α = 0.1, β = 0.9), η ÷ 10 at epochs 150 and 225, flips and crops. On a CPU:
+
+    python examples/cifar10.py --model small --scale-epochs 0.04
+
+A run that was stopped, however, is taken up again by the same command, and ends as if it had not
+been. --help says what the optimizers are.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import http.client
+import io
+import json
+import os
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from spa_optax import momentum_drop, spa, spa_from_sgdm, stagewise
+
+EPOCHS, DROPS, FACTOR = 300, (150, 225), 10.0
+RATE = 1.0005  # a step, where η falls gradually: a factor of 10 takes 4,606 steps, 11.8 epochs
+
+
+# ------------------------------------------------------------------------------------------- data
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+ARCHIVE, FOLDER = "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
+FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
+NUM_RECORDS, RECORD = 10_000, 1 + 3 * 32 * 32  # a file's; a label, and a red, green and blue plane
+
+
+class Images(NamedTuple):
+    """Images (n, 32, 32, 3) uint8 and labels (n,) int32."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+def parse(name: str, content: bytes) -> Images:
+    """One file of the binary version."""
+    if len(content) != NUM_RECORDS * RECORD:
+        raise ValueError(
+            f"{name} must be {NUM_RECORDS:,} records of {RECORD:,} bytes,"
+            f" got {len(content):,} bytes"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(NUM_RECORDS, RECORD)
+    labels = records[:, 0].astype(np.int32)
+    if labels.max() > 9:
+        raise ValueError(f"{name} must have labels from 0 to 9, got {labels.max()}")
+    images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(np.ascontiguousarray(images), labels)
+
+
+def load(folder: Path, md5: str = MD5) -> tuple[Images, Images]:
+    """The training and the test images, from the files of the binary version or their archive."""
+    for place in (folder / FOLDER, folder):
+        if (place / FILES[0]).exists():
+            contents = {name: (place / name).read_bytes() for name in FILES}
+            break
+    else:
+        contents = unpack(folder / ARCHIVE, md5)
+    *train, test = [parse(name, contents[name]) for name in FILES]
+    return Images(*(np.concatenate(arrays) for arrays in zip(*train, strict=True))), test
+
+
+def unpack(archive: Path, md5: str) -> dict[str, bytes]:
+    """The files in the archive, whose checksum is checked first."""
+    if not archive.exists():
+        raise ValueError(
+            f"no CIFAR-10, binary version, in {archive.parent}: no {FOLDER}, no {ARCHIVE}"
+        )
+    content = archive.read_bytes()
+    check_md5(archive, content, md5)
+    contents = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            for name in FILES:
+                file = tar.extractfile(f"{FOLDER}/{name}")
+                contents[name] = file.read() if file else b""
+    except (tarfile.TarError, KeyError, EOFError, OSError) as error:
+        raise ValueError(f"{archive} is no archive of CIFAR-10, binary version: {error}") from error
+    return contents
+
+
+def check_md5(path: Path, content: bytes, md5: str) -> None:
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise ValueError(f"{path} must have the MD5 checksum {md5}, got {found}")
+
+
+def download(
+    url: str, path: Path, md5: str = MD5, num_attempts: int = 5, wait: float = 2.0
+) -> None:
+    """Downloads a file beside its place, and puts it there once it is all there and the right one.
+
+    After a break the download goes on where it broke off, also in another process.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    for attempt in range(1, num_attempts + 1):
+        try:
+            fetch(url, part)
+            break
+        except (OSError, http.client.HTTPException) as error:
+            gone = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            if gone or attempt == num_attempts:
+                raise ConnectionError(
+                    f"{url}: {error}. To go on from here, run again; or fetch it by any other means"
+                    f" and put it at {path}"
+                ) from error
+            time.sleep(wait)
+    try:
+        check_md5(part, part.read_bytes(), md5)
+    except ValueError:
+        part.unlink()  # whatever this is, there is no going on from it
+        raise
+    part.replace(path)
+
+
+def fetch(url: str, part: Path) -> None:
+    """Appends to `part` what it lacks."""
+    start = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # nothing is lacking; the checksum will tell
+        raise
+    with response:
+        if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+            start = 0  # the server sends it all
+        length = response.headers["Content-Length"]
+        end = None if length is None else start + int(length)
+        with (
+            part.open("r+b" if start else "wb") as file,
+            tqdm(desc=url, initial=start, total=end, unit="B", unit_scale=True) as bar,
+        ):
+            file.seek(start)
+            while chunk := response.read(1 << 16):
+                file.write(chunk)
+                bar.update(len(chunk))
+            if end is not None and file.tell() != end:
+                raise ConnectionError(f"broke off at byte {file.tell():,} of {end:,}")
+
+
+def augment(key: jax.Array, images: jax.Array) -> jax.Array:
+    """Random flips, then random crops out of a black frame of 4 pixels; uint8 (b, 32, 32, 3)."""
+    flip_key, crop_key = jax.random.split(key)
+    flip = jax.random.bernoulli(flip_key, shape=(len(images), 1, 1, 1))
+    images = jnp.where(flip, images[:, :, ::-1], images)
+    framed = jnp.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    corners = jax.random.randint(crop_key, (len(images), 2), 0, 9)
+    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), (32, 32, 3))
+    return jax.vmap(crop)(framed, corners)
+
+
+def normalize(images: jax.Array) -> jax.Array:
+    """From 0…255 to −1…1."""
+    return (images.astype(jnp.float32) / 255 - 0.5) / 0.5
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+class Block(nnx.Module):
+    """A pre-activation residual block: BatchNorm and ReLU before each convolution.
+
+    The kernels are 3×3, 3×3, or in a bottleneck 1×1, 3×3, 1×1. Where the shape changes, the
+    shortcut is a 1×1 convolution of what the first BatchNorm and ReLU make of the input.
+    """
+
+    def __init__(
+        self,
+        width_in: int,
+        width: int,
+        strides: int,
+        *,
+        bottleneck: bool,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Of `width` filters, four times as many out of a bottleneck."""
+        conv = partial(convolution, dtype=dtype, rngs=rngs)
+        if bottleneck:
+            shapes = [(width, 1, 1), (width, 3, strides), (4 * width, 1, 1)]
+        else:
+            shapes = [(width, 3, strides), (width, 3, 1)]
+        layers, before = [], width_in
+        for width_out, kernel, stride in shapes:
+            norm = nnx.BatchNorm(before, momentum=0.9, dtype=dtype, rngs=rngs)
+            layers += [norm, nnx.relu, conv(before, width_out, kernel, stride)]
+            before = width_out
+        self.activate = nnx.Sequential(*layers[:2])
+        self.residual = nnx.Sequential(*layers[2:])
+        self.width_out = before
+        reshapes = strides != 1 or width_in != before
+        self.shortcut = conv(width_in, before, 1, strides) if reshapes else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(b, h, w, width_in) to (b, h / strides, w / strides, width_out)."""
+        h = self.activate(x)
+        return (x if self.shortcut is None else self.shortcut(h)) + self.residual(h)
+
+
+class PreActResNet(nnx.Module):
+    """He et al., Identity Mappings in Deep Residual Networks, 2016, for images of 32×32.
+
+    With `dtype=jnp.bfloat16` the convolutions are computed in bfloat16; params, and the statistics
+    and the arithmetic of BatchNorm, stay float32.
+    """
+
+    def __init__(
+        self,
+        num_blocks: Sequence[int],
+        widths: Sequence[int],
+        *,
+        bottleneck: bool = False,
+        stem_strides: int = 1,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Stages of `num_blocks` blocks; each stage but the first halves height and width."""
+        self.stem = convolution(3, widths[0], 3, stem_strides, dtype=dtype, rngs=rngs)
+        blocks, before = [], widths[0]
+        for stage, (depth, width) in enumerate(zip(num_blocks, widths, strict=True)):
+            for i in range(depth):
+                strides = 2 if stage > 0 and i == 0 else 1
+                blocks.append(
+                    Block(before, width, strides, bottleneck=bottleneck, dtype=dtype, rngs=rngs)
+                )
+                before = blocks[-1].width_out
+        self.blocks = nnx.Sequential(*blocks)
+        self.norm = nnx.BatchNorm(before, momentum=0.9, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(before, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Images (b, 32, 32, 3) to logits (b, 10)."""
+        x = nnx.relu(self.norm(self.blocks(self.stem(x))))
+        return self.head(x.mean((1, 2), dtype=jnp.float32))
+
+
+def convolution(
+    width_in: int, width_out: int, kernel: int, strides: int, *, dtype: Any, rngs: nnx.Rngs
+) -> nnx.Conv:
+    return nnx.Conv(
+        width_in,
+        width_out,
+        (kernel, kernel),
+        strides=strides,
+        padding=kernel // 2,
+        use_bias=False,
+        dtype=dtype,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        rngs=rngs,
+    )
+
+
+WIDTHS = (64, 128, 256, 512)
+MODELS: dict[str, Callable[..., PreActResNet]] = {
+    "small": partial(PreActResNet, (1, 1, 1), (16, 32, 64), stem_strides=2),  # for a CPU
+    "resnet18": partial(PreActResNet, (2, 2, 2, 2), WIDTHS),
+    "resnet50": partial(PreActResNet, (3, 4, 6, 3), WIDTHS, bottleneck=True),
+    "resnet152": partial(PreActResNet, (3, 8, 36, 3), WIDTHS, bottleneck=True),  # the paper's
+}
+
+
+# -------------------------------------------------------------------------------------- optimizers
+
+OPTIMIZERS = {
+    "sgdm": "optax.sgd with momentum, in PyTorch's form: α ÷ 10 at the drops",
+    "spa_from_sgdm": "the same, as primal averaging",
+    "spa-eta": "primal averaging, η ÷ 10 at the drops",
+    "spa-abrupt": "η ÷ 10 and c × 10, at once",
+    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where --scale-epochs is below 1)",
+    "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
+    "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
+    "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What decides the result of a run."""
+
+    optimizer: str
+    seed: int
+    model: str
+    bfloat16: bool
+    epochs: int
+    batch: int
+    learning_rate: float
+    averaging: float
+    weight_decay: float
+
+
+def make_optimizer(config: Config, steps_per_epoch: int) -> optax.GradientTransformationExtraArgs:
+    """One of `OPTIMIZERS`; the schedule is the recipe's, shortened in proportion."""
+    eta, c = config.learning_rate, config.averaging
+    alpha, beta = eta * c, 1 - c
+    scale = config.epochs / EPOCHS
+    drops = [round(epoch * scale * steps_per_epoch) for epoch in DROPS]
+    alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
+    eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
+    make: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "sgdm": lambda: optax.sgd(alphas, momentum=beta),
+        "spa_from_sgdm": lambda: spa_from_sgdm(alphas, momentum=beta),
+        "spa-eta": lambda: spa(*eta_only),
+        "spa-abrupt": lambda: spa(*stagewise(eta, c, drops, FACTOR)),
+        "spa-gradual": lambda: spa(*stagewise(eta, c, drops, FACTOR, rate=RATE ** (1 / scale))),
+        "drop-eta": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="eta")),
+        "drop-alpha": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="alpha")),
+        "tenth": lambda: spa(
+            *stagewise(eta, c, [steps_per_epoch, *drops], FACTOR, averaging_rule="constant")
+        ),
+    }
+    return optax.chain(optax.add_decayed_weights(config.weight_decay), make[config.optimizer]())
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+class State(NamedTuple):
+    """All that changes in a run, and all that a checkpoint holds."""
+
+    params: Any
+    batch_stats: Any
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+
+
+class Program(NamedTuple):
+    """What runs of a `Config`, whatever the seed, do on the devices of a mesh."""
+
+    mesh: Mesh
+    steps_per_epoch: int
+    init: Callable[[int], State]
+    epoch: Callable[..., tuple[State, np.ndarray]]
+    evaluate: Callable[..., tuple[float, float]]
+
+
+def make_program(
+    config: Config, num_train: int, mesh: Mesh, *, scan: bool | None = None
+) -> Program:
+    """Data-parallel over a mesh of one device or more; images and state are on every device.
+
+    A batch is split among the devices, and BatchNorm's statistics are those of the whole batch, so
+    that the result does not depend on how many there are.
+
+    Args:
+      config: what to train.
+      num_train: the number of training images.
+      mesh: the devices, along one axis named "data".
+      scan: whether an epoch is one `lax.scan`, or a loop over jitted steps. By default a loop on
+        CPUs only, where XLA is some 30 times slower at a convolution inside of a scan.
+
+    Returns:
+      init: from a seed to the state at step 0.
+      epoch: from a state, images, labels and a progress bar to the state after one more epoch, and
+        the loss of every step; the state that goes in is donated.
+      evaluate: from params, batch_stats, images and labels to the mean loss and accuracy.
+    """
+    if config.batch % mesh.size:
+        raise ValueError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
+    if scan is None:
+        scan = mesh.devices.flat[0].platform != "cpu"
+    replicated = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    steps_per_epoch = -(-num_train // config.batch)  # the last batch is filled up
+    tx = make_optimizer(config, steps_per_epoch)
+    dtype = jnp.bfloat16 if config.bfloat16 else jnp.float32
+    make_model = lambda key: MODELS[config.model](dtype=dtype, rngs=nnx.Rngs(key))
+    model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
+    model.train()
+    train_graph = nnx.graphdef(model)
+    model.eval()
+    eval_graph = nnx.graphdef(model)
+
+    @partial(jax.jit, out_shardings=replicated)
+    def init(seed: jax.Array) -> State:
+        model_key, key = jax.random.split(jax.random.key(seed))
+        _, *state = nnx.split(make_model(model_key), nnx.Param, nnx.BatchStat)
+        params, batch_stats = map(nnx.to_pure_dict, state)
+        return State(params, batch_stats, tx.init(params), jnp.zeros([], jnp.int32), key)
+
+    def step(state: State, k: Any, order: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
+        batch = jax.lax.with_sharding_constraint(order[k], split)
+        x = normalize(augment(jax.random.fold_in(state.key, state.step), images[batch]))
+
+        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+            model = nnx.merge(train_graph, params, state.batch_stats)
+            loss = optax.softmax_cross_entropy_with_integer_labels(model(x), labels[batch]).mean()
+            return loss, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+        (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, batch_stats, opt_state, state.step + 1, state.key), loss
+
+    def shuffle(state: State) -> jax.Array:
+        """The batches of the epoch to come, (steps_per_epoch, batch)."""
+        key = jax.random.fold_in(jax.random.fold_in(state.key, 0), state.step)
+        order = jax.random.permutation(key, num_train)
+        return jnp.resize(order, (steps_per_epoch, config.batch))
+
+    def scanned(state: State, images: jax.Array, labels: jax.Array) -> Any:
+        body = partial(step, order=shuffle(state), images=images, labels=labels)
+        return jax.lax.scan(body, state, jnp.arange(steps_per_epoch))
+
+    jitted = partial(jax.jit, out_shardings=replicated)
+    step_jitted, shuffle_jitted = jitted(step, donate_argnums=0), jitted(shuffle)
+    scanned_jitted = jitted(scanned, donate_argnums=0)
+
+    def epoch(state: State, images: jax.Array, labels: jax.Array, bar: tqdm) -> Any:
+        if scan:
+            state, losses = scanned_jitted(state, images, labels)
+            losses = np.asarray(losses)
+            bar.update(steps_per_epoch)
+            return state, losses
+        order, losses = shuffle_jitted(state), []
+        for k in range(steps_per_epoch):
+            state, loss = step_jitted(state, k, order, images, labels)
+            losses.append(float(loss))
+            bar.update()
+        return state, np.array(losses, np.float32)
+
+    @jitted
+    def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:
+        images, labels = jax.lax.with_sharding_constraint((images, labels), split)
+        logits = nnx.merge(eval_graph, params, batch_stats)(normalize(images))
+        real = labels >= 0
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(real, labels, 0))
+        return jnp.where(real, losses, 0).sum(), (real & (logits.argmax(-1) == labels)).sum()
+
+    def evaluate(params: Any, batch_stats: Any, data: Images) -> tuple[float, float]:
+        size = 8 * config.batch
+        parts = []
+        for start in range(0, len(data.labels), size):
+            images, labels = (array[start : start + size] for array in data)
+            short = size - len(labels)  # filled up with images that do not count
+            images = np.pad(images, [(0, short), (0, 0), (0, 0), (0, 0)])
+            labels = np.pad(labels, (0, short), constant_values=-1)
+            parts.append(totals(params, batch_stats, *on_all((images, labels), mesh)))
+        loss, correct = np.sum(jax.device_get(parts), 0)
+        return float(loss) / len(data.labels), float(correct) / len(data.labels)
+
+    return Program(mesh, steps_per_epoch, init, epoch, evaluate)
+
+
+def on_all(arrays: Any, mesh: Mesh) -> Any:
+    """NumPy arrays that every process has, on every device."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    put = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+    return jax.tree.map(put, arrays)
+
+
+def train(program: Program, config: Config, data: tuple[Images, Images], folder: Path) -> State:
+    """Trains, or goes on from the last checkpoint in `folder`.
+
+    Writes `config.json`, `metrics.jsonl` with one line an epoch, and `checkpoints`. If another run
+    has been there, that is an error.
+    """
+    check_config(config, data, folder)
+    train_data, test_data = data
+    state = program.init(config.seed)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
+        first = manager.latest_step() or 0
+        if first:
+            state = manager.restore(first, args=ocp.args.StandardRestore(state))
+        metrics = Metrics(folder / "metrics.jsonl", first)
+        if first == config.epochs:
+            return state
+        images, labels = on_all(tuple(train_data), program.mesh)
+        bar = tqdm(
+            desc=f"{config.optimizer} {config.seed}",
+            initial=first * program.steps_per_epoch,
+            total=config.epochs * program.steps_per_epoch,
+            unit="step",
+            disable=jax.process_index() > 0,
+        )
+        for epoch in range(first + 1, config.epochs + 1):
+            start = time.perf_counter()
+            state, losses = program.epoch(state, images, labels, bar)
+            seconds = time.perf_counter() - start
+            test_loss, accuracy = program.evaluate(state.params, state.batch_stats, test_data)
+            # What the last step used; SGD+M has neither.
+            eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
+            line = {
+                "epoch": epoch,
+                "train_loss": float(losses.mean(dtype=np.float64)),
+                "test_loss": test_loss,
+                "test_accuracy": accuracy,
+                "eta": None if eta is None else float(eta),
+                "c": None if c is None else float(c),
+                "images_per_second": program.steps_per_epoch * config.batch / seconds,
+                "losses": [round(float(loss), 6) for loss in losses],
+            }
+            metrics.append(line)
+            manager.save(epoch, args=ocp.args.StandardSave(state))
+            shown = ("train_loss", "test_accuracy", "eta", "c", "images_per_second")
+            bar.set_postfix({k: f"{line[k]:.4g}" for k in shown if line[k] is not None})
+        bar.close()
+    return state
+
+
+def check_config(config: Config, data: tuple[Images, Images], folder: Path) -> None:
+    """A folder holds one run: writes what it is, or compares."""
+    digest = hashlib.sha256()
+    for array in jax.tree.leaves(data):
+        digest.update(array)
+    found = {**dataclasses.asdict(config), "data": digest.hexdigest()}
+    path = folder / "config.json"
+    if path.exists():
+        there = json.loads(path.read_text())
+        if there != found:
+            keys = [key for key in found if there.get(key) != found[key]]
+            differences = ", ".join(f"{k} {there.get(k)!r} and not {found[k]!r}" for k in keys)
+            raise ValueError(f"--out has another run in {folder}, with {differences}")
+    elif jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(found, indent=2) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """All or nothing."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+class Metrics:
+    """A file of JSON lines, one an epoch, of which the first process of a run is the keeper."""
+
+    def __init__(self, path: Path, num_epochs: int) -> None:
+        """Keeps the lines of the first `num_epochs`: what came later will come again."""
+        self.path = path
+        if jax.process_index() == 0:
+            lines = path.read_text().splitlines()[:num_epochs] if path.exists() else []
+            if len(lines) < num_epochs:
+                raise ValueError(
+                    f"{path} must have the {num_epochs} epochs of the checkpoint, got {len(lines)}"
+                )
+            write(path, "".join(f"{line}\n" for line in lines))
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Before the checkpoint of the same epoch."""
+        if jax.process_index() == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------ report
+
+Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of an epoch: its metrics
+
+
+def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
+    """The metrics that runs left in their folders."""
+    read = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        name: [read(out / name / f"seed{seed}" / "metrics.jsonl") for seed in range(num_seeds)]
+        for name in names
+    }
+
+
+def over_seeds(runs: list[list[dict[str, Any]]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard error over seeds of a metric, at every epoch; of one seed, NaN."""
+    values = np.array([[line[key] for line in run] for run in runs])
+    spread = values.std(0, ddof=1) if len(values) > 1 else np.full_like(values[0], np.nan)
+    return values.mean(0), spread / np.sqrt(len(values))
+
+
+def table(runs: Runs) -> str:
+    """The last epoch: mean ± standard error over seeds."""
+    rows = [f"{'':14} {'training loss':>17} {'test accuracy':>18} {'images/s':>9}"]
+    for name, of_seeds in runs.items():
+        (loss, loss_error), (accuracy, accuracy_error) = (
+            [values[-1] for values in over_seeds(of_seeds, key)]
+            for key in ("train_loss", "test_accuracy")
+        )
+        # An epoch that compiles is not typical.
+        speed = [line["images_per_second"] for run in of_seeds for line in run[1:] or run]
+        rows.append(
+            f"{name:14} {loss:8.4f} ± {loss_error:.4f}"
+            f" {100 * accuracy:7.2f} % ± {100 * accuracy_error:.2f} % {np.median(speed):9,.0f}"
+        )
+    return "\n".join(rows)
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Training loss and test error over the epochs, with bands of one standard error."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axis, key in zip(axes, ("train_loss", "test_accuracy"), strict=True):
+        for name, of_seeds in runs.items():
+            mean, error = over_seeds(of_seeds, key)
+            epochs = np.arange(1, len(mean) + 1)
+            axis.plot(epochs, mean, marker="." if len(mean) < 20 else "", label=name)
+            axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
+        axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
+    axes[0].set_yscale("log")
+    axes[1].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    epilog = "optimizers:\n" + "\n".join(f"  {name:14} {text}" for name, text in OPTIMIZERS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--optimizer", nargs="+", choices=[*OPTIMIZERS, "all"], default=["spa-gradual"])
+    add("--model", choices=MODELS, default="resnet18", help="the paper's is resnet152")
+    add("--bfloat16", action="store_true", help="compute convolutions in bfloat16")
+    add(
+        "--scale-epochs",
+        type=float,
+        default=1.0,
+        help="shortens the whole schedule",
+    )
+    add("--seeds", type=int, default=1, help="how many")
+    add("--batch", type=int, default=128)
+    add("--learning-rate", type=float, default=1.0, help="η; α of SGD+M is η c")
+    add("--averaging", type=float, default=0.1, help="c; β of SGD+M is 1 − c")
+    add("--weight-decay", type=float, default=1e-4)
+    add(
+        "--out", type=Path, default=Path("results/cifar10"), help="a folder for all that is written"
+    )
+    add(
+        "--data-dir", type=Path, help="has CIFAR-10, binary version; else it is downloaded to data/"
+    )
+    add("--url", default=URL, help="where to download it from")
+    add("--md5", default=MD5, help="the checksum of the archive")
+    add("--subset", type=int, help="only so many training images, and a fifth as many test images")
+    add("--distributed", action="store_true", help="one of several processes of a cluster, found")
+    add("--coordinator", help="HOST:PORT of the first process, where the cluster is not found")
+    add("--num-processes", type=int)
+    add("--process-id", type=int)
+    arguments = parser.parse_args(argv)
+    if "all" in arguments.optimizer:
+        arguments.optimizer = list(OPTIMIZERS)
+    for name in ("scale_epochs", "seeds", "batch", "subset"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+    return arguments
+
+
+def get_data(arguments: argparse.Namespace) -> tuple[Images, Images]:
+    folder = arguments.data_dir
+    if folder is None:
+        folder = Path("data")
+        # The first process downloads; the others need to where the folder is not shared.
+        for turn in (True, False):
+            missing = not (folder / FOLDER).exists() and not (folder / ARCHIVE).exists()
+            if missing and turn == (jax.process_index() == 0):
+                download(arguments.url, folder / ARCHIVE, arguments.md5)
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices(f"data {turn}")
+    train_data, test_data = load(folder, arguments.md5)
+    if arguments.subset:
+        sizes = (arguments.subset, -(-arguments.subset // 5))
+        train_data, test_data = (
+            Images(part.images[:size], part.labels[:size])
+            for part, size in zip((train_data, test_data), sizes, strict=True)
+        )
+    return train_data, test_data
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    arguments = parse_arguments(argv)
+    if arguments.distributed or arguments.coordinator:
+        jax.distributed.initialize(
+            arguments.coordinator, arguments.num_processes, arguments.process_id
+        )
+    data = get_data(arguments)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    fields = {field.name for field in dataclasses.fields(Config)}
+    shared = {key: value for key, value in vars(arguments).items() if key in fields}
+    shared["epochs"] = max(1, round(EPOCHS * arguments.scale_epochs))
+    for name in arguments.optimizer:
+        config = Config(**{**shared, "optimizer": name, "seed": 0})
+        program = make_program(config, len(data[0].labels), mesh)
+        for seed in range(arguments.seeds):
+            folder = arguments.out / name / f"seed{seed}"
+            train(program, dataclasses.replace(config, seed=seed), data, folder)
+    if jax.process_index() > 0:
+        return ""
+    runs = read_runs(arguments.out, arguments.optimizer, arguments.seeds)
+    text = table(runs)
+    devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
+    title = f"{arguments.model}, {shared['epochs']} epochs, {arguments.seeds} seeds, {devices}"
+    print(f"\n{title}\n{text}")
+    draw(runs, arguments.out / "cifar10.png")
+    print(f"\nCurves: {arguments.out / 'cifar10.png'}")
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,659 @@
+"""The CIFAR-10 example: data, models, recipe, and that a run can be stopped and split."""
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chex
+import cifar10
+import figures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from helpers import relative_difference
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from spa_optax import SPAState
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "cifar10.py"
+SMALL = ["--model", "small", "--subset", "64", "--batch", "32", "--averaging", "0.2"]
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):  # what users have
+        yield
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def records(seed: int, num: int = 10_000) -> np.ndarray:
+    """Records as in the files, (num, 3073): images of one colour, which compress well."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 10, num, np.uint8)
+    planes = np.stack([25 * labels, 255 - 25 * labels, np.full(num, 9 * seed, np.uint8)], 1)
+    return np.hstack([labels[:, None], np.repeat(planes, 1024, axis=1)])
+
+
+def tar(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return {name: records(i).tobytes() for i, name in enumerate(cifar10.FILES)}
+
+
+@pytest.fixture(scope="module")
+def archive(files: dict[str, bytes]) -> bytes:
+    return tar({f"{cifar10.FOLDER}/{name}": content for name, content in files.items()})
+
+
+@pytest.fixture(scope="module")
+def data_dir(archive: bytes, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / cifar10.ARCHIVE).write_bytes(archive)
+    return ["--data-dir", str(folder), "--md5", md5(archive)]
+
+
+@pytest.mark.parametrize("form", ["files", "folder", "archive"])
+def test_load(form: str, files: dict[str, bytes], archive: bytes, tmp_path: Path) -> None:
+    if form == "archive":
+        (tmp_path / cifar10.ARCHIVE).write_bytes(archive)
+    else:
+        place = tmp_path / cifar10.FOLDER if form == "folder" else tmp_path
+        place.mkdir(exist_ok=True)
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+    train, test = cifar10.load(tmp_path, md5(archive))
+    assert train.images.shape == (50_000, 32, 32, 3)
+    assert test.images.shape == (10_000, 32, 32, 3)
+    assert train.images.dtype == np.uint8
+    assert np.bincount(train.labels).shape == (10,)
+    # By the published layout: a label, then the red, the green and the blue plane, by rows.
+    one = records(3)[7]
+    assert train.labels[30_007] == one[0]
+    for row, column, channel in [(0, 0, 0), (0, 31, 1), (5, 6, 2), (31, 31, 1)]:
+        expected = one[1 + 1024 * channel + 32 * row + column]
+        assert train.images[30_007, row, column, channel] == expected
+
+
+def test_planes_and_rows() -> None:
+    content = np.zeros((cifar10.NUM_RECORDS, cifar10.RECORD), np.uint8)
+    content[4, 1 + 1024 * 2 + 32 * 5 + 6] = 77
+    images = cifar10.parse("a file", content.tobytes()).images
+    assert images[4, 5, 6, 2] == 77
+    assert images.sum() == 77
+
+
+def test_corrupt_data(files: dict[str, bytes], archive: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no CIFAR-10, binary version, in .*no cifar-10-batches"):
+        cifar10.load(tmp_path)
+    path = tmp_path / cifar10.ARCHIVE
+    path.write_bytes(archive[:-1000])
+    with pytest.raises(ValueError, match="must have the MD5 checksum c32a1d4ab5d03f1284b67883e8d8"):
+        cifar10.load(tmp_path)
+    prefix = cifar10.FOLDER
+    whole = {f"{prefix}/{name}": content for name, content in files.items()}
+    lacking = dict(list(whole.items())[:-1])
+    a_folder = io.BytesIO()
+    with tarfile.open(fileobj=a_folder, mode="w:gz") as foreign:
+        for name in whole:
+            info = tarfile.TarInfo(name)
+            info.type = tarfile.DIRTYPE
+            foreign.addfile(info)
+    broken = {
+        "cut": archive[:-1000],
+        "foreign": b"<html>not found</html>",
+        "empty": b"",
+        "lacking": tar(lacking),
+        "folders": a_folder.getvalue(),
+        "short": tar({**whole, f"{prefix}/test_batch.bin": files["test_batch.bin"][:-1]}),
+        "long": tar({**whole, f"{prefix}/test_batch.bin": files["test_batch.bin"] + b"1"}),
+    }
+    for content in broken.values():
+        path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"is no archive of CIFAR-10|must be 10,000 records of"
+        ):
+            cifar10.load(tmp_path, md5(content))
+    label = bytearray(files["test_batch.bin"])
+    label[3073 * 17] = 10
+    with pytest.raises(ValueError, match="a file must have labels from 0 to 9, got 10"):
+        cifar10.parse("a file", bytes(label))
+
+
+class Server:
+    """Serves one file from loopback, with ranges or without, and may break off."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.ranges = True
+        self.break_at: list[int] = []  # after how many bytes, for one answer each
+        self.status = 200
+        self.requests: list[str | None] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                wanted = self.headers["Range"]
+                server.requests.append(wanted)
+                start = int(wanted[len("bytes=") : -1]) if wanted and server.ranges else 0
+                if server.status != 200:
+                    self.send_error(server.status)
+                    return
+                if start and start >= len(server.content):
+                    self.send_error(416)
+                    return
+                body = server.content[start:]
+                self.send_response(206 if start else 200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body[: server.break_at.pop(0)] if server.break_at else body)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/cifar-10-binary.tar.gz"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server(archive: bytes) -> Iterator[Server]:
+    server = Server(archive)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_download(server: Server, archive: bytes, tmp_path: Path, capfd: Any) -> None:
+    path = tmp_path / "new" / cifar10.ARCHIVE
+    cifar10.download(server.url, path, md5(archive))
+    assert path.read_bytes() == archive
+    assert names(path.parent) == [cifar10.ARCHIVE]
+    assert server.requests == [None]
+    assert "100%" in capfd.readouterr().err
+
+
+def test_download_goes_on_after_breaks(server: Server, archive: bytes, tmp_path: Path) -> None:
+    server.break_at = [70_000, 1_000, 0]
+    path = tmp_path / cifar10.ARCHIVE
+    cifar10.download(server.url, path, md5(archive), wait=0)
+    assert path.read_bytes() == archive
+    assert names(tmp_path) == [cifar10.ARCHIVE]
+    assert server.requests == [None, "bytes=70000-", "bytes=71000-", "bytes=71000-"]
+
+
+def test_download_goes_on_in_another_process(
+    server: Server, archive: bytes, tmp_path: Path
+) -> None:
+    server.break_at = [50_000]
+    path = tmp_path / cifar10.ARCHIVE
+    with pytest.raises(ConnectionError, match=r"broke off at byte 50,000 .* run again"):
+        cifar10.download(server.url, path, md5(archive), num_attempts=1)
+    assert not path.exists()
+    cifar10.download(server.url, path, md5(archive), num_attempts=1)
+    assert path.read_bytes() == archive
+    assert server.requests == [None, "bytes=50000-"]
+
+
+def test_download_from_a_server_without_ranges(
+    server: Server, archive: bytes, tmp_path: Path
+) -> None:
+    server.ranges, server.break_at = False, [len(archive) - 5]
+    path = tmp_path / cifar10.ARCHIVE
+    cifar10.download(server.url, path, md5(archive), wait=0)
+    assert path.read_bytes() == archive
+
+
+def test_download_that_was_complete(server: Server, archive: bytes, tmp_path: Path) -> None:
+    path = tmp_path / cifar10.ARCHIVE
+    path.with_name(path.name + ".part").write_bytes(archive)  # killed before the renaming
+    cifar10.download(server.url, path, md5(archive))
+    assert path.read_bytes() == archive
+
+
+@pytest.mark.parametrize("wrong", [b"<html>log in first</html>", b""])
+def test_download_of_something_else(wrong: bytes, server: Server, tmp_path: Path) -> None:
+    server.content = wrong
+    with pytest.raises(ValueError, match=f"must have the MD5 checksum .*, got {md5(wrong)}"):
+        cifar10.download(server.url, tmp_path / cifar10.ARCHIVE)
+    assert names(tmp_path) == []
+
+
+def test_download_of_nothing(server: Server, tmp_path: Path) -> None:
+    server.status = 404
+    with pytest.raises(ConnectionError, match="404"):
+        cifar10.download(server.url, tmp_path / cifar10.ARCHIVE)
+    assert len(server.requests) == 1  # no use in asking again
+    server.status = 503
+    with pytest.raises(ConnectionError, match="503"):
+        cifar10.download(server.url, tmp_path / cifar10.ARCHIVE, num_attempts=3, wait=0)
+    assert len(server.requests) == 4
+    assert names(tmp_path) == []
+
+
+def test_augment() -> None:
+    rng = np.random.default_rng(0)
+    image = rng.integers(1, 256, (32, 32, 3), np.uint8)
+    augmented = jax.jit(cifar10.augment)(jax.random.key(0), np.stack([image] * 3_000))
+    framed = [np.pad(way, ((4, 4), (4, 4), (0, 0))) for way in (image, image[:, ::-1])]
+    crops = {
+        frame[i : i + 32, j : j + 32].tobytes(): (flipped, i, j)
+        for flipped, frame in enumerate(framed)
+        for i in range(9)
+        for j in range(9)
+    }
+    found = [crops[one.tobytes()] for one in np.asarray(augmented)]  # each is one of the 162
+    counts = np.unique(found, axis=0, return_counts=True)[1]
+    assert len(counts) == 162
+    # Uniform: χ² of 161 degrees of freedom is within 6 standard deviations of its mean.
+    expected = 3_000 / 162
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi2 - 161) < 6 * np.sqrt(2 * 161)
+
+
+def test_normalize() -> None:
+    # (x − 0.5)/0.5 with x = byte/255
+    chex.assert_trees_all_close(
+        cifar10.normalize(jnp.array([0, 51, 255], jnp.uint8)),
+        jnp.array([-1.0, -0.6, 1.0]),
+        rtol=1e-6,
+    )
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def shapes(name: str, **kwargs: Any) -> Any:
+    return nnx.eval_shape(lambda: cifar10.MODELS[name](rngs=nnx.Rngs(0), **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # 11.17 M and 58.15 M are what is usually quoted.
+    [("resnet18", 11.17), ("resnet50", 23.51), ("resnet152", 58.15)],
+)
+def test_number_of_parameters(name: str, expected: float) -> None:
+    params = nnx.state(shapes(name), nnx.Param)
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6, 2) == expected
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18", "resnet50"])
+def test_shape_of_a_model(name: str) -> None:
+    forward = lambda x: cifar10.MODELS[name](rngs=nnx.Rngs(0))(x)
+    assert jax.eval_shape(forward, jnp.zeros((2, 32, 32, 3))).shape == (2, 10)
+    widths = {"small": (64, 8), "resnet18": (512, 4), "resnet50": (2048, 4)}[name]
+    body = lambda x: (model := cifar10.MODELS[name](rngs=nnx.Rngs(0))).blocks(model.stem(x))
+    width, size = widths
+    if name == "small":
+        size = 4
+    assert jax.eval_shape(body, jnp.zeros((2, 32, 32, 3))).shape == (2, size, size, width)
+
+
+def test_bfloat16() -> None:
+    model = cifar10.MODELS["small"](dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    wide = cifar10.MODELS["small"](rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (8, 32, 32, 3))
+    text = str(jax.make_jaxpr(lambda x: nnx.clone(model)(x))(x))
+    convolutions = [line for line in text.splitlines() if "conv_general_dilated" in line]
+    assert convolutions
+    assert all(":bf16[" in line for line in convolutions)
+    assert all(":f32[" in line for line in text.splitlines() if " rsqrt " in line)
+    logits = jax.jit(lambda x: nnx.clone(model)(x))(x)
+    chex.assert_trees_all_close(logits, jax.jit(lambda x: nnx.clone(wide)(x))(x), atol=0.1)
+    assert logits.dtype == jnp.float32
+    for kind in (nnx.Param, nnx.BatchStat):
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model, kind))} == {"float32"}
+
+
+# ---------------------------------------------------------------------------------- recipe and run
+
+
+def config(optimizer: str = "spa-gradual", **kwargs: Any) -> Any:
+    fields = {
+        "optimizer": optimizer,
+        "seed": 0,
+        "model": "small",
+        "bfloat16": False,
+        "epochs": 300,
+        "batch": 128,
+        "learning_rate": 1.0,
+        "averaging": 0.1,
+        "weight_decay": 1e-4,
+    }
+    return cifar10.Config(**{**fields, **kwargs})
+
+
+def hyperparams(tx: Any, counts: list[int]) -> list[tuple[float, float]]:
+    """The η and c that SPA uses at these counts."""
+    params = jnp.ones(2)
+    found = []
+    for count in counts:
+        state = tx.init(params)
+        count = jnp.asarray(count, jnp.int32)
+        state = jax.tree.map(
+            lambda s, count=count: s._replace(count=count),
+            state,
+            is_leaf=lambda s: isinstance(s, SPAState),
+        )
+        _, state = jax.jit(tx.update)(params, state, params)
+        found.append((float(optax.tree.get(state, "eta")), float(optax.tree.get(state, "c"))))
+    return found
+
+
+@pytest.mark.parametrize("epochs", [300, 30])
+def test_recipe(epochs: int) -> None:
+    steps, scale = 391, epochs / 300
+    first, second, last = 150 * 391 * scale, 225 * 391 * scale, 300 * 391 * scale
+    counts = [0, int(first) - 2, int(first), round(second), round(last) - 1]
+    make = lambda name: cifar10.make_optimizer(config(name, epochs=epochs), steps)
+    # (η, c); `averaging` at count k is c_{k+1}, so c has changed one count ahead of η.
+    expected = {
+        "spa-eta": [(1, 0.1), (1, 0.1), (0.1, 0.1), (0.01, 0.1), (0.01, 0.1)],
+        "spa-abrupt": [(1, 0.1), (1, 0.1), (0.1, 1), (0.01, 1), (0.01, 1)],
+        "drop-eta": [(1, 0.1), (1, 1), (0.1, 1), (0.01, 1), (0.01, 1)],
+        "drop-alpha": [(1, 0.1), (0.1, 1), (0.01, 1), (0.001, 1), (0.001, 1)],
+        "tenth": [(1, 0.1), (0.1, 0.1), (0.01, 0.1), (0.001, 0.1), (0.001, 0.1)],
+    }
+    for name, pairs in expected.items():
+        np.testing.assert_allclose(hyperparams(make(name), counts), pairs, rtol=1e-5, err_msg=name)
+    # 1.0005 a step at full length: a factor of 10 in 4,606 steps, or 11.8 epochs.
+    halfway = round(first + 2303 * scale)
+    found = hyperparams(make("spa-gradual"), [int(first) - 2, halfway, int(first + 4_700 * scale)])
+    np.testing.assert_allclose(found[0], (1, 0.1), rtol=1e-5)
+    np.testing.assert_allclose(found[1], (10**-0.5, 0.1 * 10**0.5), rtol=0.01)
+    np.testing.assert_allclose(found[2], (0.1, 1), rtol=1e-5)
+
+
+def test_weight_decay_is_a_gradient() -> None:
+    """As in `torch.optim.SGD(weight_decay=...)`: g + 1e-4 x goes through the momentum."""
+    params, grads = jnp.array([2.0]), jnp.array([0.5])
+    tx = cifar10.make_optimizer(config("sgdm", weight_decay=0.1), 391)
+    updates, state = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates, [-0.1 * 0.7], rtol=1e-6)
+    updates, state = tx.update(grads, state, params)
+    np.testing.assert_allclose(updates, [-0.1 * (0.9 * 0.7 + 0.7)], rtol=1e-6)
+
+
+def small_data(num: int = 96) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    part = lambda n: cifar10.Images(
+        rng.integers(0, 256, (n, 32, 32, 3), np.uint8), rng.integers(0, 10, n).astype(np.int32)
+    )
+    return part(num), part(37)
+
+
+def run_epochs(
+    cfg: Any,
+    num_devices: int = 1,
+    num_epochs: int = 2,
+    scan: bool | None = None,
+) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    train, test = small_data()
+    program = cifar10.make_program(cfg, len(train.labels), mesh, scan=scan)
+    state, losses = program.init(cfg.seed), []
+    images, labels = cifar10.on_all(tuple(train), mesh)
+    for _ in range(num_epochs):
+        state, of_epoch = program.epoch(state, images, labels, tqdm(disable=True))
+        losses.append(of_epoch)
+    scores = program.evaluate(state.params, state.batch_stats, test)
+    return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    """To what a few steps of a network make of float32 roundings."""
+    (x, x_losses, x_scores), (y, y_losses, y_scores) = one, other
+    assert x.step == y.step
+    for of_x, of_y in [(x.params, y.params), (x.batch_stats, y.batch_stats)]:
+        assert relative_difference(of_x, of_y) < 1e-4
+    np.testing.assert_allclose(x_losses, y_losses, rtol=1e-4)
+    np.testing.assert_allclose(x_scores, y_scores, rtol=1e-3)
+
+
+def test_spa_from_sgdm_is_sgdm() -> None:
+    """Over both drops."""
+    make = lambda name: config(name, batch=32, epochs=2, learning_rate=0.1)
+    assert_same_run(*(run_epochs(make(name)) for name in ("sgdm", "spa_from_sgdm")))
+
+
+def test_scan_is_the_loop() -> None:
+    cfg = config(batch=32, learning_rate=0.1)
+    loop, scan = (run_epochs(cfg, scan=scan) for scan in (False, True))
+    assert_same_run(loop, scan)
+
+
+def test_eight_devices_are_one() -> None:
+    cfg = config(batch=32, learning_rate=0.1)
+    one, eight = (run_epochs(cfg, num_devices) for num_devices in (1, 8))
+    assert_same_run(one, eight)  # its sums are in another order
+
+
+def test_evaluation() -> None:
+    """Against the model itself, on a set that no batch divides."""
+    cfg = config(batch=8, learning_rate=0.1)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    train, test = small_data()
+    program = cifar10.make_program(cfg, len(train.labels), mesh)
+    state = program.init(0)
+    model = cifar10.MODELS["small"](rngs=nnx.Rngs(1))
+    nnx.update(model, state.params, state.batch_stats)
+    model.eval()
+    logits = model(cifar10.normalize(jnp.asarray(test.images)))
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels).mean()
+    accuracy = (np.asarray(logits).argmax(-1) == test.labels).mean()
+    np.testing.assert_allclose(
+        program.evaluate(state.params, state.batch_stats, test), (loss, accuracy), rtol=1e-5
+    )
+
+
+def test_batch_that_does_not_divide() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    with pytest.raises(ValueError, match="--batch must be a multiple of 8 devices, got 20"):
+        cifar10.make_program(config(batch=20), 96, mesh)
+
+
+# -------------------------------------------------------------------------------- the command line
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *SMALL, "--out", str(out), *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """One CPU device a process, and no more."""
+    return {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", **variables}
+
+
+def final(run: Path) -> Any:
+    """What the last checkpoint of a run holds, on the one device of another process."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    target = cifar10.make_program(config(), 64, mesh).init(0)
+    with ocp.CheckpointManager(run / "checkpoints") as manager:
+        assert len(manager.all_steps()) <= 2  # the others are pruned
+        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
+        return state._replace(key=jax.random.key_data(state.key))
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line.pop("images_per_second") > 0
+    return lines
+
+
+def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
+    arguments = [*SMALL, *data_dir, "--scale-epochs", "0.007", "--out", str(tmp_path / "out")]
+    arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
+    text = cifar10.main(arguments)
+    rows = {line.split()[0]: line for line in text.splitlines()[1:]}
+    assert set(rows) == {"spa-gradual"}
+    assert all(row.count("±") == 2 and "nan" not in row for row in rows.values())
+    assert (tmp_path / "out" / "cifar10.png").read_bytes().startswith(b"\x89PNG")
+    lines = metrics(tmp_path / "out" / "spa-gradual" / "seed1")
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert all(len(line["losses"]) == 2 for line in lines)
+    assert lines[0]["eta"] == 1.0
+    assert lines[0]["c"] == pytest.approx(0.2 * cifar10.RATE**150)  # begun
+    # Once more: nothing is trained again, and the table is the same.
+    err = capsys.readouterr().err
+    assert "step/s" in err
+    assert cifar10.main(arguments) == text
+    assert "step/s" not in capsys.readouterr().err
+    # Another run in the same place would mix the two.
+    with pytest.raises(ValueError, match=r"has another run in .*, with batch 32 and not 16"):
+        cifar10.main([*arguments, "--batch", "16"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scale-epochs", "0"], "--scale-epochs must be > 0, got 0.0"),
+        (["--seeds", "0"], "--seeds must be > 0, got 0"),
+        (["--scale-epochs", "nan"], "--scale-epochs must be > 0, got nan"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cifar10.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
+    """SIGKILL at any moment: the params in the end are the same, to the bit."""
+    arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.06", *data_dir]  # 18 epochs
+    cache = environment(  # compiles once
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
+    run = lambda out: subprocess.Popen(
+        command(out, *arguments), env=cache, stderr=subprocess.DEVNULL
+    )
+    assert run(tmp_path / "whole").wait() == 0
+    path = tmp_path / "killed" / "spa-gradual" / "seed0" / "metrics.jsonl"
+    count = lambda: len(path.read_text().splitlines()) if path.exists() else 0
+    rng, num_kills = random.Random(0), 0
+    for _ in range(4):
+        process, before = run(tmp_path / "killed"), count()
+        while process.poll() is None and count() <= before:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        num_kills += process.wait() == -signal.SIGKILL
+    assert num_kills >= 2
+    assert run(tmp_path / "killed").wait() == 0
+    whole, killed = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "killed"))
+    chex.assert_trees_all_equal(final(whole), final(killed))
+    assert metrics(whole) == metrics(killed)
+    assert len(metrics(whole)) == 18
+
+
+def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
+    """`jax.distributed` with one device a process is one process with one device."""
+    arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
+    arguments += ["--learning-rate", "0.1"]
+    subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cluster = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    processes = [
+        subprocess.Popen(
+            command(tmp_path / "two", *arguments, *cluster, str(i)),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "2 × cpu" in outputs[0]
+    assert "spa-gradual" not in outputs[1]
+    one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
+    one_state, two_state = (final(run) for run in (one, two))
+    assert one_state.step == two_state.step == 6
+    assert relative_difference(one_state.params, two_state.params) < 1e-4
+    assert len(metrics(two)) == 3
+
+
+# ------------------------------------------------------------------------------------------ figure
+
+
+def test_figure_4(tmp_path: Path) -> None:
+    """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    for i, name in enumerate(cifar10.OPTIMIZERS):
+        for seed in range(2):
+            folder = runs / name / f"seed{seed}"
+            folder.mkdir(parents=True)
+            losses = np.where(np.arange(1200) < 600, 2.0, 1.0) + seed
+            losses[600:605] += i  # the spike
+            with (folder / "metrics.jsonl").open("w") as file:
+                for epoch, of_epoch in enumerate(losses.reshape(6, 200), 1):
+                    line = {
+                        "epoch": epoch,
+                        "losses": of_epoch.tolist(),
+                        "train_loss": of_epoch.mean(),
+                        "test_accuracy": 0.5 + 0.01 * i + 0.02 * seed,
+                    }
+                    file.write(json.dumps(line) + "\n")
+    figures.main(["--runs", str(runs), "--seeds", "2", "--out", str(out)])
+    assert (out / "figure4.png").read_bytes().startswith(b"\x89PNG")
+    loss = np.genfromtxt(out / "figure4_loss.csv", delimiter=",", names=True, deletechars="")
+    assert list(loss["step"]) == list(range(-100, 400))
+    np.testing.assert_allclose(loss["spa-eta"][[0, 99, 100, 104, 105]], [2.5, 2.5, 3.5, 3.5, 1.5])
+    text = figures.table_of_figure_4(cifar10.read_runs(runs, list(cifar10.OPTIMIZERS), 2))
+    rows = [line.split() for line in text.splitlines()]
+    # spa-eta, i = 2, over 2 seeds 1 apart: ± 0.5. Its spike is 2 over 5 of the first 20 steps.
+    expected = " 2.5000 ± 0.5000 2.0000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000"
+    assert rows[3] == f"spa-eta {expected} 3.5000 ± 0.5000".split()
+    assert rows[-6] == [
+        "spa-eta",
+        "1.5000",
+        "±",
+        "0.5000",
+        "53.0000",
+        "±",
+        "1.0000",
+        "2.0000",
+        "±",
+        "0.0000",
+    ]
