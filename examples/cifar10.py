@@ -39,7 +39,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from spa_optax import momentum_drop, spa, spa_from_sgdm, stagewise
+from spa_optax import diagnostics, momentum_drop, spa, spa_from_sgdm, stagewise
 
 EPOCHS, DROPS, FACTOR = 300, (150, 225), 10.0
 RATE = 1.0005  # a step, where η falls gradually: a factor of 10 takes 4,606 steps, 11.8 epochs
@@ -301,6 +301,7 @@ OPTIMIZERS = {
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
     "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
     "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
+    "until-noise": "spa-eta, whose momentum is dropped once it no longer pays (spa_until_noise)",
 }
 
 
@@ -317,6 +318,7 @@ class Config:
     learning_rate: float
     averaging: float
     weight_decay: float
+    track: bool
 
 
 def make_optimizer(config: Config, steps_per_epoch: int) -> optax.GradientTransformationExtraArgs:
@@ -338,8 +340,12 @@ def make_optimizer(config: Config, steps_per_epoch: int) -> optax.GradientTransf
         "tenth": lambda: spa(
             *stagewise(eta, c, [steps_per_epoch, *drops], FACTOR, averaging_rule="constant")
         ),
+        "until-noise": lambda: diagnostics.spa_until_noise(*eta_only),
     }
-    return optax.chain(optax.add_decayed_weights(config.weight_decay), make[config.optimizer]())
+    tx = make[config.optimizer]()
+    if config.track:
+        tx = diagnostics.track_momentum(tx)
+    return optax.chain(optax.add_decayed_weights(config.weight_decay), tx)
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -361,7 +367,7 @@ class Program(NamedTuple):
     mesh: Mesh
     steps_per_epoch: int
     init: Callable[[int], State]
-    epoch: Callable[..., tuple[State, np.ndarray]]
+    epoch: Callable[..., tuple[State, dict[str, np.ndarray]]]
     evaluate: Callable[..., tuple[float, float]]
 
 
@@ -383,7 +389,7 @@ def make_program(
     Returns:
       init: from a seed to the state at step 0.
       epoch: from a state, images, labels and a progress bar to the state after one more epoch, and
-        the loss of every step; the state that goes in is donated.
+        the loss of every step, and what `momentum_report` said; the state that goes in is donated.
       evaluate: from params, batch_stats, images and labels to the mean loss and accuracy.
     """
     if config.batch % mesh.size:
@@ -421,7 +427,10 @@ def make_program(
         (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return State(params, batch_stats, opt_state, state.step + 1, state.key), loss
+        metrics = {"loss": loss}
+        if config.track or config.optimizer == "until-noise":
+            metrics |= diagnostics.momentum_report(opt_state)._asdict()
+        return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
 
     def shuffle(state: State) -> jax.Array:
         """The batches of the epoch to come, (steps_per_epoch, batch)."""
@@ -439,16 +448,16 @@ def make_program(
 
     def epoch(state: State, images: jax.Array, labels: jax.Array, bar: tqdm) -> Any:
         if scan:
-            state, losses = scanned_jitted(state, images, labels)
-            losses = np.asarray(losses)
+            state, metrics = scanned_jitted(state, images, labels)
+            metrics = jax.device_get(metrics)
             bar.update(steps_per_epoch)
-            return state, losses
-        order, losses = shuffle_jitted(state), []
+            return state, metrics
+        order, of_steps = shuffle_jitted(state), []
         for k in range(steps_per_epoch):
-            state, loss = step_jitted(state, k, order, images, labels)
-            losses.append(float(loss))
+            state, metrics = step_jitted(state, k, order, images, labels)
+            of_steps.append(jax.device_get(metrics))
             bar.update()
-        return state, np.array(losses, np.float32)
+        return state, jax.tree.map(lambda *values: np.stack(values), *of_steps)
 
     @jitted
     def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:
@@ -494,7 +503,7 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
         first = manager.latest_step() or 0
         if first:
             state = manager.restore(first, args=ocp.args.StandardRestore(state))
-        metrics = Metrics(folder / "metrics.jsonl", first)
+        lines = Lines(folder / "metrics.jsonl", first)
         if first == config.epochs:
             return state
         images, labels = on_all(tuple(train_data), program.mesh)
@@ -507,27 +516,34 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
         )
         for epoch in range(first + 1, config.epochs + 1):
             start = time.perf_counter()
-            state, losses = program.epoch(state, images, labels, bar)
+            state, metrics = program.epoch(state, images, labels, bar)
             seconds = time.perf_counter() - start
             test_loss, accuracy = program.evaluate(state.params, state.batch_stats, test_data)
             # What the last step used; SGD+M has neither.
             eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
+            of_steps = {name: [as_json(v) for v in values] for name, values in metrics.items()}
             line = {
                 "epoch": epoch,
-                "train_loss": float(losses.mean(dtype=np.float64)),
-                "test_loss": test_loss,
+                "train_loss": as_json(metrics["loss"].mean(dtype=np.float64)),
+                "test_loss": as_json(test_loss),
                 "test_accuracy": accuracy,
-                "eta": None if eta is None else float(eta),
-                "c": None if c is None else float(c),
-                "images_per_second": program.steps_per_epoch * config.batch / seconds,
-                "losses": [round(float(loss), 6) for loss in losses],
+                "eta": None if eta is None else as_json(eta),
+                "c": None if c is None else as_json(c),
+                "images_per_second": as_json(program.steps_per_epoch * config.batch / seconds),
+                "losses": of_steps.pop("loss"),
+                "momentum": of_steps,
             }
-            metrics.append(line)
+            lines.append(line)
             manager.save(epoch, args=ocp.args.StandardSave(state))
             shown = ("train_loss", "test_accuracy", "eta", "c", "images_per_second")
             bar.set_postfix({k: f"{line[k]:.4g}" for k in shown if line[k] is not None})
         bar.close()
     return state
+
+
+def as_json(value: Any) -> float | None:
+    """Seven digits; null for what is not finite, which JSON has no word for."""
+    return float(f"{value:.7g}") if np.isfinite(value) else None
 
 
 def check_config(config: Config, data: tuple[Images, Images], folder: Path) -> None:
@@ -558,7 +574,7 @@ def write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-class Metrics:
+class Lines:
     """A file of JSON lines, one an epoch, of which the first process of a run is the keeper."""
 
     def __init__(self, path: Path, num_epochs: int) -> None:
@@ -597,7 +613,7 @@ def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
 
 def over_seeds(runs: list[list[dict[str, Any]]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard error over seeds of a metric, at every epoch; of one seed, NaN."""
-    values = np.array([[line[key] for line in run] for run in runs])
+    values = np.array([[line[key] for line in run] for run in runs], float)
     spread = values.std(0, ddof=1) if len(values) > 1 else np.full_like(values[0], np.nan)
     return values.mean(0), spread / np.sqrt(len(values))
 
@@ -667,6 +683,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--url", default=URL, help="where to download it from")
     add("--md5", default=MD5, help="the checksum of the archive")
     add("--subset", type=int, help="only so many training images, and a fifth as many test images")
+    add("--track", action="store_true", help="write what track_momentum finds ")
     add("--distributed", action="store_true", help="one of several processes of a cluster, found")
     add("--coordinator", help="HOST:PORT of the first process, where the cluster is not found")
     add("--num-processes", type=int)
@@ -674,6 +691,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if "all" in arguments.optimizer:
         arguments.optimizer = list(OPTIMIZERS)
+    if arguments.track and not {"sgdm", "until-noise"}.isdisjoint(arguments.optimizer):
+        parser.error("--track is for primal averaging, not for sgdm, and until-noise has it anyway")
     for name in ("scale_epochs", "seeds", "batch", "subset"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:

@@ -1,6 +1,6 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
-from spa_optax import theory as theory
+from spa_optax import diagnostics as diagnostics, theory as theory
 from spa_optax._convert import (
     SGDMHyperparams as SGDMHyperparams,
     SPAHyperparams as SPAHyperparams,

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,29 @@ def check_dtype(value: Any) -> None:
         raise ValueError(
             f"`state_dtype` must be None or a real floating-point dtype, got {value!r}"
         )
+
+
+def check_steps(name: str, value: Any) -> int:
+    """Raises ValueError unless `value` is a concrete integer >= 1, which it returns."""
+    try:
+        steps = operator.index(value)
+    except TypeError:
+        steps = 0
+    if steps < 1 or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a concrete integer >= 1, got {value!r}")
+    return steps
+
+
+def check_above_1(name: str, value: float) -> None:
+    """Raises ValueError unless `value` is finite and > 1."""
+    if not 1 < value < float("inf"):
+        raise ValueError(f"`{name}` must be finite and > 1, got {value!r}")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raises ValueError unless `value` is one of a `Literal`."""
+    if value not in get_args(choices):
+        raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}")
 
 
 def check_same_tree(

@@ -221,13 +221,13 @@ def state_from_sgdm(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
     initial: Any = spa_from_sgdm(learning_rate, momentum, nesterov).init(params)
-    m = _only(sgd_state, optax.TraceState, "sgd_state").trace
+    m = only(sgd_state, optax.TraceState, "sgd_state").trace
     check_same_tree("sgd_state.trace", m, "params", params, same_nodes=False)
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
     if count is not None:
         check_count(count)
         k = jnp.asarray(count, jnp.int32)
-    elif len(counts := _find(sgd_state, _COUNTED)) == 1:
+    elif len(counts := find(sgd_state, _COUNTED)) == 1:
         k = jnp.asarray(counts[0].count)
     elif not (callable(learning_rate) or callable(momentum)):
         k = jnp.where(moving, 1, 0)
@@ -286,7 +286,7 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
-    state = _only(spa_state, SPAState, "spa_state")
+    state = only(spa_state, SPAState, "spa_state")
     check_same_tree("spa_state.z", state.z, "params", params, same_nodes=False)
     count, coast = (jnp.asarray(*jax.tree.leaves(s)) for s in (state.count, state.coast))
     known = (count > 0) & (coast > 0)
@@ -328,7 +328,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
-    state = _only(spa_state, SPAState, "spa_state")
+    state = only(spa_state, SPAState, "spa_state")
     check_same_tree("old_params", old_params, "spa_state.z", state.z, same_nodes=False)
     check_same_tree("new_params", new_params, "spa_state.z", state.z, same_nodes=False)
 
@@ -360,13 +360,15 @@ def _map_leaves(function: Callable[..., Array], tree: PyTree, *like: PyTree) -> 
     return jax.tree.unflatten(jax.tree.structure(tree), list(map(function, *leaves)))
 
 
-def _find(state: PyTree, kinds: Any) -> list[Any]:
+def find(state: PyTree, kinds: Any) -> list[Any]:
+    """The nodes of some kinds in a state."""
     is_kind = lambda node: isinstance(node, kinds)
     return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
 
 
-def _only(state: PyTree, kind: Any, name: str) -> Any:
-    found = _find(state, kind)
+def only(state: PyTree, kind: Any, name: str) -> Any:
+    """The one node of a kind in a state."""
+    found = find(state, kind)
     if len(found) != 1:
         raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
     return found[0]

@@ -1,20 +1,25 @@
 """The schedules that the paper's theory suggests, as pairs for `spa`."""
 
 import math
-import operator
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from spa_optax._checks import check_averaging, check_rate
+from spa_optax._checks import (
+    check_above_1,
+    check_averaging,
+    check_choice,
+    check_rate,
+    check_steps,
+)
 from spa_optax._coast import value_at
 from spa_optax._convert import SPAHyperparams, as_schedule
 
 _AveragingRule = Literal["constant", "scale", "balance"]
-_Hold = Literal["eta", "alpha"]
+Hold = Literal["eta", "alpha"]
 
 
 def stagewise(
@@ -74,13 +79,13 @@ def stagewise(
     _check_number("averaging", averaging)
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    steps = [_as_step("boundaries", b) for b in boundaries]
+    steps = [check_steps("boundaries", b) for b in boundaries]
     if sorted(set(steps)) != steps:
         raise ValueError(f"`boundaries` must be ascending, got {boundaries!r}")
-    _check_above_1("factor", factor)
-    _check_choice("averaging_rule", averaging_rule, _AveragingRule)
+    check_above_1("factor", factor)
+    check_choice("averaging_rule", averaging_rule, _AveragingRule)
     if rate is not None:
-        _check_above_1("rate", rate)
+        check_above_1("rate", rate)
 
     def decay(k: Array) -> Float[Array, ""]:
         """log(η/η_k)."""
@@ -114,7 +119,7 @@ def momentum_drop(
     averaging: optax.ScalarOrSchedule,
     step: int,
     *,
-    hold: _Hold = "eta",
+    hold: Hold = "eta",
     rate: float | None = None,
 ) -> SPAHyperparams:
     """Takes c to 1, so that from `step` on there is no momentum: x_k = z_k.
@@ -156,47 +161,34 @@ def momentum_drop(
     """
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    step = _as_step("step", step)
-    _check_choice("hold", hold, _Hold)
+    step = check_steps("step", step)
+    check_choice("hold", hold, Hold)
     if rate is not None:
-        _check_above_1("rate", rate)
+        check_above_1("rate", rate)
 
     def c(k: Array) -> Float[Array, ""]:
-        c = value_at(averaging, k)
-        rises = (k + 2 - step).astype(c.dtype)  # how often c_{k+1} has been multiplied
-        risen = 1 if rate is None else jnp.minimum(c * jnp.exp(rises * math.log(rate)), 1)
-        return jnp.where(rises > 0, risen, c)
+        # c_{k+1} has been multiplied k + 2 − step times.
+        return risen(value_at(averaging, k), k + 2 - step, rate)
 
     def eta(k: Array) -> Float[Array, ""]:
         eta = value_at(learning_rate, k)
-        if hold == "eta":
-            return eta
-        before, now = value_at(averaging, k), c(k)
-        return jnp.where(before == now, eta, eta * before / now)
+        return eta if hold == "eta" else holding_alpha(eta, value_at(averaging, k), c(k))
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
+
+
+def risen(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
+    """The c that has been multiplied by `rate` so many times, up to 1; at once without a rate."""
+    times = times.astype(c.dtype)
+    up = 1 if rate is None else jnp.minimum(c * jnp.exp(times * math.log(rate)), 1)
+    return jnp.where(times > 0, up, c)
+
+
+def holding_alpha(eta: Array, before: Array, now: Array) -> Float[Array, ""]:
+    """The η that keeps α = ηc where c has gone from `before` to `now`."""
+    return jnp.where(before == now, eta, eta * before / now)
 
 
 def _check_number(name: str, value: Any) -> None:
     if callable(value):
         raise ValueError(f"`{name}` must be a number, got {value!r}")
-
-
-def _as_step(name: str, value: Any) -> int:
-    try:
-        step = operator.index(value)
-    except TypeError:
-        step = 0
-    if step < 1 or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be concrete integers >= 1, got {value!r}")
-    return step
-
-
-def _check_above_1(name: str, value: float) -> None:
-    if not 1 < value < math.inf:
-        raise ValueError(f"`{name}` must be finite and > 1, got {value!r}")
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}")

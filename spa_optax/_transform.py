@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, Float, Int, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PyTree
 
 from spa_optax._checks import (
     check_averaging,
@@ -89,12 +89,12 @@ def spa(
     check_averaging(averaging)
     check_dtype(state_dtype)
 
-    def step(state: SPAState, is_master: bool) -> _Step:
+    def step(state: SPAState, is_master: bool) -> Step:
         del is_master
         eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c: as if m stood still.
         coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
-        return _Step(eta, c, coast)
+        return Step(eta, c, coast)
 
     return _transformation(step, state_dtype)
 
@@ -184,7 +184,7 @@ def spa_from_sgdm(
     check_horizon(horizon)
     check_dtype(state_dtype)
 
-    def step(state: SPAState, is_master: bool) -> _Step:
+    def step(state: SPAState, is_master: bool) -> Step:
         alpha, beta, a, coast, unseen = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
@@ -206,13 +206,13 @@ def spa_from_sgdm(
         shift = jnp.where(held > 0, shift, 0)
         c = a / (a + coast)
         if nesterov:
-            return _Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
-        return _Step(a + coast, c, coast, shift=shift)
+            return Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
+        return Step(a + coast, c, coast, shift=shift)
 
     return _transformation(step, state_dtype)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """The scalars of one step, all that the members of the family differ in.
 
     z_k     ← z_k + shift (z_k − x_k)                    at the start: z_0 = x_0
@@ -227,9 +227,15 @@ class _Step(NamedTuple):
     shift: Float[Array, ""] | None = None  # None: 0
 
 
+class SPATransformation(optax.GradientTransformationExtraArgs):
+    """What `spa` and `spa_from_sgdm` return. It also tells what a step was, for `diagnostics`."""
+
+    advance: Callable[[PyTree, SPAState, PyTree], tuple[PyTree, SPAState, Step]]
+
+
 def _transformation(
-    step: Callable[[SPAState, bool], _Step], state_dtype: DTypeLike | None
-) -> optax.GradientTransformationExtraArgs:
+    step: Callable[[SPAState, bool], Step], state_dtype: DTypeLike | None
+) -> SPATransformation:
     def init_fn(params: PyTree) -> SPAState:
         zero = jnp.zeros([], jnp.float32)
         z = jax.tree.map(lambda x: _z_0(x, state_dtype), params)
@@ -239,6 +245,12 @@ def _transformation(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
         del extra_args
+        updates, state, _ = advance(updates, state, params)
+        return updates, state
+
+    def advance(
+        updates: PyTree, state: PyTree, params: PyTree | None
+    ) -> tuple[PyTree, SPAState, Step]:
         if params is None:
             raise ValueError("`params` must be passed to `update`, which starts from x, got None")
         if not isinstance(state, SPAState):
@@ -246,17 +258,32 @@ def _transformation(
         check_same_tree("updates", updates, "params", params)
         check_same_tree("state.z", state.z, "params", params)
         updates, state, params = jax.tree.map(jnp.asarray, (updates, state, params))
-        is_master = any(
-            _is_float(x) and x.size and x.itemsize <= 2 for x in jax.tree.leaves(params)
-        )
-        return _advance(updates, state, params, step(state, is_master))
+        now = step(state, has_narrow(params))
+        return *_advance(updates, state, params, now), now
 
     # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    tx = SPATransformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    tx.advance = advance
+    return tx
 
 
-def _is_float(x: Any) -> bool:  # or complex; what else there may be among params stays as it is
+def is_float(x: Any) -> bool:
+    """Or complex; what else there may be among params stays as it is."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def has_narrow(params: PyTree) -> bool:
+    """Whether there are params of 16 bits or fewer, beside which z is a master copy."""
+    leaves = map(jnp.asarray, jax.tree.leaves(params))
+    return any(is_float(x) and x.size and x.itemsize <= 2 for x in leaves)
+
+
+def is_too_far(shift: Float[Array, ""], dtype: Any) -> Bool[Array, ""]:
+    """Whether re-anchoring would magnify the rounding of x, which z − x holds, over 1/√eps times.
+
+    That is half the digits of x. Momentum restarts from 0 instead.
+    """
+    return (1 + shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
 
 
 def wide_dtype(*arrays: Array) -> Any:
@@ -267,7 +294,7 @@ def wide_dtype(*arrays: Array) -> Any:
 
 def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
     dtype = jnp.result_type(x)
-    if not _is_float(x):
+    if not is_float(x):
         pass
     elif state_dtype is None:
         if dtype.itemsize <= 2:
@@ -283,17 +310,14 @@ def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
 
 
 def _advance(
-    updates: PyTree, state: SPAState, params: PyTree, step: _Step
+    updates: PyTree, state: SPAState, params: PyTree, step: Step
 ) -> tuple[PyTree, SPAState]:
-    """The three equations of `_Step`, a tree map each."""
+    """The three equations of `Step`, a tree map each."""
     shift = {}
     if step.shift is not None:
-        # z − x holds the rounding of x. Where re-anchoring would magnify that by more than 1/√eps,
-        # half the digits of x, momentum restarts from 0 instead.
-        # (In order, since every process must compile the same program.)
-        for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if _is_float(x)}, key=str):
-            too_far = (1 + step.shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
-            shift[str(dtype)] = jnp.where(too_far, -1, step.shift)
+        # In order, since every process must compile the same program.
+        for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if is_float(x)}, key=str):
+            shift[str(dtype)] = jnp.where(is_too_far(step.shift, dtype), -1, step.shift)
     # True until the first step. A count that was set back to 0 comes with a coast, and keeps m.
     at_start = (state.count == 0) & (state.coast == 0)
     # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
@@ -303,7 +327,7 @@ def _advance(
     )
 
     def anchor(x: Array, z: Array) -> Array:
-        if not _is_float(x):
+        if not is_float(x):
             return z
         # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
         # it stays where it rounds to x, since master weights are made by calling `init` on float32
@@ -316,7 +340,7 @@ def _advance(
         return jnp.where(to_x, x_wide, z_wide)
 
     def descend(g: Array | None, anchored: Array | None, z: Array | None) -> Array | None:
-        if anchored is None or z is None or not _is_float(z):  # a param may itself be None
+        if anchored is None or z is None or not is_float(z):  # a param may itself be None
             return z
         dtype = anchored.dtype
         z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
@@ -325,7 +349,7 @@ def _advance(
     def average(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
         if g is None or x is None or z_next is None:
             return None
-        if not _is_float(x):
+        if not is_float(x):
             return jnp.zeros_like(x)
         dtype = wide_dtype(x, z_next)
         x_wide = x.astype(dtype)

@@ -356,6 +356,7 @@ def config(optimizer: str = "spa-gradual", **kwargs: Any) -> Any:
         "learning_rate": 1.0,
         "averaging": 0.1,
         "weight_decay": 1e-4,
+        "track": False,
     }
     return cifar10.Config(**{**fields, **kwargs})
 
@@ -432,7 +433,7 @@ def run_epochs(
     images, labels = cifar10.on_all(tuple(train), mesh)
     for _ in range(num_epochs):
         state, of_epoch = program.epoch(state, images, labels, tqdm(disable=True))
-        losses.append(of_epoch)
+        losses.append(of_epoch["loss"])
     scores = program.evaluate(state.params, state.batch_stats, test)
     return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
 

@@ -162,11 +162,11 @@ def test_no_averaging_has_no_nan() -> None:
     [
         (lambda: stagewise(-1.0, 0.1, [5]), "`learning_rate` must be finite and >= 0, got -1.0"),
         (lambda: stagewise(1.0, 1.1, [5]), "`averaging` must be in [0, 1], got 1.1"),
-        (lambda: stagewise(1.0, 0.1, [0]), "`boundaries` must be concrete integers >= 1, got 0"),
+        (lambda: stagewise(1.0, 0.1, [0]), "`boundaries` must be a concrete integer >= 1, got 0"),
         (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
         (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),
         (lambda: stagewise(1.0, 0.1, [5], rate=0.9), "`rate` must be finite and > 1, got 0.9"),
-        (lambda: momentum_drop(1.0, 0.1, 0), "`step` must be concrete integers >= 1, got 0"),
+        (lambda: momentum_drop(1.0, 0.1, 0), "`step` must be a concrete integer >= 1, got 0"),
         (lambda: momentum_drop(1.0, 0.1, 5, rate=1.0), "`rate` must be finite and > 1, got 1.0"),
     ],
 )

@@ -1,0 +1,458 @@
+"""When momentum pays: the gauge of the paper's Insight 1, and what to do about what it says."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jaxtyping import Array, DTypeLike, Float, Int, PyTree
+
+from spa_optax._checks import (
+    check_above_1,
+    check_averaging,
+    check_choice,
+    check_dtype,
+    check_rate,
+    check_steps,
+    is_plain_number,
+)
+from spa_optax._coast import value_at
+from spa_optax._convert import only
+from spa_optax._schedules import Hold, holding_alpha, risen
+from spa_optax._transform import (
+    SPAState,
+    SPATransformation,
+    Step,
+    has_narrow,
+    is_float,
+    is_too_far,
+    spa,
+    wide_dtype,
+)
+
+
+class Means(NamedTuple):
+    """Moving averages, each still to be divided by `weight`, the sum of their weights."""
+
+    iterate: Float[Array, ""]  # of ‖x_k − x_{k−1}‖²/(η²c)
+    noise: Float[Array, ""]  # of the same, if every cross term vanished
+    gradient: Float[Array, ""]  # of ½‖g_k‖²
+    weight: Float[Array, ""]
+
+
+class AlignmentMeans(NamedTuple):
+    """Moving averages over steps at which ⟨g_k, x_k − x_{k−1}⟩ is known; likewise."""
+
+    inner_product: Float[Array, ""]  # of ⟨g_k, x_k − x_{k−1}⟩
+    step: Float[Array, ""]  # of ‖x_k − x_{k−1}‖²
+    gradient: Float[Array, ""]  # of ‖g_k‖²
+    weight: Float[Array, ""]
+
+
+class TrackMomentumState(NamedTuple):
+    """State of `track_momentum`: that of SPA, and scalars."""
+
+    inner: SPAState
+    step: Float[Array, ""]  # ‖x_k − x_{k−1}‖²; NaN where it is not known
+    noise: Float[Array, ""]  # v_k, what it would be if every cross term vanished
+    spread: Float[Array, ""]  # p_k, what ‖z_k − x_k‖² would be, likewise
+    means: Means
+    alignment: AlignmentMeans
+    num_skipped: Int[Array, ""]  # steps with gradients that were not finite
+
+
+class MomentumReport(NamedTuple):
+    """What `momentum_report` reads off; NaN where there is nothing to go by yet."""
+
+    gain: Float[Array, ""]  # iterate_term / gradient_term: the ratio of the paper's Figure 2
+    noise_level: Float[Array, ""]  # the gain of gradients that are nothing but noise
+    alignment: Float[Array, ""]  # the cosine between −g_k and x_k − x_{k−1}
+    inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
+    iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
+    gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
+    num_skipped: Int[Array, ""]  # steps with gradients that were not finite
+
+
+def track_momentum(
+    inner: optax.GradientTransformation, decay: float = 0.99
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the averages that tell when momentum pays; `momentum_report` reads them.
+
+    With u_k = x_{k+1} − x_k the step taken, bias-corrected moving averages of
+
+        ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
+
+    The inner product needs no buffer. It follows from ‖u_k‖², ‖u_{k−1}‖² and ‖g_k‖² by
+
+        u_k = a u_{k−1} − b g_k        a = c_{k+1}(1/c_k − 1)      b = c_{k+1}η_k
+
+    times r for a z that was moved by r. And from ‖g_k‖² alone, what ‖u_k‖² would be if every cross
+    term vanished, as for gradients that are nothing but noise:
+
+        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
+
+    The updates are those of `inner`, to the bit. Wrap SPA itself, not a chain, so that what is
+    tracked is the gradient that it receives and the step that it returns:
+    `optax.chain(optax.add_decayed_weights(1e-4), track_momentum(spa(1.0)))`. The result goes into
+    chains and wrappers like any other.
+
+    The inner product is NaN, and its average begins anew, where it does not follow: after c_k = 1,
+    where there is no momentum to align with, and where momentum was restarted. With Nesterov
+    momentum, and for params of 16 bits or fewer, it never does. The latter also take steps that
+    are in part rounding, and their gain is that of these steps.
+
+    Args:
+      inner: what `spa` or `spa_from_sgdm` returns.
+      decay: of the averages, in [0, 1). At 0 they are the values of the last step.
+
+    Returns:
+      A transformation whose state is a `TrackMomentumState`: that of `inner` and float32 scalars.
+
+    Raises:
+      ValueError: if `inner` is something else, or `decay` is out of range.
+
+    Examples:
+      Two steps with η = 1 and c = 0.5: x goes from 0 to −1, and on to −2 with a gradient of 1.
+      ‖u‖²/(η²c) = 2 and ½‖g‖² = 0.5.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_report, track_momentum
+      >>> tx = track_momentum(spa(learning_rate=1.0, averaging=0.5))
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for gradient in (2.0, 1.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> report = momentum_report(state)
+      >>> print(f"{report.iterate_term:.3f} {report.gradient_term:.3f} {report.gain:.3f}")
+      2.000 0.500 4.000
+      >>> print(f"{report.inner_product:.3f} {report.alignment:.3f}")
+      -1.000 1.000
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Figure 2. The noise level and the inner product by recursion are this package's.
+    """
+    if not isinstance(inner, SPATransformation):
+        raise ValueError(
+            "`inner` must be what `spa` or `spa_from_sgdm` returns, without a chain or a wrapper,"
+            f" got {inner!r}"
+        )
+    if not (is_plain_number(decay) and 0 <= decay < 1):
+        raise ValueError(f"`decay` must be in [0, 1), got {decay!r}")
+
+    def init_fn(params: PyTree) -> TrackMomentumState:
+        zero = jnp.zeros([], jnp.float32)
+        return TrackMomentumState(
+            inner=inner.init(params),  # pyright: ignore[reportArgumentType]
+            step=jnp.full([], jnp.nan, jnp.float32),
+            noise=zero,
+            spread=zero,
+            means=Means(zero, zero, zero, zero),
+            alignment=AlignmentMeans(zero, zero, zero, zero),
+            num_skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, TrackMomentumState]:
+        del extra_args
+        if not isinstance(state, TrackMomentumState):
+            raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
+        u, inner_state, now = inner.advance(updates, state.inner, params)
+        squares = _square(updates), _square(u)
+        return u, _track(state, inner_state, now, *squares, params, decay)
+
+    # As in `spa`.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _square(tree: PyTree) -> Float[Array, ""]:
+    """‖·‖² over all leaves that are floating-point, in float32 or wider, as float32."""
+
+    def square(leaf: Array) -> Array:
+        leaf = leaf.astype(wide_dtype(leaf))
+        return jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32)
+
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return sum((square(leaf) for leaf in leaves if is_float(leaf)), jnp.zeros([], jnp.float32))
+
+
+def _track(
+    state: TrackMomentumState,
+    inner: SPAState,
+    now: Step,
+    gradient: Float[Array, ""],
+    step: Float[Array, ""],
+    params: PyTree,
+    decay: float,
+) -> TrackMomentumState:
+    """From ‖g_k‖², ‖u_k‖² and what the state has of the step before."""
+    f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
+    eta, c, delta, r = f32(now.eta), f32(now.c), f32(now.delta), 1 + f32(now.shift)
+    eta_before, c_before = state.inner.eta, state.inner.c
+    restarts = jnp.zeros([], bool)
+    for dtype in sorted({jnp.result_type(x) for x in jax.tree.leaves(params)}, key=str):
+        if jnp.issubdtype(dtype, jnp.inexact):
+            restarts |= is_too_far(r - 1, dtype)
+    r = jnp.where(restarts, 0, r)
+    is_finite = jnp.isfinite(gradient) & jnp.isfinite(step)
+    one = jnp.ones([], jnp.float32)
+    average = lambda mean, term: decay * mean + (1 - decay) * term
+
+    # The terms of the step that led here, which has no scale where η or c was 0.
+    scale = eta_before**2 * c_before
+    terms = Means(state.step / scale, state.noise / scale, gradient / 2, one)
+    counts = is_finite & jnp.isfinite(state.step) & (scale > 0)
+    means = jax.tree.map(
+        lambda mean, term: jnp.where(counts, average(mean, term), mean), state.means, terms
+    )
+
+    # ‖u_k‖² = ‖a u_{k−1} − b g_k‖², unless u_k depends on more than that.
+    a, b = r * c * (1 / c_before - 1), c * eta
+    squares = a**2 * state.step + b**2 * gradient
+    inner_product = (squares - step) / (2 * a * b)
+    # The squares are known to some eps. Beside the bound of Cauchy and Schwarz that must be little.
+    error = float(jnp.finfo(jnp.float32).eps) * squares / (2 * a * b)
+    follows = is_finite & (error < 1e-4 * jnp.sqrt(state.step) * jnp.sqrt(gradient))
+    if now.delta is not None or has_narrow(params):
+        follows = jnp.zeros([], bool)
+    terms = AlignmentMeans(inner_product, state.step, gradient, one)
+    alignment = jax.tree.map(
+        lambda mean, term: jnp.where(follows, average(mean, term), 0), state.alignment, terms
+    )
+
+    spread = r**2 * state.spread
+    noise = c**2 * spread + (c * eta + delta) ** 2 * gradient
+    spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * gradient
+    keep = lambda new, old: jnp.where(is_finite, new, old)
+    return TrackMomentumState(
+        inner=inner,
+        step=jnp.where(is_finite, step, jnp.nan),
+        noise=keep(noise, state.noise),
+        spread=keep(spread, state.spread),
+        means=means,
+        alignment=alignment,
+        num_skipped=state.num_skipped + jnp.where(is_finite, 0, 1),
+    )
+
+
+def momentum_report(opt_state: PyTree) -> MomentumReport:
+    """What `track_momentum` has found: whether momentum cancels noise.
+
+        gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
+
+    each term a moving average. Gain over noise level above 1 means that steps add up, and that
+    momentum pays; at or below 1 that it no longer does. The noise level is 2/(2 − c) for a constant
+    c, 1.053 at c = 0.1 (the paper's "noise level of 1" is without its cross terms), and moves where
+    η, c or the gradients' size change.
+
+    Args:
+      opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
+
+    Returns:
+      Scalars, NaN as long as there is nothing to go by. May be called under `jax.jit`, to return
+      them from the training step.
+
+    Raises:
+      ValueError: if `opt_state` does not hold just one `TrackMomentumState`.
+
+    Examples:
+      Under gradients that all point one way the gain grows, from noise level to (2/c) = 20.
+
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_report, track_momentum
+      >>> tx = track_momentum(spa(1.0, averaging=0.1))
+      >>> params = jnp.zeros(1)
+      >>> state = tx.init(params)
+      >>> for _ in range(500):
+      ...     _, state = tx.update(jnp.ones(1), state, params := params - 1)
+      >>> print(momentum_report(state).noise_level.round(2))
+      1.05
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Figure 2.
+    """
+    state = only(opt_state, TrackMomentumState, "opt_state")
+    means, alignment = state.means, state.alignment
+    cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
+    return MomentumReport(
+        gain=means.iterate / means.gradient,
+        noise_level=means.noise / means.gradient,
+        alignment=cosine,
+        inner_product=alignment.inner_product / alignment.weight,
+        iterate_term=means.iterate / means.weight,
+        gradient_term=means.gradient / means.weight,
+        num_skipped=state.num_skipped,
+    )
+
+
+class UntilNoiseState(NamedTuple):
+    """State of `spa_until_noise`."""
+
+    tracked: TrackMomentumState
+    num_quiet: Int[Array, ""]  # steps in a row with the gain at noise level
+    dropped_at: Int[Array, ""]  # the count from which c rises; −1 while momentum is kept
+
+
+def spa_until_noise(
+    learning_rate: optax.ScalarOrSchedule,
+    averaging: optax.ScalarOrSchedule = 0.1,
+    *,
+    tolerance: float = 0.05,
+    patience: int = 100,
+    hold: Hold = "eta",
+    rate: float | None = 1.01,
+    decay: float = 0.99,
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SPA that drops momentum, by c → 1, once its own gain says that momentum no longer pays.
+
+    That is, once for `patience` steps in a row
+
+        gain ≤ (1 + tolerance) · noise level
+
+    not counting the first 5/c steps, in which the gain only settles. From then on c is multiplied
+    by `rate` at every step, until it is 1. See `momentum_report`, which reads this one's state too,
+    and `momentum_drop`, which does the same at a step that is given.
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+      tolerance: ≥ 0.
+      patience: steps, ≥ 1.
+      hold: "eta" keeps the effective step; "alpha" keeps α = ηc, and divides η by what c rises by.
+      rate: > 1; None for an abrupt drop.
+      decay: of the moving averages, in [0, 1).
+      state_dtype: of z, as for `spa`.
+
+    Returns:
+      A transformation whose state is an `UntilNoiseState`. Once its `dropped_at` is not negative
+      momentum is on its way out, and once c is 1 `release_momentum` frees its memory.
+
+    Raises:
+      ValueError: if an argument is out of range.
+
+    Examples:
+      Gradients of alternating sign are worse than noise: dropped after 5/c steps and `patience`.
+
+      >>> import jax.numpy as jnp
+      >>> from spa_optax.diagnostics import spa_until_noise
+      >>> tx = spa_until_noise(1.0, averaging=0.5, patience=3, rate=None)
+      >>> params = jnp.zeros(1)
+      >>> state = tx.init(params)
+      >>> for k in range(20):
+      ...     _, state = tx.update((-1.0) ** k * jnp.ones(1), state, params)
+      >>> print(state.dropped_at, state.tracked.inner.c)
+      13 1.0
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Figure 3, where momentum is dropped after the first epoch.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_averaging(averaging)
+    if not (is_plain_number(tolerance) and 0 <= tolerance < float("inf")):
+        raise ValueError(f"`tolerance` must be finite and >= 0, got {tolerance!r}")
+    check_steps("patience", patience)
+    check_choice("hold", hold, Hold)
+    if rate is not None:
+        check_above_1("rate", rate)
+    check_dtype(state_dtype)
+    tracked: Any = lambda eta, c: track_momentum(spa(eta, c, state_dtype=state_dtype), decay)
+    init_tracked = tracked(0.0, 1.0).init
+
+    def init_fn(params: PyTree) -> UntilNoiseState:
+        return UntilNoiseState(
+            tracked=init_tracked(params),
+            num_quiet=jnp.zeros([], jnp.int32),
+            dropped_at=jnp.full([], -1, jnp.int32),
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, UntilNoiseState]:
+        del extra_args
+        if not isinstance(state, UntilNoiseState):
+            raise ValueError(f"`state` must be an `UntilNoiseState`, got {type(state).__name__}")
+        count = jnp.asarray(state.tracked.inner.count)
+        eta, before = value_at(learning_rate, count), value_at(averaging, count)
+        times = jnp.where(state.dropped_at >= 0, count - state.dropped_at + 1, 0)
+        c = risen(before, times, rate)
+        if hold == "alpha":
+            eta = holding_alpha(eta, before, c)
+        updates, now = tracked(eta, c).update(updates, state.tracked, params)
+        report = momentum_report(now)
+        is_quiet = report.gain <= (1 + tolerance) * report.noise_level  # NaN is not
+        is_quiet &= count.astype(before.dtype) * before >= 5
+        num_quiet = jnp.where(is_quiet, state.num_quiet + 1, 0)
+        drops = (state.dropped_at < 0) & (num_quiet >= patience)
+        dropped_at = jnp.where(drops, jnp.asarray(now.inner.count), state.dropped_at)
+        return updates, UntilNoiseState(now, num_quiet, dropped_at)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def release_momentum(
+    opt_state: PyTree, params: PyTree, learning_rate: optax.ScalarOrSchedule
+) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
+    """Plain SGD in the place of SPA with c = 1, without z: the same iterates, half the memory.
+
+        x_{k+1} = z_{k+1} = x_k − η_k g_k
+
+    Args:
+      opt_state: a state that holds one `SPAState`, in any chain or wrapper.
+      params: x_k, of more than 16 bits. (Beside narrower ones z is the master copy.)
+      learning_rate: η_k, a scalar or a schedule of the count k, which goes on. With an η that the
+        optimizer has changed (`hold="alpha"`), that η.
+
+    Returns:
+      `optax.sgd(learning_rate)`, to put where `spa`, `spa_from_sgdm`, `track_momentum` or
+      `spa_until_noise` stood, in the same chain; and the state of that chain, which holds the state
+      of `optax.sgd` in the place of theirs.
+
+    Raises:
+      ValueError: if `opt_state` does not hold just one `SPAState`, the last step had c < 1, there
+        are params of 16 bits or fewer, or `learning_rate` is out of range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import release_momentum
+      >>> chain = lambda tx: optax.chain(optax.clip(1.0), tx)
+      >>> params = jnp.array([3.0])
+      >>> tx = chain(spa(0.5, averaging=1.0))
+      >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+      >>> sgd, state = release_momentum(state, params, 0.5)
+      >>> updates, state = chain(sgd).update(jnp.array([1.0]), state, params)
+      >>> print(updates)
+      [-0.5]
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2: c = 1 is SGD.
+    """
+    check_rate("learning_rate", learning_rate)
+    spa_state = only(opt_state, SPAState, "opt_state")
+    if has_narrow(params):
+        raise ValueError(
+            "`params` must have more than 16 bits, got narrower ones, whose master copy is z"
+        )
+    c = spa_state.c
+    if isinstance(c, Tracer):
+        raise ValueError("`opt_state` must be concrete, not traced: what is returned depends on c")
+    if not c == 1:
+        raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
+    tx: Any = optax.sgd(learning_rate)
+    sgd_state = tx.init(params)
+    if callable(learning_rate):
+        sgd_state = optax.tree.set(sgd_state, count=jnp.array(spa_state.count, copy=True))
+    kinds = (UntilNoiseState, TrackMomentumState, SPAState)
+    holds = lambda node: isinstance(node, kinds)
+    state = jax.tree.map(lambda node: sgd_state if holds(node) else node, opt_state, is_leaf=holds)
+    return tx, state

@@ -1,0 +1,383 @@
+"""The gauge, against iterates kept in float64 and against noise; and acting on what it says."""
+
+import math
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import batches, lenient, logistic_regression, relative_difference
+
+from spa_optax import momentum_drop, spa, spa_from_sgdm, stagewise, state_from_sgdm
+from spa_optax.diagnostics import (
+    TrackMomentumState,
+    UntilNoiseState,
+    momentum_report,
+    release_momentum,
+    spa_until_noise,
+    track_momentum,
+)
+
+COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 3.0, 50, 400))
+RISING = lenient(lambda k: jnp.clip(0.1 + 0.9 * k / 350, 0.1, 1.0))
+FALL = lenient(optax.piecewise_constant_schedule(0.3, {200: 0.01}))
+TRANSFORMS: dict[str, Any] = {
+    "spa": lambda: spa(1.0, 0.1),
+    "spa, schedules": lambda: spa(COSINE, RISING),
+    "spa, dropped by 10": lambda: spa(*stagewise(3.0, 0.1, [150, 300])),
+    "sgdm": lambda: spa_from_sgdm(0.1, 0.9),
+    "sgdm, foreseen": lambda: spa_from_sgdm(FALL, 0.9),
+    "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=3),
+    "sgdm, β in steps": lambda: spa_from_sgdm(
+        0.1, lambda k: jnp.where(k < 200, 0.5, 0.95), horizon=5
+    ),
+}
+
+
+def run(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str, np.ndarray]:
+    """A run on digits: its iterates, its gradients, and the report after every step."""
+    loss = logistic_regression(jnp.float32)
+
+    def body(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        g = jax.grad(lambda w: loss(w.astype(jnp.float32), batch))(params)
+        updates, state = tx.update(g, state, params)
+        report = momentum_report(state)._asdict()
+        spa_state = optax.tree.get(state, "inner")
+        scalars = {"eta": spa_state.eta, "c": spa_state.c}
+        return (optax.apply_updates(params, updates), state), {
+            "x": params,
+            "g": g,
+            "u": updates,
+            **report,
+            **scalars,
+        }
+
+    params = jnp.zeros((65, 10), dtype)
+    _, history = jax.lax.scan(body, (params, tx.init(params)), jnp.asarray(batches())[:num_steps])
+    return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in history.items()}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_term_is_that_of_the_iterates(name: str) -> None:
+    """At every step, without any buffer, from iterates and gradients in float64."""
+    h = run(track_momentum(TRANSFORMS[name](), decay=0.0))
+    square = lambda a: (a**2).sum((1, 2))
+    u, g = np.diff(h["x"], axis=0), h["g"]  # u[k − 1] = x_k − x_{k−1}
+    k = slice(1, None)
+    scale = (h["eta"] ** 2 * h["c"])[:-1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        iterate_term = square(u) / scale
+    seen = scale > 0
+    # x_{k+1} is rounded to 3e-8, which is up to some 1e-4 of a step.
+    np.testing.assert_allclose(h["iterate_term"][k][seen], iterate_term[seen], rtol=1e-3)
+    np.testing.assert_allclose(h["gradient_term"][k][seen], square(g)[k][seen] / 2, rtol=1e-5)
+    inner_product = (u * g[1:]).sum((1, 2))
+    bound = np.sqrt(square(u) * square(g)[k])  # Cauchy and Schwarz
+    known = ~np.isnan(h["inner_product"][k])
+    # Three squares, each known to some 1e-6, over 2ab; and the rounding of x.
+    error = np.abs(h["inner_product"][k] - inner_product)[known] / bound[known]
+    assert error.max() < 1e-3
+    cosine = -inner_product[known] / bound[known]
+    np.testing.assert_allclose(h["alignment"][k][known], cosine, atol=2e-3)
+    # Nothing is NaN but where c_k is 1, or next to it, or the first step does not move.
+    assert np.isnan(h["inner_product"][0])
+    certain = (h["c"][:-1] < 0.999) & (bound > 0) & (h["eta"][1:] > 1e-2)
+    assert known[certain].all()
+    assert known[h["c"][:-1] == 1].sum() == 0
+
+
+def noise(tx: Any, num_steps: int = 600, size: int = 20_000) -> Any:
+    """Reports over steps whose gradients are independent, standard normal noise."""
+
+    def body(carry: Any, key: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(jax.random.normal(key, (size,)), state, params)
+        return (params + updates, state), momentum_report(state)
+
+    params = jnp.zeros(size)
+    keys = jax.random.split(jax.random.key(1), num_steps)
+    return jax.lax.scan(body, (params, tx.init(params)), keys)[1]
+
+
+WARMUP = lenient(optax.linear_schedule(0.0, 1.0, 200))
+NOISY: dict[str, Any] = {
+    "constants": lambda: spa(1.0, 0.1),
+    "warm-up": lambda: spa(WARMUP, 0.1),
+    "drop": lambda: spa(*stagewise(1.0, 0.1, [300])),
+    "gradual drop": lambda: spa(*stagewise(1.0, 0.1, [300], rate=1.02)),
+    "η alone": lambda: spa(*stagewise(1.0, 0.1, [300], averaging_rule="constant")),
+    "cosine": lambda: spa(lenient(optax.cosine_decay_schedule(1.0, 700)), 0.05),
+    "without momentum": lambda: spa(1.0, 1.0),
+    "momentum dropped": lambda: spa(*momentum_drop(1.0, 0.1, 300)),
+    "sgdm, drop": lambda: spa_from_sgdm(FALL, 0.9),
+    "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
+    "nesterov": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True),
+    "nesterov, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True, horizon=1),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_is_at_noise_level(name: str) -> None:
+    report = noise(track_momentum(NOISY[name](), decay=0.95))
+    ratio = np.asarray(report.gain / report.noise_level)[5:]
+    # The cross terms of two steps are N(0, 1/size) of their size: a sum over 1/c steps stays within
+    # some multiple of 1/√20,000 = 0.007.
+    np.testing.assert_allclose(ratio, 1, atol=0.05)
+    assert np.abs(np.mean(ratio) - 1) < 0.01
+    if "nesterov" not in name and name != "without momentum":
+        assert np.nanmax(np.abs(report.alignment)) < 0.05  # as small, for noise
+    if name == "constants":
+        np.testing.assert_allclose(report.noise_level[-1], 2 / 1.9, rtol=0.01)
+    if name == "without momentum":
+        np.testing.assert_allclose(report.noise_level[-1], 2, rtol=0.02)
+        assert np.isnan(report.alignment).all()
+    if "nesterov" in name:
+        assert np.isnan(report.alignment).all()
+    # A gauge against the constant 2/(2 − c) would misfire.
+    if name in ("warm-up", "η alone"):
+        assert np.ptp(report.noise_level[20:]) > 0.2
+
+
+def test_a_quadratic_without_noise_is_well_above() -> None:
+    curvature = jnp.logspace(-3, 0, 50)
+    tx, params = track_momentum(spa(1.0, 0.1)), jnp.ones(50)
+    state = tx.init(params)
+    for _ in range(40):
+        updates, state = tx.update(curvature * params, state, params)
+        params = params + updates
+    report = momentum_report(state)
+    assert report.gain > 3 * report.noise_level
+    assert report.alignment > 0.2
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_updates_are_untouched_to_the_bit(name: str) -> None:
+    inner = TRANSFORMS[name]()
+    plain, tracked = inner, track_momentum(inner)
+    loss = logistic_regression(jnp.float32)
+
+    def trained(tx: Any) -> Any:
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jnp.zeros((65, 10))
+        state = tx.init(params)
+        for batch in batches()[:50]:
+            params, state = step(params, state, jnp.asarray(batch))
+        return params, state
+
+    (params, state), (tracked_params, tracked_state) = trained(plain), trained(tracked)
+    chex.assert_trees_all_equal(params, tracked_params)
+    chex.assert_trees_all_equal(state, tracked_state.inner)
+
+
+def test_params_of_16_bits_have_no_alignment() -> None:
+    h = run(track_momentum(spa(1.0, 0.1)), 50, jnp.bfloat16)
+    assert np.isnan(h["inner_product"]).all()
+    assert np.isfinite(h["gain"][1:]).all()
+    # What counts is the step as it was returned.
+    u = h["x"][1:] - h["x"][:-1]
+    exact = run(track_momentum(spa(1.0, 0.1), decay=0.0), 50, jnp.bfloat16)
+    np.testing.assert_allclose(
+        exact["iterate_term"][1:], (u**2).sum((1, 2)) / (1.0 * 0.1), rtol=0.01
+    )
+
+
+def test_gradients_that_are_not_finite_are_skipped() -> None:
+    tx = track_momentum(spa(1.0, 0.1))
+    params, rng = jnp.zeros(100), np.random.default_rng(0)
+    state = tx.init(params)
+    gradients = rng.normal(size=(30, 100)).astype(np.float32)
+    for g in gradients[:20]:
+        updates, state = tx.update(jnp.asarray(g), state, params)
+        params = params + updates
+    before = momentum_report(state)
+    _, bad = tx.update(jnp.full(100, jnp.nan), state, params)
+    after = momentum_report(bad)
+    assert after.num_skipped == 1
+    chex.assert_trees_all_equal(
+        after._replace(num_skipped=before.num_skipped),
+        before._replace(alignment=after.alignment, inner_product=after.inner_product),
+    )
+    # Params and z come back from a checkpoint, the averages stay.
+    state = bad._replace(inner=state.inner)
+    for g in gradients[20:]:
+        updates, state = tx.update(jnp.asarray(g), state, params)
+        params = params + updates
+    report = momentum_report(state)
+    assert report.num_skipped == 1
+    assert all(np.isfinite(value) for value in report)
+    assert 0.8 < report.gain / report.noise_level < 1.2
+
+
+def test_a_run_that_was_converted_begins_without_a_last_step() -> None:
+    """z − x is there, but no step that it came from: no wrong number."""
+    sgd, params = optax.sgd(0.1, momentum=0.9), jnp.ones(10)
+    sgd_state = sgd.init(params)
+    for _ in range(5):
+        updates, sgd_state = sgd.update(params, sgd_state, params)
+        params = params + updates
+    tx = track_momentum(spa_from_sgdm(0.1, 0.9), decay=0.0)
+    converted = state_from_sgdm(sgd_state, params, learning_rate=0.1, momentum=0.9, count=5)
+    state = tx.init(params)._replace(inner=converted)
+    updates, state = tx.update(params, state, params)
+    assert np.isnan(momentum_report(state).inner_product)
+    params = params + updates
+    _, state = tx.update(params, state, params)
+    report = momentum_report(state)
+    np.testing.assert_allclose(report.inner_product, updates @ params, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ acting on it
+
+
+def trained(tx: Any, gradients: Any, params: Any) -> Any:
+    def body(carry: Any, g: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        params = params + updates
+        return (params, state), params
+
+    return jax.lax.scan(body, (params, tx.init(params)), gradients)
+
+
+@pytest.mark.parametrize("hold", ["eta", "alpha"])
+@pytest.mark.parametrize("rate", [None, 1.05])
+def test_noise_drops_momentum(hold: Any, rate: Any) -> None:
+    gradients = jax.random.normal(jax.random.key(0), (300, 1_000))
+    eta = lenient(optax.cosine_decay_schedule(1.0, 400))
+    tx = spa_until_noise(eta, 0.1, tolerance=0.2, patience=20, hold=hold, rate=rate)
+    (_, state), xs = trained(tx, gradients, jnp.zeros(1_000))
+    # 5/c steps do not count: 50, …, 69 are the first 20 that do.
+    assert state.dropped_at == 70
+    # c at count 70 is c_71.
+    drop = momentum_drop(eta, 0.1, 71, hold=hold, rate=rate)
+    _, expected = trained(spa(*drop), gradients, jnp.zeros(1_000))
+    assert relative_difference(xs, expected) < 1e-6
+    assert state.tracked.inner.c == 1
+
+
+def test_momentum_that_pays_is_kept() -> None:
+    curvature = jnp.logspace(-4, -2, 50)
+    tx, params = spa_until_noise(1.0, 0.1, patience=20), jnp.ones(50)
+
+    def body(carry: Any, _: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(curvature * params, state, params)
+        return (params + updates, state), None
+
+    (_, state), _ = jax.lax.scan(body, (params, tx.init(params)), None, 300)
+    assert state.dropped_at == -1
+    assert state.tracked.inner.c == jnp.float32(0.1)
+
+
+def test_a_gain_that_rises_again_starts_the_count_anew() -> None:
+    ones = jnp.ones((1, 1_000))
+    quiet = jax.random.normal(jax.random.key(0), (60, 1_000))
+    gradients = jnp.concatenate([quiet, jnp.repeat(3 * ones, 30, 0), quiet])
+    tx = spa_until_noise(1.0, 0.1, tolerance=0.2, patience=20, decay=0.9)
+    (_, state), _ = trained(tx, gradients, jnp.zeros(1_000))
+    assert state.dropped_at > 60 + 30 + 20 or state.dropped_at == -1
+
+
+def chain(tx: Any) -> Any:
+    return optax.chain(optax.add_decayed_weights(1e-3), tx)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda eta: spa(*momentum_drop(eta, 0.1, 50)),
+        lambda eta: track_momentum(spa(*momentum_drop(eta, 0.1, 50))),
+        lambda eta: spa_until_noise(eta, 0.1, tolerance=9.0, patience=1, rate=1.2),
+    ],
+    ids=["spa", "track", "until noise"],
+)
+@pytest.mark.parametrize("eta", [0.5, COSINE], ids=["constant", "cosine"])
+def test_release(make: Any, eta: Any) -> None:
+    loss = logistic_regression(jnp.float32)
+
+    def train(tx: Any, params: Any, state: Any, steps: slice) -> Any:
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for batch in batches()[steps]:
+            params, state = step(params, state, jnp.asarray(batch))
+        return params, state
+
+    tx, params = chain(make(eta)), jnp.zeros((65, 10))
+    params, state = train(tx, params, tx.init(params), slice(0, 120))
+    kept, _ = train(tx, params, state, slice(120, 240))
+    sgd, released = release_momentum(state, params, eta)
+    free, after = train(chain(sgd), params, released, slice(120, 240))
+    assert relative_difference(free, kept) < 1e-6
+    if callable(eta):
+        assert optax.tree.get(after, "count") == 240
+    # The memory of z, as the arrays that are alive have it.
+    size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    assert size(state) >= params.nbytes
+    assert size(released) <= 8
+
+
+def test_release_frees_memory() -> None:
+    """Measured on arrays that are alive, not computed."""
+    alive = lambda: sum(array.nbytes for array in jax.live_arrays())
+    tx, params = spa(0.1, 1.0), jnp.ones(1_000_000)
+    before = alive()
+    _, state = tx.update(params, tx.init(params), params)
+    del _
+    held = alive() - before
+    _, state = release_momentum(state, params, 0.1)
+    freed = before + held - alive()
+    assert held >= 4_000_000
+    assert freed >= 4_000_000
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_input() -> None:
+    params = jnp.zeros(3)
+    state = spa(1.0).init(params)
+    tracked = track_momentum(spa(1.0))
+    narrow = params.astype(jnp.bfloat16)
+    one_step = lambda c, params: spa(1.0, c).update(params, spa(1.0, c).init(params), params)[1]
+    for call, message in [
+        (lambda: track_momentum(optax.sgd(0.1)), "`inner` must be what `spa` or `spa_from_sgdm`"),
+        (lambda: track_momentum(chain(spa(1.0))), "without a chain or a wrapper, got Grad"),
+        (lambda: track_momentum(tracked), "`inner` must be what"),
+        (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
+        (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),
+        (lambda: momentum_report(state), "`opt_state` must hold one `TrackMomentumState`, got 0"),
+        (lambda: momentum_report((tracked.init(params),) * 2), "`TrackMomentumState`, got 2"),
+        (lambda: tracked.update(params, state, params), "`state` must be a `TrackMomentumState`"),
+        (lambda: tracked.update(params, tracked.init(params)), "`params` must be passed"),
+        (lambda: spa_until_noise(-1.0), "`learning_rate` must be finite and >= 0, got -1.0"),
+        (lambda: spa_until_noise(1.0, 2.0), "`averaging` must be in [0, 1], got 2.0"),
+        (lambda: spa_until_noise(1.0, tolerance=-1), "`tolerance` must be finite and >= 0, got -1"),
+        (lambda: spa_until_noise(1.0, patience=0), "`patience` must be a concrete integer >= 1"),
+        (lambda: spa_until_noise(1.0, rate=1.0), "`rate` must be finite and > 1, got 1.0"),
+        (lambda: spa_until_noise(1.0, decay=-0.1), "`decay` must be in [0, 1), got -0.1"),
+        (lambda: release_momentum(optax.sgd(0.1).init(params), params, 0.1), "`SPAState`, got 0"),
+        (lambda: release_momentum(state, params, 0.1), "from a step with c = 1, got c = 0.0"),
+        (lambda: release_momentum(one_step(0.5, params), params, 0.1), "with c = 1, got c = 0.5"),
+        (lambda: release_momentum(one_step(1.0, narrow), narrow, 0.1), "more than 16 bits"),
+        (lambda: release_momentum(one_step(1.0, params), params, -0.1), "`learning_rate` must be"),
+        (
+            lambda: jax.jit(lambda s: release_momentum(s, params, 0.1)[1])(state),
+            "`opt_state` must be concrete",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    assert isinstance(tracked.init(params), TrackMomentumState)
+    assert isinstance(spa_until_noise(1.0).init(params), UntilNoiseState)
