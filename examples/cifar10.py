@@ -430,6 +430,7 @@ def make_program(
         metrics = {"loss": loss}
         if config.track or config.optimizer == "until-noise":
             metrics |= diagnostics.momentum_report(opt_state)._asdict()
+            metrics["c"] = optax.tree.get(opt_state, "c")
         return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
 
     def shuffle(state: State) -> jax.Array:

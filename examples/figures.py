@@ -5,23 +5,27 @@
 writes figure1.png and figure1.csv, and for the recipe that most people have audit.png. With
 
     python examples/cifar10.py --optimizer all --seeds 5 --out runs
-    python examples/figures.py --runs runs
+    python examples/cifar10.py --optimizer spa-eta --track --seeds 5 --out tracked
+    python examples/figures.py --runs runs --tracked tracked
 
-figure4.png, figure4_loss.csv and figure4_accuracy.csv as well.
+figures 2, 3 and 4 as well, each as a PNG and a table of its numbers.
 
 Figure 1 maps hyper-parameters from one form of momentum to the other, over 100 steps with a change
 at step 20, α = 1 and β = 0.9. (a) and (b) have beside the paper's recursion the solution that looks
 ahead: the growth comes from the choice of η_0, not from the schedule.
 
-Figure 4 is the training loss around the first drop of the learning rate, abrupt or gradual, and the
-test accuracy of all the optimizers of cifar10.py. Beside the paper's curves is SGD+M in PyTorch's
-form, as sgdm.
+Figure 2 is the gauge of momentum over a run, and Figure 3 training with momentum, and with momentum
+dropped: with η held or α held, and by the gauge. What α held does to the effective step, kept
+momentum with η ÷ 10 shows. Figure 4 is the training loss around the first drop of the learning
+rate, abrupt or gradual, and the test accuracy of all the optimizers of cifar10.py. Beside the
+paper's curves is SGD+M in PyTorch's form, as sgdm.
 """
 
 import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cifar10
 import jax.numpy as jnp
@@ -110,8 +114,127 @@ def write_csv(path: Path, index: str, counts: Sequence[int] | np.ndarray, column
             writer.writerow([count, *(f"{values[i]:.7g}" for values in columns.values())])
 
 
-# ---------------------------------------------------------------------------------------- figure 4
+# ----------------------------------------------------------------------------- figures 2, 3 and 4
 
+
+def last(
+    runs: cifar10.Runs, name: str, factor: float = 1, key: str = "test_accuracy"
+) -> np.ndarray:
+    """A metric of the last epoch, of each seed."""
+    return factor * np.array([run[-1][key] for run in runs[name]])
+
+
+def of_steps(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
+    """What was written at every step, (seeds, steps): the loss, or what `momentum_report` said."""
+    values = lambda line: line["losses"] if key == "loss" else line["momentum"][key]
+    return np.array([[v for line in run for v in values(line)] for run in runs], float)
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Over seeds, with the standard error."""
+    return values.mean(), values.std(ddof=1) / np.sqrt(len(values))
+
+
+def with_error(values: np.ndarray) -> str:
+    mean, error = mean_and_error(values)
+    return f"{mean:7.4f} ± {error:.4f}"
+
+
+def first_drop(num_steps: int) -> int:
+    """The first step with the lower rate."""
+    return round(cifar10.DROPS[0] / cifar10.EPOCHS * num_steps)
+
+
+def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
+    """Both terms, their ratio beside the noise level, and the alignment, at every step."""
+    keys = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
+    found = {key: of_steps(runs, key) for key in keys}
+    found["gain / noise_level"] = found["gain"] / found["noise_level"]
+    means = {key: values.mean(0) for key, values in found.items()}
+    errors = {key: v.std(0, ddof=1) / np.sqrt(len(v)) for key, v in found.items()}
+    steps = np.arange(len(means["gain"]))
+    panels = (keys[:2], keys[2:4], ("gain / noise_level",), keys[4:])
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
+    for axis, names in zip(axes, panels, strict=True):
+        for name in names:
+            axis.plot(steps, means[name], label=name.replace("_", " "))
+            low, high = means[name] - errors[name], means[name] + errors[name]
+            axis.fill_between(steps, low, high, alpha=0.2)
+        axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
+        axis.axvline(first_drop(len(steps)), color="0.8", linewidth=0.8, zorder=0)
+        axis.legend(frameon=False)
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("log")
+    axes[2].axhline(1, color="0.8", linewidth=0.8, zorder=0)
+    axes[3].axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    figure.savefig(out / "figure2.png", dpi=150)
+    plt.close(figure)
+    columns = {}
+    some = np.unique(np.geomspace(1, len(steps) - 1, 200).astype(int))
+    for key in found:
+        columns |= {key: means[key][some], f"{key} error": errors[key][some]}
+    write_csv(out / "figure2.csv", "step", steps[some], columns)
+
+
+def table_of_figure_2(runs: list[list[dict[str, Any]]]) -> str:
+    """Means ± standard errors over seeds."""
+    gain, level = of_steps(runs, "gain"), of_steps(runs, "noise_level")
+    alignment = of_steps(runs, "alignment")
+    drop = first_drop(gain.shape[1])
+    titles = ("gain", "noise level", "gain/noise level", "alignment")
+    rows = [f"{'step':>6}" + "".join(f"{title:>19}" for title in titles)]
+    for step in (1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, gain.shape[1] - 1):
+        columns = (gain, level, gain / level, alignment)
+        row = "  ".join(with_error(column[:, step]) for column in columns)
+        rows.append(f"{step:6} {row}")
+    return "\n".join(rows)
+
+
+DROPPED = {
+    "spa-eta": "momentum kept",
+    "drop-eta": "dropped after epoch 1, η held",
+    "until-noise": "dropped by the gauge, η held",
+    "drop-alpha": "dropped after epoch 1, α held",
+    "tenth": "kept, η ÷ 10 after epoch 1",
+}
+
+
+def figure_3(runs: cifar10.Runs, out: Path) -> None:
+    """Training loss and test error, with momentum and without."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    columns, epochs = {}, np.arange(1, len(runs["spa-eta"][0]) + 1)
+    for name, label in DROPPED.items():
+        loss, loss_error = cifar10.over_seeds(runs[name], "train_loss")
+        accuracy, error = cifar10.over_seeds(runs[name], "test_accuracy")
+        curves = ((loss, loss_error), (100 - 100 * accuracy, 100 * error))
+        for axis, (mean, spread) in zip(axes, curves, strict=True):
+            axis.plot(epochs, mean, marker="." if len(epochs) < 20 else "", label=label)
+            axis.fill_between(epochs, mean - spread, mean + spread, alpha=0.2)
+        columns |= {f"{name} loss": loss, f"{name} loss error": loss_error}
+        columns |= {f"{name} test error": curves[1][0], f"{name} test error error": curves[1][1]}
+    axes[0].set(xlabel="epoch", ylabel="training loss", title="mean over seeds ± standard error")
+    axes[1].set(xlabel="epoch", ylabel="test error, %")
+    axes[1].legend(frameon=False)
+    figure.savefig(out / "figure3.png", dpi=150)
+    plt.close(figure)
+    write_csv(out / "figure3.csv", "epoch", epochs, columns)
+
+
+def table_of_figure_3(runs: cifar10.Runs) -> str:
+    """Means ± standard errors over seeds; differences are taken seed by seed."""
+    rows = [f"{'last epoch':30} {'training loss':>17} {'test error, %':>18} {'− kept':>18}"]
+    for name, label in DROPPED.items():
+        error = 100 - last(runs, name, 100)
+        kept = 100 - last(runs, "spa-eta", 100)
+        columns = (last(runs, name, key="train_loss"), error, error - kept)
+        rows.append(f"{label:30} " + "  ".join(with_error(column) for column in columns))
+    c = of_steps(runs["until-noise"], "c")
+    began = [int(np.argmax(row > row[0] * 1.0001)) for row in c]
+    rows.append(f"dropped by the gauge from steps {began} on")
+    return "\n".join(rows)
+
+
+LIMIT = 2.0  # points of accuracy, of the third panel
 AT_THE_DROP = ("sgdm", "spa-eta", "spa-abrupt", "spa-gradual")
 BEFORE, AFTER, SMOOTHED = 100, 400, 10  # steps
 WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
@@ -119,17 +242,9 @@ WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
 
 def losses_around_the_drop(runs: cifar10.Runs, before: int, after: int) -> dict[str, np.ndarray]:
     """The training loss of every step around the first drop, (seeds, before + after)."""
-    found = {}
-    for name in AT_THE_DROP:
-        losses = np.array([np.concatenate([line["losses"] for line in run]) for run in runs[name]])
-        drop = round(cifar10.DROPS[0] / cifar10.EPOCHS * losses.shape[1])
-        found[name] = losses[:, drop - before : drop + after]
-    return found
-
-
-def mean_and_error(values: np.ndarray) -> str:
-    """Over seeds, with the standard error."""
-    return f"{values.mean():7.4f} ± {values.std(ddof=1) / np.sqrt(len(values)):.4f}"
+    found = {name: of_steps(runs[name], "loss") for name in AT_THE_DROP}
+    drop = first_drop(found["sgdm"].shape[1])
+    return {name: losses[:, drop - before : drop + after] for name, losses in found.items()}
 
 
 def table_of_figure_4(runs: cifar10.Runs) -> str:
@@ -140,15 +255,13 @@ def table_of_figure_4(runs: cifar10.Runs) -> str:
     for name, losses in losses_around_the_drop(runs, BEFORE, AFTER).items():
         means = [losses[:, BEFORE + a : BEFORE + b].mean(1) for a, b in WINDOWS]
         peak = losses[:, BEFORE : BEFORE + 20].max(1)
-        rows.append(f"{name:12}" + "".join(f"  {mean_and_error(m)}" for m in [*means, peak]))
+        rows.append(f"{name:12}" + "".join(f"  {with_error(m)}" for m in [*means, peak]))
     rows.append("")
     rows.append(f"{'last epoch':13} {'training loss':>17} {'test accuracy, %':>18} {'− sgdm':>18}")
-    last = lambda name, key: np.array([run[-1][key] for run in runs[name]])
     for name in runs:
-        accuracy = 100 * last(name, "test_accuracy")
-        difference = accuracy - 100 * last("sgdm", "test_accuracy")
-        columns = (last(name, "train_loss"), accuracy, difference)
-        rows.append(f"{name:13}" + "  ".join(mean_and_error(column) for column in columns))
+        accuracy = last(runs, name, 100)
+        columns = (last(runs, name, key="train_loss"), accuracy, accuracy - last(runs, "sgdm", 100))
+        rows.append(f"{name:13}" + "  ".join(with_error(column) for column in columns))
     return "\n".join(rows)
 
 
@@ -172,15 +285,24 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
     )
     axes[0].legend(frameon=False)
     columns, epochs = {}, np.arange(1, len(runs["sgdm"][0]) + 1)
-    for i, (name, of_seeds) in enumerate(runs.items()):
-        mean, error = (100 * values for values in cifar10.over_seeds(of_seeds, "test_accuracy"))
+    for i, name in enumerate(runs):
+        mean, error = (100 * v for v in cifar10.over_seeds(runs[name], "test_accuracy"))
         columns |= {name: mean, f"{name} error": error}
         axes[1].plot(epochs, mean, color=color[name], marker="." if len(epochs) < 20 else "")
-        axes[2].errorbar(mean[-1], i, xerr=error[-1], color=color[name], marker="o", capsize=3)
+        difference, error = mean_and_error(last(runs, name, 100) - last(runs, "sgdm", 100))
+        if abs(difference) < LIMIT:
+            axes[2].errorbar(difference, i, xerr=error, color=color[name], marker="o", capsize=3)
+        else:
+            place = np.clip(difference, -0.9 * LIMIT, 0.9 * LIMIT)
+            text = f"{difference:+.1f} ± {error:.1f}"
+            axes[2].text(place, i, text, color=color[name], va="center", ha="left")
     write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)
     axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title="mean over seeds")
-    axes[2].set(xlabel="test accuracy, %", title="last epoch, ± standard error")
+    axes[2].set(xlabel="points", xlim=(-LIMIT, LIMIT), title="test accuracy, last epoch, − sgdm")
     axes[2].set_yticks(range(len(runs)), runs)
+    for label, name in zip(axes[2].get_yticklabels(), runs, strict=True):
+        label.set_color(color[name])
+    axes[2].axvline(0, color="0.8", linewidth=0.8, zorder=0)
     axes[2].invert_yaxis()
     figure.savefig(out / "figure4.png", dpi=150)
     plt.close(figure)
@@ -202,6 +324,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
     parser.add_argument("--runs", type=Path, help="the folder that cifar10.py wrote all of")
+    parser.add_argument("--tracked", type=Path, help="the folder that it wrote spa-eta --track of")
     parser.add_argument("--seeds", type=int, default=5, help="how many it has of each")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -220,8 +343,13 @@ def main(argv: list[str] | None = None) -> None:
     print(audit.report())
     if arguments.runs:
         runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
+        figure_3(runs, arguments.out)
         figure_4(runs, arguments.out)
-        print(f"\n{table_of_figure_4(runs)}")
+        print(f"\n{table_of_figure_3(runs)}\n\n{table_of_figure_4(runs)}")
+    if arguments.tracked:
+        tracked = cifar10.read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)["spa-eta"]
+        figure_2(tracked, arguments.out)
+        print(f"\n{table_of_figure_2(tracked)}")
     print(f"\nThe figures are in {arguments.out}")
 
 

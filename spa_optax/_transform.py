@@ -237,9 +237,9 @@ def _transformation(
     step: Callable[[SPAState, bool], Step], state_dtype: DTypeLike | None
 ) -> SPATransformation:
     def init_fn(params: PyTree) -> SPAState:
-        zero = jnp.zeros([], jnp.float32)
         z = jax.tree.map(lambda x: _z_0(x, state_dtype), params)
-        return SPAState(count=jnp.zeros([], jnp.int32), z=z, eta=zero, c=zero, coast=zero)
+        scalars = (jnp.zeros([], jnp.float32) for _ in range(3))  # one each: all can be donated
+        return SPAState(jnp.zeros([], jnp.int32), z, *scalars)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

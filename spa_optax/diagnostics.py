@@ -145,14 +145,14 @@ def track_momentum(
         raise ValueError(f"`decay` must be in [0, 1), got {decay!r}")
 
     def init_fn(params: PyTree) -> TrackMomentumState:
-        zero = jnp.zeros([], jnp.float32)
+        zero = lambda: jnp.zeros([], jnp.float32)  # one each, so that all can be donated
         return TrackMomentumState(
             inner=inner.init(params),  # pyright: ignore[reportArgumentType]
             step=jnp.full([], jnp.nan, jnp.float32),
-            noise=zero,
-            spread=zero,
-            means=Means(zero, zero, zero, zero),
-            alignment=AlignmentMeans(zero, zero, zero, zero),
+            noise=zero(),
+            spread=zero(),
+            means=Means(zero(), zero(), zero(), zero()),
+            alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
             num_skipped=jnp.zeros([], jnp.int32),
         )
 
@@ -279,7 +279,9 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Figure 2.
     """
     state = only(opt_state, TrackMomentumState, "opt_state")
-    means, alignment = state.means, state.alignment
+    # Under Flax nnx the leaves are variables.
+    scalars = (state.means, state.alignment, state.num_skipped)
+    means, alignment, num_skipped = jax.tree.map(jnp.asarray, scalars)
     cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
     return MomentumReport(
         gain=means.iterate / means.gradient,
@@ -288,7 +290,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
         inner_product=alignment.inner_product / alignment.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        num_skipped=state.num_skipped,
+        num_skipped=num_skipped,
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import batches, lenient, logistic_regression, relative_difference
 
 from spa_optax import momentum_drop, spa, spa_from_sgdm, stagewise, state_from_sgdm
@@ -340,6 +341,55 @@ def test_release_frees_memory() -> None:
     freed = before + held - alive()
     assert held >= 4_000_000
     assert freed >= 4_000_000
+
+
+WRAPPERS: dict[str, Any] = {
+    "chain": chain,
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda learning_rate: track_momentum(spa(learning_rate, 0.1))
+    )(learning_rate=1.0),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_report_from_inside_a_wrapper(name: str) -> None:
+    """In a jitted step, as a metric."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros(500), "b": jnp.zeros(3)}
+    tx = WRAPPERS[name](track_momentum(spa(1.0, 0.1)))
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):  # which `MultiSteps` needs
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, momentum_report(state)
+
+    state = tx.init(params)
+    for _ in range(60):
+        grads = {k: jnp.asarray(rng.normal(size=p.shape), jnp.float32) for k, p in params.items()}
+        params, state, report = step(params, state, grads)
+    assert all(np.isfinite(value) for value in report)
+    assert 0.8 < report.gain / report.noise_level < 1.2
+
+
+def test_report_of_an_nnx_optimizer() -> None:
+    model = nnx.Linear(30, 20, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, chain(track_momentum(spa(0.1))), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(0), (8, 30))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+        return momentum_report(optimizer.opt_state)
+
+    for _ in range(5):
+        report = step(model, optimizer)
+    assert all(np.isfinite(value) for value in report)
+    chex.assert_trees_all_close(momentum_report(optimizer.opt_state), report, rtol=1e-6)
 
 
 # --------------------------------------------------------------------------------------- bad input

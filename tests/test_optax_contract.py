@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from spa_optax import SPAState, spa, spa_from_sgdm
+from spa_optax.diagnostics import spa_until_noise, track_momentum
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 1_000))
 FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
@@ -30,6 +31,8 @@ FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "sgdm": functools.partial(spa_from_sgdm, 0.01, 0.9),
     "sgdm, schedule": functools.partial(spa_from_sgdm, COSINE, 0.9),
     "sgdm, nesterov": functools.partial(spa_from_sgdm, COSINE, 0.9, True),
+    "tracked": lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)),
+    "until noise": functools.partial(spa_until_noise, 0.1, 0.1, patience=1),
 }
 every_transform = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 both_transforms = pytest.mark.parametrize(
@@ -42,6 +45,13 @@ PARAMS = {
     "s": jnp.array(2.0, float),
 }
 GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
+
+
+def spa_state(state: Any) -> SPAState:
+    """The one that a state is, or holds."""
+    is_spa = lambda node: isinstance(node, SPAState)
+    (found,) = filter(is_spa, jax.tree.leaves(state, is_leaf=is_spa))
+    return found
 
 
 def step_of(tx: optax.GradientTransformation, loss: Any) -> Callable[[Any, Any], Any]:
@@ -89,7 +99,9 @@ def test_map_params_reaches_z_alone(make: Any) -> None:
     marked = optax.tree.map_params(
         tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other"
     )
-    assert marked == SPAState("other", jax.tree.map(lambda _: "param", PARAMS), *["other"] * 3)
+    z = jax.tree.map(lambda _: "param", PARAMS)
+    assert spa_state(marked) == SPAState("other", z, *["other"] * 3)
+    assert jax.tree.leaves(marked).count("param") == len(jax.tree.leaves(PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +152,13 @@ def test_pitfall_4_dtypes_are_preserved(make: Any, dtype: Any) -> None:
             updates, state = jax.jit(tx.update)(grads, state, params)
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
         z_dtype = dtype if dtype in (jnp.float32, jnp.float64) else jnp.float32
-        chex.assert_type(jax.tree.leaves(state.z), z_dtype)
-        chex.assert_type([state.count, state.eta, state.c, state.coast], [int] + [jnp.float32] * 3)
-        assert state.count.dtype == jnp.int32
+        chex.assert_type(jax.tree.leaves(optax.tree.get(state, "z")), z_dtype)
+        count, _, *scalars = spa_state(state)
+        chex.assert_type(scalars, jnp.float32)
+        assert count.dtype == jnp.int32
+        # Whatever there is beside z is a float32 or an int32.
+        others = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.dtype != z_dtype}
+        assert others <= {"float32", "int32"}
 
 
 @every_transform
@@ -151,7 +167,7 @@ def test_state_dtype(make: Any, state_dtype: Any) -> None:
     tx = make(state_dtype=state_dtype)
     state = tx.init(PARAMS)
     updates, state = jax.jit(tx.update)(GRADS, state, PARAMS)
-    chex.assert_type(jax.tree.leaves(state.z), jnp.dtype(state_dtype))
+    chex.assert_type(jax.tree.leaves(optax.tree.get(state, "z")), jnp.dtype(state_dtype))
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, PARAMS)
     # In bfloat16 each of 10 steps rounds z, of up to 2, by half an ulp at most: 2^-8 (or 2^-11).
     x, _ = apply(tx, PARAMS, [GRADS] * 10)
@@ -202,10 +218,11 @@ def test_inside_cond_and_while(make: Any) -> None:
     updates, state = maybe(jnp.array(False), PARAMS, state)
     chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
     updates, state = maybe(jnp.array(True), PARAMS, state)
-    assert state.count == 1
+    assert spa_state(state).count == 1
     step = step_of(tx, lambda p: optax.tree.norm(p, squared=True) / 2)
-    _, state = jax.lax.while_loop(lambda c: c[1].count < 5, lambda c: step(*c), (PARAMS, state))
-    assert state.count == 5
+    unfinished = lambda carry: spa_state(carry[1]).count < 5
+    _, state = jax.lax.while_loop(unfinished, lambda carry: step(*carry), (PARAMS, state))
+    assert spa_state(state).count == 5
 
 
 def test_a_schedule_is_its_scalar() -> None:
@@ -277,7 +294,7 @@ def test_pitfall_6_complex_params(make: Any) -> None:
     parts = lambda tree: {"re": tree["a"].real, "im": tree["a"].imag}
     split, _ = apply(tx, parts(params), [parts(grads)] * 3)
     chex.assert_trees_all_close(parts(updates), split, rtol=1e-6)
-    chex.assert_type(state.z["a"], jnp.complex64)
+    chex.assert_type(optax.tree.get(state, "z")["a"], jnp.complex64)
 
 
 @every_transform
@@ -286,13 +303,13 @@ def test_pitfall_6_empty_trees_and_none(make: Any) -> None:
     for empty in ({}, (), {"a": None}):
         updates, state = tx.update(empty, tx.init(empty), empty)
         assert updates == empty
-        assert state.count == 1
+        assert spa_state(state).count == 1
     # A parameter without a gradient stays, and so does its z; the others are not affected.
     grads = {**GRADS, "b": {"c": None}}
     params, state = apply(tx, PARAMS, [grads] * 2)
     expected, _ = apply(tx, PARAMS, [GRADS] * 2)
     np.testing.assert_array_equal(params["b"]["c"], PARAMS["b"]["c"])
-    np.testing.assert_array_equal(state.z["b"]["c"], PARAMS["b"]["c"])
+    np.testing.assert_array_equal(optax.tree.get(state, "z")["b"]["c"], PARAMS["b"]["c"])
     np.testing.assert_array_equal(params["w"], expected["w"])
 
 
@@ -366,7 +383,7 @@ def test_flatten_and_chain(make: Any) -> None:
     chex.assert_trees_all_close(flat, params, rtol=1e-6)
     before = [optax.clip_by_global_norm(0.1), optax.add_decayed_weights(1e-2)]
     chained, _ = apply(optax.chain(*before, make()), PARAMS, [GRADS] * 3)
-    if make.func is spa_from_sgdm:
+    if getattr(make, "func", None) is spa_from_sgdm:
         reference, _ = apply(optax.chain(*before, optax.sgd(*make.args)), PARAMS, [GRADS] * 3)
         chex.assert_trees_all_close(chained, reference, rtol=1e-6)
     assert not np.allclose(chained["w"], params["w"])
@@ -423,7 +440,8 @@ def test_pickle_and_orbax(make: Any, tmp_path: Path) -> None:
     expected, _ = tx.update(GRADS, state, params)
     for again in (restored, pickle.loads(pickle.dumps(state)), jax.device_get(state)):
         chex.assert_trees_all_equal(again, state)
-        assert type(again) is SPAState
+        assert type(spa_state(again)) is SPAState
+        assert type(again) is type(state)
         updates, _ = tx.update(GRADS, again, params)
         chex.assert_trees_all_equal(updates, expected)
 
@@ -441,12 +459,16 @@ def test_pitfall_2_sharded_params(make: Any) -> None:
     tx = make()
     for init in (tx.init, jax.jit(tx.init)):
         state = init(params)
-        assert state.z["w"].sharding.is_equivalent_to(sharding, 2)
+        assert optax.tree.get(state, "z")["w"].sharding.is_equivalent_to(sharding, 2)
     update = jax.jit(tx.update).lower(grads, state, params).compile()
-    assert not COLLECTIVE.search(update.as_text())
+    # What tracks adds its own sums, ‖g‖² and ‖u‖², and no other collective.
+    num_sums = 0 if isinstance(state, SPAState) else 2
+    found = COLLECTIVE.findall(update.as_text())
+    assert set(found) <= ({"all-reduce"} if num_sums else set())
+    assert len(re.findall(r"= .* all-reduce(-start)?\(", update.as_text())) <= num_sums
     updates, state = update(grads, state, params)
     assert updates["w"].sharding.is_equivalent_to(sharding, 2)
-    assert state.z["w"].sharding.is_equivalent_to(sharding, 2)
+    assert optax.tree.get(state, "z")["w"].sharding.is_equivalent_to(sharding, 2)
     one_device = jax.device_get((grads, params))
     expected, _ = tx.update(one_device[0], tx.init(one_device[1]), one_device[1])
     chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(expected), atol=1e-6)
