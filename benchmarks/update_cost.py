@@ -19,12 +19,14 @@ import numpy as np
 import optax
 
 from spa_optax import spa, spa_from_sgdm
+from spa_optax.diagnostics import track_momentum
 
 NUM_LEAVES, SHAPE = 300, (64, 64, 3, 3)
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
 PEERS: dict[str, optax.GradientTransformation] = {
     "optax.sgd(0.1, 0.9)": optax.sgd(0.1, 0.9),
     "spa(1.0, 0.1)": spa(1.0, 0.1),
+    "track_momentum(spa(1.0, 0.1))": track_momentum(spa(1.0, 0.1)),
     "spa_from_sgdm(0.1, 0.9)": spa_from_sgdm(0.1, 0.9),
     "spa_from_sgdm(schedule, 0.9)": spa_from_sgdm(SCHEDULE, 0.9),
     "spa_from_sgdm(schedule, 0.999)": spa_from_sgdm(SCHEDULE, 0.999),

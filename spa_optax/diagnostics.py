@@ -100,7 +100,7 @@ def track_momentum(
     The inner product is NaN, and its average begins anew, where it does not follow: after c_k = 1,
     where there is no momentum to align with, and where momentum was restarted. With Nesterov
     momentum, and for params of 16 bits or fewer, it never does. The latter also take steps that
-    are in part rounding, and their gain is that of these steps.
+    are in part rounding, which makes for more gain than float32 params would have.
 
     Args:
       inner: what `spa` or `spa_from_sgdm` returns.

@@ -618,7 +618,10 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ figure
 
 
-def test_figure_4(tmp_path: Path) -> None:
+GAUGE = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
+
+
+def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
     runs, out = tmp_path / "runs", tmp_path / "out"
     for i, name in enumerate(cifar10.OPTIMIZERS):
@@ -627,26 +630,33 @@ def test_figure_4(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             losses = np.where(np.arange(1200) < 600, 2.0, 1.0) + seed
             losses[600:605] += i  # the spike
+            c = np.where(np.arange(1200) < 300 + seed, 0.1, 1.0)
             with (folder / "metrics.jsonl").open("w") as file:
-                for epoch, of_epoch in enumerate(losses.reshape(6, 200), 1):
+                for epoch in range(1, 7):
+                    steps = slice(200 * (epoch - 1), 200 * epoch)
+                    gauge = {key: [1.0 + j + seed] * 200 for j, key in enumerate(GAUGE)}
+                    gauge["gain"][0] = None  # type: ignore[call-overload]
                     line = {
                         "epoch": epoch,
-                        "losses": of_epoch.tolist(),
-                        "train_loss": of_epoch.mean(),
+                        "losses": losses[steps].tolist(),
+                        "train_loss": losses[steps].mean(),
                         "test_accuracy": 0.5 + 0.01 * i + 0.02 * seed,
+                        "momentum": {**gauge, "c": c[steps].tolist()},
                     }
                     file.write(json.dumps(line) + "\n")
-    figures.main(["--runs", str(runs), "--seeds", "2", "--out", str(out)])
-    assert (out / "figure4.png").read_bytes().startswith(b"\x89PNG")
+    arguments = ["--runs", str(runs), "--tracked", str(runs), "--seeds", "2", "--out", str(out)]
+    figures.main(arguments)
+    for i in (2, 3, 4):
+        assert (out / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
     loss = np.genfromtxt(out / "figure4_loss.csv", delimiter=",", names=True, deletechars="")
     assert list(loss["step"]) == list(range(-100, 400))
     np.testing.assert_allclose(loss["spa-eta"][[0, 99, 100, 104, 105]], [2.5, 2.5, 3.5, 3.5, 1.5])
-    text = figures.table_of_figure_4(cifar10.read_runs(runs, list(cifar10.OPTIMIZERS), 2))
+    text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
     # spa-eta, i = 2, over 2 seeds 1 apart: ± 0.5. Its spike is 2 over 5 of the first 20 steps.
-    expected = " 2.5000 ± 0.5000 2.0000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000"
-    assert rows[3] == f"spa-eta {expected} 3.5000 ± 0.5000".split()
-    assert rows[-6] == [
+    expected = "2.5000 ± 0.5000 2.0000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000 1.5000 ± 0.5000"
+    assert f"spa-eta {expected} 3.5000 ± 0.5000".split() in rows
+    assert [
         "spa-eta",
         "1.5000",
         "±",
@@ -657,4 +667,11 @@ def test_figure_4(tmp_path: Path) -> None:
         "2.0000",
         "±",
         "0.0000",
-    ]
+    ] in rows
+    # Figure 3: the error of tenth, i = 7, is 5 points below that of spa-eta.
+    expected = "1.5000 ± 0.5000 42.0000 ± 1.0000 -5.0000 ± 0.0000"
+    assert f"kept, η ÷ 10 after epoch 1 {expected}".split() in rows
+    assert "dropped by the gauge from steps [300, 301] on" in text
+    # Figure 2: the gain is 3 or 4, the noise level 4 or 5.
+    expected = "3.5000 ± 0.5000 4.5000 ± 0.5000 0.7750 ± 0.0250 5.5000 ± 0.5000"
+    assert f"100 {expected}".split() in rows
