@@ -342,6 +342,10 @@ def make_optimizer(config: Config, steps_per_epoch: int) -> optax.GradientTransf
         ),
         "until-noise": lambda: diagnostics.spa_until_noise(*eta_only),
     }
+    if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
+        raise ValueError(
+            f"tenth needs a first drop after epoch 1, got {config.epochs} epochs in all"
+        )
     tx = make[config.optimizer]()
     if config.track:
         tx = diagnostics.track_momentum(tx)
@@ -555,14 +559,23 @@ def check_config(config: Config, data: tuple[Images, Images], folder: Path) -> N
     found = {**dataclasses.asdict(config), "data": digest.hexdigest()}
     path = folder / "config.json"
     if path.exists():
-        there = json.loads(path.read_text())
+        (there,) = read_json(path, path.read_text())
         if there != found:
-            keys = [key for key in found if there.get(key) != found[key]]
-            differences = ", ".join(f"{k} {there.get(k)!r} and not {found[k]!r}" for k in keys)
+            keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
+            differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
             raise ValueError(f"--out has another run in {folder}, with {differences}")
     elif jax.process_index() == 0:
+        if (folder / "metrics.jsonl").exists():
+            raise ValueError(f"--out has a run without its config.json in {folder}")
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(found, indent=2) + "\n")
+
+
+def read_json(path: Path, *texts: str) -> list[Any]:
+    try:
+        return [json.loads(text) for text in texts]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
 
 
 def write(path: Path, text: str) -> None:
@@ -582,12 +595,14 @@ class Lines:
         """Keeps the lines of the first `num_epochs`: what came later will come again."""
         self.path = path
         if jax.process_index() == 0:
-            lines = path.read_text().splitlines()[:num_epochs] if path.exists() else []
-            if len(lines) < num_epochs:
+            lines = path.read_text().splitlines() if path.exists() else []
+            # A run is stopped with an epoch or two more than its last checkpoint has.
+            if not num_epochs <= len(lines) <= num_epochs + 2:
                 raise ValueError(
-                    f"{path} must have the {num_epochs} epochs of the checkpoint, got {len(lines)}"
+                    f"{path} must have the {num_epochs} epochs of the last checkpoint beside it, or"
+                    f" up to 2 more, got {len(lines)}"
                 )
-            write(path, "".join(f"{line}\n" for line in lines))
+            write(path, "".join(f"{line}\n" for line in lines[:num_epochs]))
 
     def append(self, line: dict[str, Any]) -> None:
         """Before the checkpoint of the same epoch."""
@@ -605,7 +620,7 @@ Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of a
 
 def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
     """The metrics that runs left in their folders."""
-    read = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
+    read = lambda path: read_json(path, *path.read_text().splitlines())
     return {
         name: [read(out / name / f"seed{seed}" / "metrics.jsonl") for seed in range(num_seeds)]
         for name in names
@@ -661,7 +676,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--optimizer", nargs="+", choices=[*OPTIMIZERS, "all"], default=["spa-gradual"])
+    add("--optimizer", nargs="+", action="extend", choices=[*OPTIMIZERS, "all"])
     add("--model", choices=MODELS, default="resnet18", help="the paper's is resnet152")
     add("--bfloat16", action="store_true", help="compute convolutions in bfloat16")
     add(
@@ -690,14 +705,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-processes", type=int)
     add("--process-id", type=int)
     arguments = parser.parse_args(argv)
-    if "all" in arguments.optimizer:
-        arguments.optimizer = list(OPTIMIZERS)
+    names = arguments.optimizer or ["spa-gradual"]
+    arguments.optimizer = list(OPTIMIZERS if "all" in names else dict.fromkeys(names))
+    cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if None in cluster and cluster != (None, None, None):
+        parser.error("--coordinator, --num-processes and --process-id go together")
     if arguments.track and not {"sgdm", "until-noise"}.isdisjoint(arguments.optimizer):
         parser.error("--track is for primal averaging, not for sgdm, and until-noise has it anyway")
     for name in ("scale_epochs", "seeds", "batch", "subset"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name.replace('_', '-')} must be > 0, got {value}")
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be finite and > 0, got {value}")
     return arguments
 
 
@@ -733,11 +751,11 @@ def main(argv: Sequence[str] | None = None) -> str:
     fields = {field.name for field in dataclasses.fields(Config)}
     shared = {key: value for key, value in vars(arguments).items() if key in fields}
     shared["epochs"] = max(1, round(EPOCHS * arguments.scale_epochs))
-    for name in arguments.optimizer:
-        config = Config(**{**shared, "optimizer": name, "seed": 0})
-        program = make_program(config, len(data[0].labels), mesh)
+    configs = [Config(**{**shared, "optimizer": name, "seed": 0}) for name in arguments.optimizer]
+    programs = [make_program(config, len(data[0].labels), mesh) for config in configs]
+    for config, program in zip(configs, programs, strict=True):
         for seed in range(arguments.seeds):
-            folder = arguments.out / name / f"seed{seed}"
+            folder = arguments.out / config.optimizer / f"seed{seed}"
             train(program, dataclasses.replace(config, seed=seed), data, folder)
     if jax.process_index() > 0:
         return ""

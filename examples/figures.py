@@ -298,12 +298,16 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
             axes[2].text(place, i, text, color=color[name], va="center", ha="left")
     write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)
     axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title="mean over seeds")
-    axes[2].set(xlabel="points", xlim=(-LIMIT, LIMIT), title="test accuracy, last epoch, − sgdm")
+    axes[2].set(
+        xlabel="percentage points",
+        xlim=(-LIMIT, LIMIT),
+        title="test accuracy, last epoch, − sgdm (± standard error)",
+    )
     axes[2].set_yticks(range(len(runs)), runs)
     for label, name in zip(axes[2].get_yticklabels(), runs, strict=True):
         label.set_color(color[name])
     axes[2].axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    axes[2].invert_yaxis()
+    axes[2].set_ylim(len(runs) - 0.5, -0.5)
     figure.savefig(out / "figure4.png", dpi=150)
     plt.close(figure)
 

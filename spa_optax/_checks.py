@@ -102,13 +102,22 @@ def check_steps(name: str, value: Any) -> int:
         steps = 0
     if steps < 1 or isinstance(value, bool):
         raise ValueError(f"`{name}` must be a concrete integer >= 1, got {value!r}")
+    if steps >= 2**31:
+        raise ValueError(f"`{name}` must be below 2^31, where counts end, got {value!r}")
     return steps
 
 
-def check_above_1(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is finite and > 1."""
-    if not 1 < value < float("inf"):
-        raise ValueError(f"`{name}` must be finite and > 1, got {value!r}")
+def check_concrete(name: str, value: Any, rule: str, holds: Callable[[float], bool]) -> float:
+    """Raises ValueError unless `value` is a concrete number for which `holds`; returns a float."""
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not number or np.iscomplexobj(value) or not holds(float(value)):
+        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+    return float(value)
+
+
+def check_above_1(name: str, value: Any) -> float:
+    """Raises ValueError unless `value` is a concrete number, finite and > 1."""
+    return check_concrete(name, value, "finite and > 1", lambda v: 1 < v < float("inf"))
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -21,12 +21,9 @@ from spa_optax._checks import (
 from spa_optax._coast import look_ahead, positive, value_at
 from spa_optax._transform import SPAState, spa_from_sgdm, wide_dtype
 
+INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # The states of optax that hold the count of their schedules.
-_COUNTED = (
-    optax.ScaleByScheduleState,
-    optax.InjectHyperparamsState,
-    optax.InjectStatefulHyperparamsState,
-)
+_COUNTED = (optax.ScaleByScheduleState, *INJECTED)
 
 
 class SPAHyperparams(NamedTuple):

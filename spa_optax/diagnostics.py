@@ -12,13 +12,14 @@ from spa_optax._checks import (
     check_above_1,
     check_averaging,
     check_choice,
+    check_concrete,
     check_dtype,
     check_rate,
     check_steps,
-    is_plain_number,
+    is_none,
 )
 from spa_optax._coast import value_at
-from spa_optax._convert import only
+from spa_optax._convert import INJECTED, find, only
 from spa_optax._schedules import Hold, holding_alpha, risen
 from spa_optax._transform import (
     SPAState,
@@ -54,12 +55,12 @@ class TrackMomentumState(NamedTuple):
     """State of `track_momentum`: that of SPA, and scalars."""
 
     inner: SPAState
-    step: Float[Array, ""]  # ‖x_k − x_{k−1}‖²; NaN where it is not known
+    step: Float[Array, ""]  # ‖x_k − x_{k−1}‖²; −1 where it is not known
     noise: Float[Array, ""]  # v_k, what it would be if every cross term vanished
     spread: Float[Array, ""]  # p_k, what ‖z_k − x_k‖² would be, likewise
     means: Means
     alignment: AlignmentMeans
-    num_skipped: Int[Array, ""]  # steps with gradients that were not finite
+    num_skipped: Int[Array, ""]  # steps with a ‖g_k‖² or ‖u_k‖² that was not finite
 
 
 class MomentumReport(NamedTuple):
@@ -71,7 +72,7 @@ class MomentumReport(NamedTuple):
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
     gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
-    num_skipped: Int[Array, ""]  # steps with gradients that were not finite
+    num_skipped: Int[Array, ""]  # steps with a ‖g_k‖² or ‖u_k‖² that was not finite
 
 
 def track_momentum(
@@ -99,15 +100,16 @@ def track_momentum(
 
     The inner product is NaN, and its average begins anew, where it does not follow: after c_k = 1,
     where there is no momentum to align with, and where momentum was restarted. With Nesterov
-    momentum, and for params of 16 bits or fewer, it never does. The latter also take steps that
-    are in part rounding, which makes for more gain than float32 params would have.
+    momentum, and where params or z have 16 bits or fewer, it never does. Steps have to be well
+    above the rounding of params: where they are not, as those of 16 bits often are, rounding is
+    part of the step, and adds to the gain.
 
     Args:
       inner: what `spa` or `spa_from_sgdm` returns.
       decay: of the averages, in [0, 1). At 0 they are the values of the last step.
 
     Returns:
-      A transformation whose state is a `TrackMomentumState`: that of `inner` and float32 scalars.
+      A transformation whose state is a `TrackMomentumState`: that of `inner`, and scalars.
 
     Raises:
       ValueError: if `inner` is something else, or `decay` is out of range.
@@ -141,14 +143,13 @@ def track_momentum(
             "`inner` must be what `spa` or `spa_from_sgdm` returns, without a chain or a wrapper,"
             f" got {inner!r}"
         )
-    if not (is_plain_number(decay) and 0 <= decay < 1):
-        raise ValueError(f"`decay` must be in [0, 1), got {decay!r}")
+    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         zero = lambda: jnp.zeros([], jnp.float32)  # one each, so that all can be donated
         return TrackMomentumState(
             inner=inner.init(params),  # pyright: ignore[reportArgumentType]
-            step=jnp.full([], jnp.nan, jnp.float32),
+            step=jnp.full([], -1, jnp.float32),
             noise=zero(),
             spread=zero(),
             means=Means(zero(), zero(), zero(), zero()),
@@ -163,22 +164,25 @@ def track_momentum(
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
         u, inner_state, now = inner.advance(updates, state.inner, params)
-        squares = _square(updates), _square(u)
+        squares = _square(updates, params), _square(u, params)
         return u, _track(state, inner_state, now, *squares, params, decay)
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _square(tree: PyTree) -> Float[Array, ""]:
-    """‖·‖² over all leaves that are floating-point, in float32 or wider, as float32."""
+def _square(tree: PyTree, params: PyTree) -> Float[Array, ""]:
+    """‖·‖² over all that is not None and belongs to floating-point params, as float32."""
 
-    def square(leaf: Array) -> Array:
+    def square(leaf: Array | None, x: Array | None) -> Array | None:
+        if leaf is None or x is None or not is_float(x):
+            return None
+        leaf = jnp.asarray(leaf)
         leaf = leaf.astype(wide_dtype(leaf))
         return jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32)
 
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))
-    return sum((square(leaf) for leaf in leaves if is_float(leaf)), jnp.zeros([], jnp.float32))
+    squares = jax.tree.map(square, tree, params, is_leaf=is_none)
+    return sum(jax.tree.leaves(squares), jnp.zeros([], jnp.float32))
 
 
 def _track(
@@ -205,20 +209,25 @@ def _track(
 
     # The terms of the step that led here, which has no scale where η or c was 0.
     scale = eta_before**2 * c_before
-    terms = Means(state.step / scale, state.noise / scale, gradient / 2, one)
-    counts = is_finite & jnp.isfinite(state.step) & (scale > 0)
+    counts = is_finite & (state.step >= 0) & (scale > 0)
+    safe = jnp.where(scale > 0, scale, 1)
+    terms = Means(state.step / safe, state.noise / safe, gradient / 2, one)
+    counts &= jnp.isfinite(terms.iterate) & jnp.isfinite(terms.noise)
     means = jax.tree.map(
         lambda mean, term: jnp.where(counts, average(mean, term), mean), state.means, terms
     )
 
     # ‖u_k‖² = ‖a u_{k−1} − b g_k‖², unless u_k depends on more than that.
-    a, b = r * c * (1 / c_before - 1), c * eta
-    squares = a**2 * state.step + b**2 * gradient
-    inner_product = (squares - step) / (2 * a * b)
-    # The squares are known to some eps. Beside the bound of Cauchy and Schwarz that must be little.
-    error = float(jnp.finfo(jnp.float32).eps) * squares / (2 * a * b)
-    follows = is_finite & (error < 1e-4 * jnp.sqrt(state.step) * jnp.sqrt(gradient))
-    if now.delta is not None or has_narrow(params):
+    a, b = r * c * (1 / jnp.where(c_before > 0, c_before, 1) - 1), c * eta
+    squares, safe = a**2 * state.step + b**2 * gradient, jnp.where(a * b > 0, 2 * a * b, 1)
+    inner_product = (squares - step) / safe
+    # The squares are known to some eps. Beside the bound of Cauchy and Schwarz that must be little,
+    # and the bound must hold.
+    error = float(jnp.finfo(jnp.float32).eps) * squares / safe
+    bound = jnp.sqrt(jnp.maximum(state.step, 0)) * jnp.sqrt(gradient)
+    follows = is_finite & (state.step >= 0) & (a * b > 0) & (error < 1e-4 * bound)
+    follows &= jnp.abs(inner_product) < 1.001 * bound
+    if now.delta is not None or has_narrow(params) or has_narrow(inner.z):
         follows = jnp.zeros([], bool)
     terms = AlignmentMeans(inner_product, state.step, gradient, one)
     alignment = jax.tree.map(
@@ -228,12 +237,11 @@ def _track(
     spread = r**2 * state.spread
     noise = c**2 * spread + (c * eta + delta) ** 2 * gradient
     spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * gradient
-    keep = lambda new, old: jnp.where(is_finite, new, old)
     return TrackMomentumState(
         inner=inner,
-        step=jnp.where(is_finite, step, jnp.nan),
-        noise=keep(noise, state.noise),
-        spread=keep(spread, state.spread),
+        step=jnp.where(is_finite, step, -1),
+        noise=jnp.where(is_finite, noise, state.noise),
+        spread=jnp.where(is_finite, spread, state.spread),
         means=means,
         alignment=alignment,
         num_skipped=state.num_skipped + jnp.where(is_finite, 0, 1),
@@ -261,18 +269,20 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       ValueError: if `opt_state` does not hold just one `TrackMomentumState`.
 
     Examples:
-      Under gradients that all point one way the gain grows, from noise level to (2/c) = 20.
+      Under gradients that all point one way every step comes to be ηg, and the gain to be 2/c:
 
       >>> import jax.numpy as jnp
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
-      >>> tx = track_momentum(spa(1.0, averaging=0.1))
+      >>> tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
       >>> params = jnp.zeros(1)
       >>> state = tx.init(params)
-      >>> for _ in range(500):
-      ...     _, state = tx.update(jnp.ones(1), state, params := params - 1)
-      >>> print(momentum_report(state).noise_level.round(2))
-      1.05
+      >>> for _ in range(300):
+      ...     updates, state = tx.update(jnp.ones(1), state, params)
+      ...     params = params + updates
+      >>> report = momentum_report(state)
+      >>> print(f"{report.gain:.2f} {report.noise_level:.2f} {report.alignment:.2f}")
+      20.00 1.05 1.00
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
@@ -333,6 +343,9 @@ def spa_until_noise(
       decay: of the moving averages, in [0, 1).
       state_dtype: of z, as for `spa`.
 
+    Under `optax.inject_hyperparams` name `tolerance`, `patience`, `rate` and `decay` in its
+    `static_args`.
+
     Returns:
       A transformation whose state is an `UntilNoiseState`. Once its `dropped_at` is not negative
       momentum is on its way out, and once c is 1 `release_momentum` frees its memory.
@@ -359,12 +372,12 @@ def spa_until_noise(
     """
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    if not (is_plain_number(tolerance) and 0 <= tolerance < float("inf")):
-        raise ValueError(f"`tolerance` must be finite and >= 0, got {tolerance!r}")
-    check_steps("patience", patience)
+    rule = "finite and >= 0"
+    tolerance = check_concrete("tolerance", tolerance, rule, lambda v: 0 <= v < float("inf"))
+    patience = check_steps("patience", patience)
     check_choice("hold", hold, Hold)
     if rate is not None:
-        check_above_1("rate", rate)
+        rate = check_above_1("rate", rate)
     check_dtype(state_dtype)
     tracked: Any = lambda eta, c: track_momentum(spa(eta, c, state_dtype=state_dtype), decay)
     init_tracked = tracked(0.0, 1.0).init
@@ -389,8 +402,8 @@ def spa_until_noise(
         if hold == "alpha":
             eta = holding_alpha(eta, before, c)
         updates, now = tracked(eta, c).update(updates, state.tracked, params)
-        report = momentum_report(now)
-        is_quiet = report.gain <= (1 + tolerance) * report.noise_level  # NaN is not
+        # The gain and the noise level share their denominator.
+        is_quiet = now.means.iterate <= (1 + tolerance) * now.means.noise
         is_quiet &= count.astype(before.dtype) * before >= 5
         num_quiet = jnp.where(is_quiet, state.num_quiet + 1, 0)
         drops = (state.dropped_at < 0) & (num_quiet >= patience)
@@ -408,8 +421,9 @@ def release_momentum(
         x_{k+1} = z_{k+1} = x_k − η_k g_k
 
     Args:
-      opt_state: a state that holds one `SPAState`, in any chain or wrapper.
-      params: x_k, of more than 16 bits. (Beside narrower ones z is the master copy.)
+      opt_state: a state that holds one `SPAState` with c = 1, in any chain or wrapper, but not in
+        `optax.inject_hyperparams`. (`spa_from_sgdm` keeps c below 1 at β = 0, too.)
+      params: x_k, of more than 16 bits, as z. (Beside narrower ones z is the master copy.)
       learning_rate: η_k, a scalar or a schedule of the count k, which goes on. With an η that the
         optimizer has changed (`hold="alpha"`), that η.
 
@@ -419,8 +433,8 @@ def release_momentum(
       of `optax.sgd` in the place of theirs.
 
     Raises:
-      ValueError: if `opt_state` does not hold just one `SPAState`, the last step had c < 1, there
-        are params of 16 bits or fewer, or `learning_rate` is out of range.
+      ValueError: if `opt_state` does not hold just one `SPAState`, or holds it where it must not;
+        the last step had c < 1; params or z have 16 bits or fewer; `learning_rate` is out of range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -441,14 +455,20 @@ def release_momentum(
     """
     check_rate("learning_rate", learning_rate)
     spa_state = only(opt_state, SPAState, "opt_state")
-    if has_narrow(params):
+    if any(find(node, SPAState) for node in find(opt_state, INJECTED)):
         raise ValueError(
-            "`params` must have more than 16 bits, got narrower ones, whose master copy is z"
+            "`opt_state` must not hold SPA inside of `optax.inject_hyperparams`, whose"
+            " hyper-parameters `optax.sgd` does not have"
+        )
+    if has_narrow(params) or has_narrow(spa_state.z):
+        raise ValueError(
+            "`params` and z must have more than 16 bits, got narrower ones: without z, or on from"
+            " its rounding, the iterates would not be the same"
         )
     c = spa_state.c
     if isinstance(c, Tracer):
         raise ValueError("`opt_state` must be concrete, not traced: what is returned depends on c")
-    if not c == 1:
+    if not jnp.all(jnp.asarray(c) == 1):
         raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
     tx: Any = optax.sgd(learning_rate)
     sgd_state = tx.init(params)

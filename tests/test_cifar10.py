@@ -540,14 +540,50 @@ def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
     # Another run in the same place would mix the two.
     with pytest.raises(ValueError, match=r"has another run in .*, with batch 32 and not 16"):
         cifar10.main([*arguments, "--batch", "16"])
+    # What is lost or broken is told of, and nothing else is touched.
+    run = tmp_path / "out" / "spa-gradual" / "seed0"
+    lines, config = ((run / name).read_text() for name in ("metrics.jsonl", "config.json"))
+    for name, content, message in [
+        ("config.json", None, "has a run without its config.json in"),
+        ("config.json", config[:-9], "config.json must be JSON"),
+        ("metrics.jsonl", None, "must have the 2 epochs of the last checkpoint beside it"),
+        ("metrics.jsonl", lines[: len(lines) // 2], "metrics.jsonl must have the 2 epochs"),
+        ("metrics.jsonl", 5 * lines, "or up to 2 more, got 10"),
+        ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl must be JSON"),
+    ]:
+        whole = (run / name).read_text()
+        (run / name).unlink()
+        if content is not None:
+            (run / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            cifar10.main(arguments)
+        assert (run / name).exists() == (content is not None)
+        if content is not None:
+            assert (run / name).read_text() == content
+        (run / name).write_text(whole)
+    (run / "checkpoints").rename(run / "elsewhere")
+    arguments_of_three = [*arguments[:-1], "1"]
+    (run / "metrics.jsonl").write_text(2 * lines)
+    with pytest.raises(ValueError, match="must have the 0 epochs of the last checkpoint"):
+        cifar10.main(arguments_of_three)
+    assert (run / "metrics.jsonl").read_text() == 2 * lines
+
+
+def test_tenth_needs_room() -> None:
+    with pytest.raises(ValueError, match="tenth needs a first drop after epoch 1, got 2 epochs"):
+        cifar10.make_optimizer(config("tenth", epochs=2), 391)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scale-epochs", "0"], "--scale-epochs must be > 0, got 0.0"),
-        (["--seeds", "0"], "--seeds must be > 0, got 0"),
-        (["--scale-epochs", "nan"], "--scale-epochs must be > 0, got nan"),
+        (["--scale-epochs", "0"], "--scale-epochs must be finite and > 0, got 0.0"),
+        (["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        (["--scale-epochs", "nan"], "--scale-epochs must be finite and > 0, got nan"),
+        (["--scale-epochs", "inf"], "--scale-epochs must be finite and > 0, got inf"),
+        (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
+        (["--track", "--optimizer", "sgdm"], "--track is for primal averaging"),
+        (["--track", "--optimizer", "spa-eta", "--optimizer", "sgdm"], "--track is for primal"),
         (["--optimizer", "adam"], "invalid choice: 'adam'"),
     ],
 )

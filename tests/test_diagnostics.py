@@ -218,6 +218,58 @@ def test_gradients_that_are_not_finite_are_skipped() -> None:
     assert 0.8 < report.gain / report.noise_level < 1.2
 
 
+def test_an_overflow_does_not_stay() -> None:
+    """‖g‖² and ‖u‖² are finite again before ‖u‖²/(η²c) is."""
+    tx = track_momentum(spa(0.1, 0.1), decay=0.9)
+    params, rng = jnp.zeros(50), np.random.default_rng(0)
+    state, reports = tx.init(params), []
+    for k in range(400):
+        g = jnp.asarray(rng.normal(size=50) * (1e20 if k == 20 else 1), jnp.float32)
+        _, state = tx.update(g, state, params)
+        reports.append(momentum_report(state))
+    assert all(np.isfinite(report.gain) for report in reports[1:])
+    assert reports[-1].num_skipped > 0
+    assert reports[-1].gain < 1e3
+
+
+@pytest.mark.parametrize(
+    ("tx", "x"),
+    [
+        (lambda: spa(1e-3, state_dtype=jnp.bfloat16), 1.0),
+        (lambda: spa(3e-9), 1.0),  # below the rounding of x, which does not move
+    ],
+)
+def test_steps_that_are_rounding_have_no_alignment(tx: Any, x: float) -> None:
+    tracked = track_momentum(tx())
+    params = x + jax.random.uniform(jax.random.key(0), (2_000,))
+    state = tracked.init(params)
+    for k in range(60):
+        g = jax.random.normal(jax.random.key(k), (2_000,))
+        updates, state = jax.jit(tracked.update)(g, state, params)
+        params = params + updates
+        alignment = momentum_report(state).alignment
+        assert np.isnan(alignment) or abs(alignment) <= 1.001
+
+
+def test_gradients_of_other_params_do_not_count() -> None:
+    params = {"w": jnp.ones(3), "n": jnp.arange(2), "none": None}
+    grads = {"w": jnp.ones(3), "n": jnp.full(2, 7.0), "none": None}
+    tx = track_momentum(spa(1.0, 0.1), decay=0.0)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(grads, state, params)
+    assert momentum_report(state).gradient_term == 1.5
+
+
+def test_nothing_in_the_state_is_nan() -> None:
+    """So that `jax_debug_nans` can be used."""
+    with jax.debug_nans(True):
+        tx, params = track_momentum(spa(1.0, 1.0)), jnp.ones(3)
+        state = jax.jit(tx.init)(params)
+        for _ in range(3):
+            _, state = jax.jit(tx.update)(params, state, params)
+
+
 def test_a_run_that_was_converted_begins_without_a_last_step() -> None:
     """z − x is there, but no step that it came from: no wrong number."""
     sgd, params = optax.sgd(0.1, momentum=0.9), jnp.ones(10)
@@ -421,7 +473,18 @@ def test_bad_input() -> None:
         (lambda: release_momentum(state, params, 0.1), "from a step with c = 1, got c = 0.0"),
         (lambda: release_momentum(one_step(0.5, params), params, 0.1), "with c = 1, got c = 0.5"),
         (lambda: release_momentum(one_step(1.0, narrow), narrow, 0.1), "more than 16 bits"),
+        (lambda: spa_until_noise(1.0, patience=2**31), "`patience` must be below 2^31"),
         (lambda: release_momentum(one_step(1.0, params), params, -0.1), "`learning_rate` must be"),
+        (
+            lambda: release_momentum(
+                (
+                    injected := optax.inject_hyperparams(spa)(learning_rate=1.0, averaging=1.0)
+                ).update(params, injected.init(params), params)[1],
+                params,
+                0.1,
+            ),
+            "inside of `optax.inject_hyperparams`",
+        ),
         (
             lambda: jax.jit(lambda s: release_momentum(s, params, 0.1)[1])(state),
             "`opt_state` must be concrete",
