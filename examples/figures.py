@@ -154,19 +154,27 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
     errors = {key: v.std(0, ddof=1) / np.sqrt(len(v)) for key, v in found.items()}
     steps = np.arange(len(means["gain"]))
     panels = (keys[:2], keys[2:4], ("gain / noise_level",), keys[4:])
-    figure, axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     for axis, names in zip(axes, panels, strict=True):
         for name in names:
             axis.plot(steps, means[name], label=name.replace("_", " "))
             low, high = means[name] - errors[name], means[name] + errors[name]
             axis.fill_between(steps, low, high, alpha=0.2)
         axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
-        axis.axvline(first_drop(len(steps)), color="0.8", linewidth=0.8, zorder=0)
+        for epoch in cifar10.DROPS:
+            drop = epoch / cifar10.EPOCHS * len(steps)
+            axis.axvline(drop, color="0.8", linewidth=0.8, zorder=0)
         axis.legend(frameon=False)
-    axes[0].set_yscale("log")
-    axes[1].set_yscale("log")
+    for axis in axes[:2]:
+        axis.set_yscale("log")
+        ticks = (0.1, 0.2, 0.5, 1, 2, 5)
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
+        axis.set_yticks([], minor=True)
     axes[2].axhline(1, color="0.8", linewidth=0.8, zorder=0)
     axes[3].axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    figure.suptitle(
+        f"mean over {len(found['gain'])} seeds ± standard error; η drops at the grey lines"
+    )
     figure.savefig(out / "figure2.png", dpi=150)
     plt.close(figure)
     columns = {}
@@ -301,7 +309,7 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
     axes[2].set(
         xlabel="percentage points",
         xlim=(-LIMIT, LIMIT),
-        title="test accuracy, last epoch, − sgdm (± standard error)",
+        title="test accuracy − sgdm, ± standard error",
     )
     axes[2].set_yticks(range(len(runs)), runs)
     for label, name in zip(axes[2].get_yticklabels(), runs, strict=True):

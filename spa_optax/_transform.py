@@ -346,7 +346,24 @@ def _advance(
         z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
         return z_next.astype(z.dtype)
 
-    def average(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
+    z_anchored = jax.tree.map(anchor, params, state.z)
+    z_next = jax.tree.map(descend, updates, z_anchored, state.z, is_leaf=is_none)
+    updates = average(updates, params, z_next, c, delta)
+    f32 = lambda scalar: scalar.astype(jnp.float32)
+    count = jnp.asarray(optax.safe_increment(state.count))
+    return updates, SPAState(count, z_next, f32(step.eta), f32(step.c), f32(step.coast))
+
+
+def average(
+    updates: PyTree,
+    params: PyTree,
+    z_next: PyTree,
+    c: Float[Array, ""],
+    delta: Float[Array, ""] | None,
+) -> PyTree:
+    """The last equation of `Step`, as the update x_{k+1} − x_k."""
+
+    def step(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
         if g is None or x is None or z_next is None:
             return None
         if not is_float(x):
@@ -361,9 +378,4 @@ def _advance(
         # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
         return (x_wide + x_step).astype(x.dtype) - x
 
-    z_anchored = jax.tree.map(anchor, params, state.z)
-    z_next = jax.tree.map(descend, updates, z_anchored, state.z, is_leaf=is_none)
-    updates = jax.tree.map(average, updates, params, z_next, is_leaf=is_none)
-    f32 = lambda scalar: scalar.astype(jnp.float32)
-    count = jnp.asarray(optax.safe_increment(state.count))
-    return updates, SPAState(count, z_next, f32(step.eta), f32(step.c), f32(step.coast))
+    return jax.tree.map(step, updates, params, z_next, is_leaf=is_none)

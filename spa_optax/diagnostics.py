@@ -25,6 +25,7 @@ from spa_optax._transform import (
     SPAState,
     SPATransformation,
     Step,
+    average,
     has_narrow,
     is_float,
     is_too_far,
@@ -164,7 +165,11 @@ def track_momentum(
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
         u, inner_state, now = inner.advance(updates, state.inner, params)
-        squares = _square(updates, params), _square(u, params)
+        # ‖u_k‖² from z_{k+1} once more: with two uses for u XLA would write it out in full.
+        again = jax.tree.map(jnp.asarray, (updates, params, inner_state.z))
+        g, x, z_next = jax.lax.optimization_barrier(again)
+        u_again = average(g, x, z_next, now.c, now.delta)
+        squares = _square(updates, params), _square(u_again, params)
         return u, _track(state, inner_state, now, *squares, params, decay)
 
     # As in `spa`.
@@ -174,7 +179,7 @@ def track_momentum(
 def _square(tree: PyTree, params: PyTree) -> Float[Array, ""]:
     """‖·‖² over all that is not None and belongs to floating-point params, as float32."""
 
-    def square(leaf: Array | None, x: Array | None) -> Array | None:
+    def square(leaf: Any, x: Any) -> Array | None:
         if leaf is None or x is None or not is_float(x):
             return None
         leaf = jnp.asarray(leaf)
@@ -205,7 +210,7 @@ def _track(
     r = jnp.where(restarts, 0, r)
     is_finite = jnp.isfinite(gradient) & jnp.isfinite(step)
     one = jnp.ones([], jnp.float32)
-    average = lambda mean, term: decay * mean + (1 - decay) * term
+    moved = lambda mean, term: decay * mean + (1 - decay) * term
 
     # The terms of the step that led here, which has no scale where η or c was 0.
     scale = eta_before**2 * c_before
@@ -214,7 +219,7 @@ def _track(
     terms = Means(state.step / safe, state.noise / safe, gradient / 2, one)
     counts &= jnp.isfinite(terms.iterate) & jnp.isfinite(terms.noise)
     means = jax.tree.map(
-        lambda mean, term: jnp.where(counts, average(mean, term), mean), state.means, terms
+        lambda mean, term: jnp.where(counts, moved(mean, term), mean), state.means, terms
     )
 
     # ‖u_k‖² = ‖a u_{k−1} − b g_k‖², unless u_k depends on more than that.
@@ -231,7 +236,7 @@ def _track(
         follows = jnp.zeros([], bool)
     terms = AlignmentMeans(inner_product, state.step, gradient, one)
     alignment = jax.tree.map(
-        lambda mean, term: jnp.where(follows, average(mean, term), 0), state.alignment, terms
+        lambda mean, term: jnp.where(follows, moved(mean, term), 0), state.alignment, terms
     )
 
     spread = r**2 * state.spread
