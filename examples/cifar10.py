@@ -502,13 +502,13 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
     """
     check_config(config, data, folder)
     train_data, test_data = data
-    state = program.init(config.seed)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         first = manager.latest_step() or 0
+        lines = Lines(folder / "metrics.jsonl", first)
+        state = program.init(config.seed)
         if first:
             state = manager.restore(first, args=ocp.args.StandardRestore(state))
-        lines = Lines(folder / "metrics.jsonl", first)
         if first == config.epochs:
             return state
         images, labels = on_all(tuple(train_data), program.mesh)

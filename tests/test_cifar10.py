@@ -547,7 +547,7 @@ def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
         ("config.json", None, "has a run without its config.json in"),
         ("config.json", config[:-9], "config.json must be JSON"),
         ("metrics.jsonl", None, "must have the 2 epochs of the last checkpoint beside it"),
-        ("metrics.jsonl", lines[: len(lines) // 2], "metrics.jsonl must have the 2 epochs"),
+        ("metrics.jsonl", lines[: lines.index("\n") + 1], "metrics.jsonl must have the 2 epochs"),
         ("metrics.jsonl", 5 * lines, "or up to 2 more, got 10"),
         ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl must be JSON"),
     ]:
