@@ -450,25 +450,25 @@ def assert_same_run(one: Any, other: Any) -> None:
 
 def test_spa_from_sgdm_is_sgdm() -> None:
     """Over both drops."""
-    make = lambda name: config(name, batch=32, epochs=2, learning_rate=0.1)
+    make = lambda name: config(name, batch=32, epochs=2, learning_rate=0.01)
     assert_same_run(*(run_epochs(make(name)) for name in ("sgdm", "spa_from_sgdm")))
 
 
 def test_scan_is_the_loop() -> None:
-    cfg = config(batch=32, learning_rate=0.1)
+    cfg = config(batch=32, learning_rate=0.01)
     loop, scan = (run_epochs(cfg, scan=scan) for scan in (False, True))
     assert_same_run(loop, scan)
 
 
 def test_eight_devices_are_one() -> None:
-    cfg = config(batch=32, learning_rate=0.1)
+    cfg = config(batch=32, learning_rate=0.01)
     one, eight = (run_epochs(cfg, num_devices) for num_devices in (1, 8))
     assert_same_run(one, eight)  # its sums are in another order
 
 
 def test_evaluation() -> None:
     """Against the model itself, on a set that no batch divides."""
-    cfg = config(batch=8, learning_rate=0.1)
+    cfg = config(batch=8, learning_rate=0.01)
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     train, test = small_data()
     program = cifar10.make_program(cfg, len(train.labels), mesh)
@@ -507,7 +507,6 @@ def final(run: Path) -> Any:
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     target = cifar10.make_program(config(), 64, mesh).init(0)
     with ocp.CheckpointManager(run / "checkpoints") as manager:
-        assert len(manager.all_steps()) <= 2  # the others are pruned
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
         return state._replace(key=jax.random.key_data(state.key))
 
@@ -620,12 +619,14 @@ def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
     chex.assert_trees_all_equal(final(whole), final(killed))
     assert metrics(whole) == metrics(killed)
     assert len(metrics(whole)) == 18
+    with ocp.CheckpointManager(whole / "checkpoints") as manager:
+        assert manager.all_steps() == [17, 18]  # the others are pruned
 
 
 def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     """`jax.distributed` with one device a process is one process with one device."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
-    arguments += ["--learning-rate", "0.1"]
+    arguments += ["--learning-rate", "0.01"]
     subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
