@@ -648,8 +648,11 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
     one_state, two_state = (final(run) for run in (one, two))
     assert one_state.step == two_state.step == 6
-    assert relative_difference(one_state.params, two_state.params) < 1e-4
-    assert len(metrics(two)) == 3
+    # Images of one colour have little variance, so that BatchNorm magnifies roundings.
+    assert relative_difference(one_state.params, two_state.params) < 1e-3
+    losses = [[line["losses"] for line in metrics(run)] for run in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    assert np.shape(losses) == (2, 3, 2)
 
 
 # ------------------------------------------------------------------------------------------ figure
