@@ -130,9 +130,9 @@ def of_steps(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
     return np.array([[v for line in run for v in values(line)] for run in runs], float)
 
 
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """Over seeds, with the standard error."""
-    return values.mean(), values.std(ddof=1) / np.sqrt(len(values))
+def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
+    """Over seeds, the first axis, with the standard error."""
+    return values.mean(0), values.std(0, ddof=1) / np.sqrt(len(values))
 
 
 def with_error(values: np.ndarray) -> str:
@@ -150,16 +150,15 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
     keys = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
     found = {key: of_steps(runs, key) for key in keys}
     found["gain / noise_level"] = found["gain"] / found["noise_level"]
-    means = {key: values.mean(0) for key, values in found.items()}
-    errors = {key: v.std(0, ddof=1) / np.sqrt(len(v)) for key, v in found.items()}
-    steps = np.arange(len(means["gain"]))
+    curves = {key: mean_and_error(values) for key, values in found.items()}
+    steps = np.arange(found["gain"].shape[1])
     panels = (keys[:2], keys[2:4], ("gain / noise_level",), keys[4:])
     figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     for axis, names in zip(axes, panels, strict=True):
         for name in names:
-            axis.plot(steps, means[name], label=name.replace("_", " "))
-            low, high = means[name] - errors[name], means[name] + errors[name]
-            axis.fill_between(steps, low, high, alpha=0.2)
+            mean, error = curves[name]
+            axis.plot(steps, mean, label=name.replace("_", " "))
+            axis.fill_between(steps, mean - error, mean + error, alpha=0.2)
         axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
         for epoch in cifar10.DROPS:
             drop = epoch / cifar10.EPOCHS * len(steps)
@@ -179,8 +178,8 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
     plt.close(figure)
     columns = {}
     some = np.unique(np.geomspace(1, len(steps) - 1, 200).astype(int))
-    for key in found:
-        columns |= {key: means[key][some], f"{key} error": errors[key][some]}
+    for key, (mean, error) in curves.items():
+        columns |= {key: mean[some], f"{key} error": error[some]}
     write_csv(out / "figure2.csv", "step", steps[some], columns)
 
 
