@@ -94,6 +94,17 @@ def check_dtype(value: Any) -> None:
         )
 
 
+def check_key(value: Any) -> None:
+    """Raises ValueError unless `value` is None or a key of `jax.random`, of the new or old kind."""
+    if value is None:
+        return
+    if isinstance(value, jax.Array):
+        is_key = value.shape == () and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if is_key or (value.ndim == 1 and value.dtype == jnp.uint32):
+            return
+    raise ValueError(f"`rounding_key` must be None or a key of `jax.random`, got {value!r}")
+
+
 def check_steps(name: str, value: Any) -> int:
     """Raises ValueError unless `value` is a concrete integer >= 1, which it returns."""
     try:

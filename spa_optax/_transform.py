@@ -6,18 +6,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from spa_optax._checks import (
     check_averaging,
     check_dtype,
     check_horizon,
+    check_key,
     check_momentum,
     check_rate,
     check_same_tree,
     is_none,
 )
 from spa_optax._coast import look_ahead, positive, value_at
+from spa_optax._rounding import rounded, seeds_like
 
 
 class SPAState(NamedTuple):
@@ -35,6 +37,7 @@ def spa(
     averaging: optax.ScalarOrSchedule = 0.1,
     *,
     state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum via primal averaging (SPA).
 
@@ -60,6 +63,10 @@ def spa(
         is no momentum, and z = x.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer, so that z is their float32 master copy and the momentum at once.
+      rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
+        or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
+        follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
+        it in the `static_args` of `optax.inject_hyperparams`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -88,6 +95,7 @@ def spa(
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
     check_dtype(state_dtype)
+    check_key(rounding_key)
 
     def step(state: SPAState, is_master: bool) -> Step:
         del is_master
@@ -96,7 +104,7 @@ def spa(
         coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
         return Step(eta, c, coast)
 
-    return _transformation(step, state_dtype)
+    return _transformation(step, state_dtype, rounding_key)
 
 
 def spa_from_sgdm(
@@ -106,6 +114,7 @@ def spa_from_sgdm(
     *,
     horizon: int | None = None,
     state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum, run as primal averaging: `optax.sgd`, with z in hand.
 
@@ -148,6 +157,10 @@ def spa_from_sgdm(
         `optax.inject_hyperparams`.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer, so that z is their float32 master copy and the momentum at once.
+      rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
+        or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
+        follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
+        it in the `static_args` of `optax.inject_hyperparams`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -183,6 +196,7 @@ def spa_from_sgdm(
     check_momentum(momentum)
     check_horizon(horizon)
     check_dtype(state_dtype)
+    check_key(rounding_key)
 
     def step(state: SPAState, is_master: bool) -> Step:
         alpha, beta, a, coast, unseen = look_ahead(
@@ -209,7 +223,7 @@ def spa_from_sgdm(
             return Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
         return Step(a + coast, c, coast, shift=shift)
 
-    return _transformation(step, state_dtype)
+    return _transformation(step, state_dtype, rounding_key)
 
 
 class Step(NamedTuple):
@@ -225,6 +239,7 @@ class Step(NamedTuple):
     coast: Float[Array, ""]  # w_{k+1}, for the state
     delta: Float[Array, ""] | None = None  # None: 0
     shift: Float[Array, ""] | None = None  # None: 0
+    key: PRNGKeyArray | None = None  # to round this step with; None: to nearest
 
 
 class SPATransformation(optax.GradientTransformationExtraArgs):
@@ -234,7 +249,9 @@ class SPATransformation(optax.GradientTransformationExtraArgs):
 
 
 def _transformation(
-    step: Callable[[SPAState, bool], Step], state_dtype: DTypeLike | None
+    step: Callable[[SPAState, bool], Step],
+    state_dtype: DTypeLike | None,
+    rounding_key: PRNGKeyArray | None,
 ) -> SPATransformation:
     def init_fn(params: PyTree) -> SPAState:
         z = jax.tree.map(lambda x: _z_0(x, state_dtype), params)
@@ -259,6 +276,8 @@ def _transformation(
         check_same_tree("state.z", state.z, "params", params)
         updates, state, params = jax.tree.map(jnp.asarray, (updates, state, params))
         now = step(state, has_narrow(params))
+        if rounding_key is not None:
+            now = now._replace(key=jax.random.fold_in(rounding_key, state.count))
         return *_advance(updates, state, params, now), now
 
     # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
@@ -339,43 +358,43 @@ def _advance(
             z_wide += shift[str(x.dtype)].astype(dtype) * (z_wide - x_wide)
         return jnp.where(to_x, x_wide, z_wide)
 
-    def descend(g: Array | None, anchored: Array | None, z: Array | None) -> Array | None:
+    def descend(
+        g: Array | None, anchored: Array | None, z: Array | None, seed: UInt32[Array, "2"] | None
+    ) -> Array | None:
         if anchored is None or z is None or not is_float(z):  # a param may itself be None
             return z
         dtype = anchored.dtype
         z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
-        return z_next.astype(z.dtype)
+        return rounded(z_next, z.dtype, seed)
 
     z_anchored = jax.tree.map(anchor, params, state.z)
-    z_next = jax.tree.map(descend, updates, z_anchored, state.z, is_leaf=is_none)
-    updates = average(updates, params, z_next, c, delta)
+    seeds = seeds_like(step.key, 0, params)
+    z_next = jax.tree.map(descend, updates, z_anchored, state.z, seeds, is_leaf=is_none)
+    updates = average(updates, params, z_next, step._replace(c=c, delta=delta))
     f32 = lambda scalar: scalar.astype(jnp.float32)
     count = jnp.asarray(optax.safe_increment(state.count))
     return updates, SPAState(count, z_next, f32(step.eta), f32(step.c), f32(step.coast))
 
 
-def average(
-    updates: PyTree,
-    params: PyTree,
-    z_next: PyTree,
-    c: Float[Array, ""],
-    delta: Float[Array, ""] | None,
-) -> PyTree:
+def average(updates: PyTree, params: PyTree, z_next: PyTree, step: Step) -> PyTree:
     """The last equation of `Step`, as the update x_{k+1} − x_k."""
 
-    def step(g: Array | None, x: Array | None, z_next: Array | None) -> Array | None:
+    def x_step(
+        g: Array | None, x: Array | None, z_next: Array | None, seed: UInt32[Array, "2"] | None
+    ) -> Array | None:
         if g is None or x is None or z_next is None:
             return None
         if not is_float(x):
             return jnp.zeros_like(x)
         dtype = wide_dtype(x, z_next)
         x_wide = x.astype(dtype)
-        x_step = c.astype(dtype) * (z_next.astype(dtype) - x_wide)
-        if delta is not None:
-            x_step -= delta.astype(dtype) * g.astype(dtype)
+        x_step = step.c.astype(dtype) * (z_next.astype(dtype) - x_wide)
+        if step.delta is not None:
+            x_step -= step.delta.astype(dtype) * g.astype(dtype)
         if dtype == x.dtype:
             return x_step
         # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
-        return (x_wide + x_step).astype(x.dtype) - x
+        return rounded(x_wide + x_step, x.dtype, seed) - x
 
-    return jax.tree.map(step, updates, params, z_next, is_leaf=is_none)
+    seeds = seeds_like(step.key, 1, params)
+    return jax.tree.map(x_step, updates, params, z_next, seeds, is_leaf=is_none)

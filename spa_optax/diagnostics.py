@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, DTypeLike, Float, Int, PyTree
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import (
     check_above_1,
@@ -14,6 +14,7 @@ from spa_optax._checks import (
     check_choice,
     check_concrete,
     check_dtype,
+    check_key,
     check_rate,
     check_steps,
     is_none,
@@ -167,8 +168,7 @@ def track_momentum(
         u, inner_state, now = inner.advance(updates, state.inner, params)
         # ‖u_k‖² from z_{k+1} once more: with two uses for u XLA would write it out in full.
         again = jax.tree.map(jnp.asarray, (updates, params, inner_state.z))
-        g, x, z_next = jax.lax.optimization_barrier(again)
-        u_again = average(g, x, z_next, now.c, now.delta)
+        u_again = average(*jax.lax.optimization_barrier((*again, now)))
         squares = _square(updates, params), _square(u_again, params)
         return u, _track(state, inner_state, now, *squares, params, decay)
 
@@ -327,6 +327,7 @@ def spa_until_noise(
     rate: float | None = 1.01,
     decay: float = 0.99,
     state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SPA that drops momentum, by c → 1, once its own gain says that momentum no longer pays.
 
@@ -347,9 +348,10 @@ def spa_until_noise(
       rate: > 1; None for an abrupt drop.
       decay: of the moving averages, in [0, 1).
       state_dtype: of z, as for `spa`.
+      rounding_key: for stochastic rounding, as for `spa`.
 
-    Under `optax.inject_hyperparams` name `tolerance`, `patience`, `rate` and `decay` in its
-    `static_args`.
+    Under `optax.inject_hyperparams` name `tolerance`, `patience`, `rate`, `decay` and
+    `rounding_key` in its `static_args`.
 
     Returns:
       A transformation whose state is an `UntilNoiseState`. Once its `dropped_at` is not negative
@@ -384,7 +386,9 @@ def spa_until_noise(
     if rate is not None:
         rate = check_above_1("rate", rate)
     check_dtype(state_dtype)
-    tracked: Any = lambda eta, c: track_momentum(spa(eta, c, state_dtype=state_dtype), decay)
+    check_key(rounding_key)
+    low_precision: Any = {"state_dtype": state_dtype, "rounding_key": rounding_key}
+    tracked: Any = lambda eta, c: track_momentum(spa(eta, c, **low_precision), decay)
     init_tracked = tracked(0.0, 1.0).init
 
     def init_fn(params: PyTree) -> UntilNoiseState:

@@ -1,0 +1,45 @@
+"""What the benchmarks share: their command line, and where their figures go."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # whose networks are measured
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """--json and --platform, which every benchmark has."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--json", type=Path, metavar="OUT", help="where to write the figures")
+    result.add_argument("--platform", help="cpu, gpu or tpu; by default what jax finds")
+    return result
+
+
+def parse(result: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Before anything is computed, since a platform cannot be changed later."""
+    arguments = result.parse_args(argv)
+    if arguments.platform:
+        jax.config.update("jax_platforms", arguments.platform)
+    return arguments
+
+
+def device() -> str:
+    """What the figures were measured on."""
+    return f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,306 @@
+"""What params of 16 bits cost in quality, under each scheme that one could choose.
+
+    python benchmarks/low_precision.py --data-dir DIR
+
+Trains two networks with SGD with momentum, in every scheme with the same starting points, batches
+and rates: a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images
+of CIFAR-10 (DIR has the binary version; without --data-dir it is downloaded to data/). Params are
+only kept in 16 bits: losses and gradients are computed in float32. What is reported is the loss
+over the training images, the mean over the last five epochs, as a ratio to that of float32 at the
+same rate. With --json a run that is in OUT, a line each, is not run again.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from spa_optax import spa_from_sgdm
+
+import cifar10  # isort: skip
+import digits  # isort: skip
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+MOMENTA = (0.9, 0.99)
+SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
+
+
+# ----------------------------------------------------------------------------------------- schemes
+
+Make = Callable[[optax.Schedule, float, jax.Array], optax.GradientTransformation]
+
+
+class Scheme(NamedTuple):
+    """How params and momentum are kept."""
+
+    dtype: Any  # of the params
+    make: Make  # from learning rate, momentum and key
+
+
+def nearest(x: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return x.astype(BF16)
+
+
+def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
+    """The one bfloat16 beside `x` or the other, right in the mean."""
+    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random
+    return jax.lax.bitcast_convert_type(bits >> 16 << 16, F32).astype(BF16)
+
+
+def rounding(
+    tx: optax.GradientTransformation, rounded: Callable[..., jax.Array], key: jax.Array
+) -> optax.GradientTransformation:
+    """Adds the float32 updates of `tx` to bfloat16 params in float32, then rounds."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        count, inner = state
+        updates, inner = tx.update(updates, inner, params)
+        keys = optax.tree.split_key_like(jax.random.fold_in(key, count), params)
+        new = lambda u, p, k: rounded(p.astype(F32) + u.astype(F32), k) - p
+        return jax.tree.map(new, updates, params, keys), (count + 1, inner)
+
+    init = lambda params: (jnp.zeros([], jnp.int32), tx.init(params))
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A float32 copy of the params, which are that, rounded."""
+
+    def init(params: Any) -> Any:
+        master = optax.tree.cast(params, F32)
+        return master, tx.init(master)
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        master, inner = state
+        updates, inner = tx.update(optax.tree.cast(updates, F32), inner, master)
+        master = optax.apply_updates(master, updates)
+        return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (master, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """What rounding took from the sum at one step, in bfloat16, is added at the next."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params), tx.init(params)
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        lost, inner = state
+        updates, inner = tx.update(updates, inner, params)
+        owed = jax.tree.map(lambda u, e: u.astype(F32) + e.astype(F32), updates, lost)
+        step = jax.tree.map(lambda o, p: (p.astype(F32) + o).astype(BF16) - p, owed, params)
+        lost = jax.tree.map(lambda o, s: (o - s.astype(F32)).astype(BF16), owed, step)
+        return step, (lost, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def sgd(accumulator_dtype: Any) -> Callable[..., optax.GradientTransformation]:
+    return lambda alpha, beta: optax.sgd(alpha, beta, accumulator_dtype=accumulator_dtype)
+
+
+SCHEMES = {
+    "SGD+M in float32": Scheme(F32, lambda a, b, key: sgd(F32)(a, b)),
+    "SPA, float32 z": Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b)),
+    "SPA, float32 z, stochastic": Scheme(
+        BF16, lambda a, b, key: spa_from_sgdm(a, b, rounding_key=key)
+    ),
+    "SPA, bfloat16 z, stochastic": Scheme(
+        BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=BF16, rounding_key=key)
+    ),
+    "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: rounding(sgd(F32)(a, b), nearest, key)),
+    "SGD+M, float32 m, stochastic": Scheme(
+        BF16, lambda a, b, key: rounding(sgd(F32)(a, b), stochastic, key)
+    ),
+    "SGD+M, float32 m and master copy": Scheme(BF16, lambda a, b, key: with_master(sgd(F32)(a, b))),
+    "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(sgd(BF16)(a, b))),
+    "SGD+M, bfloat16 m, float32 params": Scheme(F32, lambda a, b, key: sgd(BF16)(a, b)),
+}
+
+
+# ------------------------------------------------------------------------------------------- tasks
+
+
+class ConvNet(nnx.Module):
+    """Three convolutions and a linear layer, without BatchNorm: 33,834 params."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        """For images of 32×32."""
+        conv = lambda *widths: nnx.Conv(*widths, (3, 3), strides=2, rngs=rngs)
+        layers = [conv(3, 16), nnx.relu, conv(16, 32), nnx.relu, conv(32, 64), nnx.relu]
+        self.layers = nnx.Sequential(*layers)
+        self.head = nnx.Linear(4 * 4 * 64, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits."""
+        return self.head(self.layers(x).reshape(len(x), -1))
+
+
+class Task(NamedTuple):
+    """What to train, on what, and for how long."""
+
+    network: Callable[[nnx.Rngs], nnx.Module]
+    images: jax.Array
+    labels: jax.Array
+    batch: int
+    num_epochs: int
+    rates: tuple[float, ...]  # η, that is, α/(1 − β)
+
+
+def make_task(name: str, arguments: argparse.Namespace) -> Task:
+    if name == "digits":
+        images, labels = digits.load_digits(return_X_y=True)
+        rates = (0.01, 0.03, 0.1, 0.3, 1.0)
+        data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
+        return Task(digits.Network, *data, 64, arguments.epochs or 107, rates)
+    source = argparse.Namespace(
+        data_dir=arguments.data_dir, url=cifar10.URL, md5=cifar10.MD5, subset=2_560
+    )
+    train, _ = cifar10.get_data(source)
+    data = cifar10.normalize(jnp.asarray(train.images)), jnp.asarray(train.labels)
+    return Task(ConvNet, *data, 32, arguments.epochs or 25, (0.01, 0.03, 0.1, 0.3))
+
+
+def schedule(name: str, peak: Any, num_steps: int) -> optax.Schedule:
+    if name == "constant":
+        return lambda count: peak
+    shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, num_steps // 10, num_steps)
+    return lambda count: peak * shape(count)
+
+
+def make_train(
+    task: Task, scheme: Scheme, beta: float, schedule_name: str
+) -> Callable[[float, int], tuple[float, float]]:
+    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state."""
+    num_batches = len(task.labels) // task.batch
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.network(nnx.Rngs(0))))
+
+    def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, optax.tree.cast(params, F32))(images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def make_tx(eta: Any, key: jax.Array) -> optax.GradientTransformation:
+        alpha = schedule(schedule_name, eta * (1 - beta), task.num_epochs * num_batches)
+        return scheme.make(alpha, beta, key)
+
+    @jax.jit
+    def init(eta: Any, key: jax.Array) -> Any:
+        params = nnx.to_pure_dict(nnx.state(task.network(nnx.Rngs(key)), nnx.Param))
+        params = optax.tree.cast(optax.tree.cast(params, BF16), scheme.dtype)  # the same for all
+        return params, make_tx(eta, key).init(params)
+
+    @jax.jit
+    def shuffle(key: jax.Array) -> jax.Array:
+        order = lambda key: jax.random.permutation(key, num_batches * task.batch)
+        orders = jax.vmap(order)(jax.random.split(key, task.num_epochs))
+        return orders.reshape(-1, task.batch)
+
+    def step(carry: Any, k: Any, batches: jax.Array, eta: Any, key: jax.Array) -> Any:
+        params, state = carry
+        batch = batches[k]
+        grads = jax.grad(loss)(params, task.images[batch], task.labels[batch])
+        updates, state = make_tx(eta, key).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step, loss_jitted = jax.jit(step, donate_argnums=0), jax.jit(loss)
+
+    def train(eta: float, seed: int) -> tuple[float, float]:
+        key = jax.random.key(seed)
+        carry, batches, losses = init(eta, key), shuffle(key), []
+        for k in range(task.num_epochs * num_batches):
+            carry = step(carry, k, batches, eta, key)
+            if k % num_batches == num_batches - 1 and k // num_batches >= task.num_epochs - 5:
+                losses.append(loss_jitted(carry[0], task.images, task.labels))
+        size = optax.tree.size(carry[0])
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
+        return float(np.mean(losses)), num_bytes / size
+
+    return train
+
+
+# ------------------------------------------------------------------------------------------- table
+
+KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
+
+
+def tables(records: list[dict[str, Any]]) -> str:
+    """A table for each task, momentum and schedule: ratios to float32, and the loss at the best."""
+    values = lambda key: list(dict.fromkeys(record[key] for record in records))
+    found = {tuple(record[key] for key in KEYS): record for record in records}
+    text = []
+    for task, beta, name in itertools.product(*map(values, ("task", "momentum", "schedule"))):
+        losses: Any = lambda scheme, rate, at=(task, beta, name): np.array(
+            [
+                found[at[0], scheme, *at[1:], rate, seed]["loss"]
+                for seed in values("seed")
+                if (at[0], scheme, *at[1:], rate, seed) in found
+            ]
+        )
+        reference, *_ = SCHEMES
+        rates = [rate for rate in values("rate") if len(losses(reference, rate))]
+        rows = []
+        for scheme in values("scheme"):
+            cells = []
+            for rate in rates:
+                ratio = losses(scheme, rate) / losses(reference, rate)
+                error = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else np.nan
+                cells.append(f"{ratio.mean():.3f} ± {error:.3f}")
+            best = min(rates, key=lambda rate: np.mean(losses(scheme, rate)))
+            num_bytes = next(r["bytes"] for r in records if r["scheme"] == scheme)
+            of_best = f"{np.mean(losses(scheme, best)):.4g} at {best:g}"
+            rows.append([scheme, f"{num_bytes:.1f}", *cells, of_best])
+        header = ["scheme", "bytes/param", *(f"η = {rate:g}" for rate in rates), "lowest loss"]
+        text.append(f"{task}, β = {beta:g}, {name}:\n\n{common.markdown(header, rows)}")
+    return "\n\n".join(text)
+
+
+def main(argv: list[str] | None = None) -> str:
+    parser = common.parser(__doc__)
+    parser.add_argument("--task", nargs="+", choices=["digits", "images"])
+    parser.add_argument("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA)
+    parser.add_argument("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--epochs", type=int, help="by default 107 of 28 steps, and 25 of 80")
+    parser.add_argument("--data-dir", type=Path, help="has CIFAR-10, binary version")
+    arguments = common.parse(parser, argv)
+
+    records = []
+    if arguments.json and arguments.json.exists():
+        records = [json.loads(line) for line in arguments.json.read_text().splitlines()]
+    found = {tuple(record[key] for key in KEYS): record for record in records}
+    wanted = []
+    for name in arguments.task or ["digits", "images"]:
+        task = make_task(name, arguments)
+        settings = itertools.product(arguments.momentum, arguments.schedule, SCHEMES)
+        for beta, schedule_name, scheme in settings:
+            train = make_train(task, SCHEMES[scheme], beta, schedule_name)
+            runs = list(itertools.product(task.rates, range(arguments.seeds)))
+            for rate, seed in tqdm(runs, desc=f"{name} {beta} {schedule_name} {scheme}"):
+                key = (name, scheme, beta, schedule_name, rate, seed)
+                if key not in found:
+                    loss, num_bytes = train(rate, seed)
+                    found[key] = dict(zip(KEYS, key, strict=True), loss=loss, bytes=num_bytes)
+                    if arguments.json:
+                        with arguments.json.open("a") as file:
+                            file.write(json.dumps(found[key]) + "\n")
+                wanted.append(found[key])
+    text = tables(wanted)
+    print(f"{common.device()}, {arguments.seeds} seeds\n\n{text}")
+    return text
+
+
+if __name__ == "__main__":
+    main()
