@@ -1,14 +1,22 @@
 """What the benchmarks share: their command line, and where their figures go."""
 
 import argparse
+import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))  # whose networks are measured
+
+def example(name: str) -> Any:
+    """A module of `examples`, whose networks and data are used."""
+    folder = str(Path(__file__).parents[1] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -24,6 +32,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def parse(result: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Before anything is computed, since a platform cannot be changed later."""
     arguments = result.parse_args(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too
     if arguments.platform:
         jax.config.update("jax_platforms", arguments.platform)
     return arguments

@@ -27,9 +27,7 @@ from tqdm import tqdm
 
 from spa_optax import spa_from_sgdm
 
-import cifar10  # isort: skip
-import digits  # isort: skip
-
+cifar10, digits = common.example("cifar10"), common.example("digits")
 F32, BF16 = jnp.float32, jnp.bfloat16
 MOMENTA = (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
@@ -64,7 +62,7 @@ def rounding(
 ) -> optax.GradientTransformation:
     """Adds the float32 updates of `tx` to bfloat16 params in float32, then rounds."""
 
-    def update(updates: Any, state: Any, params: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         count, inner = state
         updates, inner = tx.update(updates, inner, params)
         keys = optax.tree.split_key_like(jax.random.fold_in(key, count), params)
@@ -72,7 +70,7 @@ def rounding(
         return jax.tree.map(new, updates, params, keys), (count + 1, inner)
 
     init = lambda params: (jnp.zeros([], jnp.int32), tx.init(params))
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformation(init, update)
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -82,7 +80,7 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         master = optax.tree.cast(params, F32)
         return master, tx.init(master)
 
-    def update(updates: Any, state: Any, params: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         master, inner = state
         updates, inner = tx.update(optax.tree.cast(updates, F32), inner, master)
         master = optax.apply_updates(master, updates)
@@ -97,7 +95,7 @@ def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation
     def init(params: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, params), tx.init(params)
 
-    def update(updates: Any, state: Any, params: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         lost, inner = state
         updates, inner = tx.update(updates, inner, params)
         owed = jax.tree.map(lambda u, e: u.astype(F32) + e.astype(F32), updates, lost)
@@ -139,7 +137,7 @@ class ConvNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         """For images of 32×32."""
-        conv = lambda *widths: nnx.Conv(*widths, (3, 3), strides=2, rngs=rngs)
+        conv = lambda n, m: nnx.Conv(n, m, (3, 3), strides=2, rngs=rngs)
         layers = [conv(3, 16), nnx.relu, conv(16, 32), nnx.relu, conv(32, 64), nnx.relu]
         self.layers = nnx.Sequential(*layers)
         self.head = nnx.Linear(4 * 4 * 64, 10, rngs=rngs)

@@ -1,111 +1,316 @@
-"""The price of an update, as a ratio to `optax.sgd` with momentum: both in one process, in turns.
+"""The price of an update: time, memory and compilation, beside its peers and beside a mere copy.
 
     python benchmarks/update_cost.py
 
-On 300 leaves of 64×64×3×3, the size of a large residual network's convolutions. What moves is told
-by the compiler: bytes a parameter, and bytes of temporaries.
+All updates run in one process, in turns, warm, donated and blocked; a ratio is to
+`optax.sgd(0.1, 0.9)` in the same round. The floor is what must move, params, gradients and state
+read once, params and state written once, at the bandwidth of x ← −x, measured in the same rounds.
+Compiled bytes and memory are what XLA says. PyTorch takes part where it is installed.
 """
 
 import argparse
-import json
-import platform
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
+from tqdm import tqdm
 
-from spa_optax import spa, spa_from_sgdm
+from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
-NUM_LEAVES, SHAPE = 300, (64, 64, 3, 3)
-SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-PEERS: dict[str, optax.GradientTransformation] = {
-    "optax.sgd(0.1, 0.9)": optax.sgd(0.1, 0.9),
-    "spa(1.0, 0.1)": spa(1.0, 0.1),
-    "track_momentum(spa(1.0, 0.1))": track_momentum(spa(1.0, 0.1)),
-    "spa_from_sgdm(0.1, 0.9)": spa_from_sgdm(0.1, 0.9),
-    "spa_from_sgdm(schedule, 0.9)": spa_from_sgdm(SCHEDULE, 0.9),
-    "spa_from_sgdm(schedule, 0.999)": spa_from_sgdm(SCHEDULE, 0.999),
-    "optax.sgd(schedule, 0.9)": optax.sgd(SCHEDULE, 0.9),
-    "optax.sgd(schedule, 0.9, nesterov=True)": optax.sgd(SCHEDULE, 0.9, nesterov=True),
-    "spa_from_sgdm(schedule, 0.9, True)": spa_from_sgdm(SCHEDULE, 0.9, nesterov=True),
+try:
+    import torch
+except ImportError:
+    torch = None
+
+REFERENCE = "optax.sgd(0.1, 0.9)"
+GROUP = 5  # so many updates at a time, besides the reference: each has its own params
+
+
+# ------------------------------------------------------------------------------------------- trees
+
+
+def gpt2() -> Any:
+    """The smallest GPT-2: 124,439,808 params in 148 leaves."""
+    dense = lambda n, m: {"kernel": (n, m), "bias": (m,)}
+    norm = {"scale": (768,), "bias": (768,)}
+    block = {
+        "norm_1": norm,
+        "qkv": dense(768, 3 * 768),
+        "projection": dense(768, 768),
+        "norm_2": norm,
+        "mlp_in": dense(768, 4 * 768),
+        "mlp_out": dense(4 * 768, 768),
+    }
+    blocks = {f"block_{i}": block for i in range(12)}
+    return {"tokens": (50_257, 768), "positions": (1_024, 768), **blocks, "norm": norm}
+
+
+def resnet152() -> Any:
+    """The PreAct ResNet-152 of `examples/cifar10.py`."""
+    model = nnx.eval_shape(lambda: common.example("cifar10").MODELS["resnet152"](rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda p: p.shape, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+TREES: dict[str, Callable[[], Any]] = {
+    "one leaf": lambda: [(16_000_000 if jax.default_backend() == "cpu" else 100_000_000,)],
+    "ResNet-152": resnet152,
+    "GPT-2": gpt2,
+    "1,000 leaves of 64": lambda: [(64,)] * 1_000,
 }
 
 
-class Peer:
-    """One compiled update with its own params and state, donated from call to call."""
+def filled(shapes: Any, value: float, dtype: Any) -> Any:
+    is_shape = lambda node: isinstance(node, tuple)
+    full = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.full(s, value, dtype), shapes, is_leaf=is_shape)
+    )
+    return full()
 
-    def __init__(self, tx: optax.GradientTransformation, num_leaves: int) -> None:
-        """Compiles the update."""
-        params = [jnp.full(SHAPE, 0.1) for _ in range(num_leaves)]
-        self.carry: Any = (params, tx.init(params))
 
-        def step(carry: Any, grads: Any) -> Any:
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+# ----------------------------------------------------------------------------------------- updates
 
-        start = time.perf_counter()
-        self.step = jax.jit(step, donate_argnums=0).lower(self.carry, params).compile()
-        self.compile_seconds = time.perf_counter() - start
 
-    def run(self, grads: Any) -> float:
+def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
+    """Each with the dtype of its params and gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
+    f32, bf16, key = jnp.float32, jnp.bfloat16, jax.random.key(0)
+    return {
+        REFERENCE: (optax.sgd(0.1, 0.9), f32),
+        "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
+        "optax.sgd(schedule, 0.9)": (optax.sgd(schedule, 0.9), f32),
+        "spa(schedule, 0.1)": (spa(schedule, 0.1), f32),
+        "spa_from_sgdm(schedule, 0.9)": (spa_from_sgdm(schedule, 0.9), f32),
+        "spa_from_sgdm(schedule, 0.99)": (spa_from_sgdm(schedule, 0.99), f32),
+        "spa_from_sgdm(schedule, 0.999)": (spa_from_sgdm(schedule, 0.999), f32),
+        "optax.sgd(schedule, 0.9, nesterov=True)": (optax.sgd(schedule, 0.9, True), f32),
+        "spa_from_sgdm(schedule, 0.9, True)": (spa_from_sgdm(schedule, 0.9, True), f32),
+        "optax.contrib.schedule_free_sgd(0.1)": (optax.contrib.schedule_free_sgd(0.1), f32),
+        "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
+        "spa(1.0, 0.1), bfloat16 params": (spa(1.0, 0.1), bf16),
+        "the same with rounding_key": (spa(1.0, 0.1, rounding_key=key), bf16),
+        "the same with bfloat16 z": (spa(1.0, 0.1, state_dtype=bf16, rounding_key=key), bf16),
+    }
+
+
+class Update:
+    """A compiled update with its own params and state, donated from call to call."""
+
+    def __init__(self, tx: optax.GradientTransformation, shapes: Any, dtype: Any) -> None:
+        """Compiles it."""
+        self.grads = filled(shapes, 0.01, dtype)
+        params = filled(shapes, 0.1, dtype)
+        self.carry: Any = jax.block_until_ready((params, tx.init(params)))
+        self.size = optax.tree.size(params)
+        self.compiled, self.compile_seconds = compiled(tx, self.carry, self.grads)
+        count = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / self.size
+        self.must_move = 2 * count(self.carry) + count(self.grads)
+        cost: Any = self.compiled.cost_analysis()
+        memory: Any = self.compiled.memory_analysis()
+        self.bytes_accessed = cost["bytes accessed"] / self.size
+        self.temporary = memory.temp_size_in_bytes
+        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + self.temporary
+        self.peak = (peak - memory.alias_size_in_bytes) / self.size
+
+    def run(self) -> float:
         """The seconds that one update takes."""
         start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.step(self.carry, grads))
+        self.carry = jax.block_until_ready(self.compiled(self.carry, self.grads))
         return time.perf_counter() - start
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--leaves", type=int, default=NUM_LEAVES)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args(argv)
+def compiled(tx: optax.GradientTransformation, carry: Any, grads: Any) -> tuple[Any, float]:
+    """The compiled update, and the seconds for tracing and compiling."""
 
-    grads = [jnp.full(SHAPE, 0.01) for _ in range(arguments.leaves)]
-    peers = {name: Peer(tx, arguments.leaves) for name, tx in PEERS.items()}
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    for k in range(arguments.rounds + 5):
-        for name, peer in peers.items():
-            seconds = peer.run(grads)
-            if k >= 5:  # warm
-                times[name].append(seconds)
+    def step(carry: Any, grads: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-    device = jax.devices()[0]
-    size = arguments.leaves * np.prod(SHAPE)
-    print(
-        f"{device.device_kind or platform.processor()}, jax {jax.__version__}, {size:,} parameters"
-    )
-    print("| update | median ms | ratio | of 8 in 10 rounds | bytes/param | temporaries |")
-    print("|---|---|---|---|---|---|")
-    reference = np.array(times["optax.sgd(0.1, 0.9)"])
-    figures = {}
-    for name, peer in peers.items():
-        milliseconds = 1e3 * np.array(times[name])
-        low, ratio, high = np.quantile(milliseconds / (1e3 * reference), [0.1, 0.5, 0.9])
-        cost: Any = peer.step.cost_analysis()
-        memory: Any = peer.step.memory_analysis()
-        figures[name] = {
-            "milliseconds": float(np.median(milliseconds)),
-            "ratio": float(ratio),
-            "ratio_quantiles": [float(low), float(high)],
-            "bytes_per_parameter": cost["bytes accessed"] / float(size),
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "compile_seconds": peer.compile_seconds,
+    start = time.perf_counter()
+    result = jax.jit(step, donate_argnums=0).lower(carry, grads).compile()
+    return result, time.perf_counter() - start
+
+
+class Copy:
+    """x ← −x in place: what the memory can do."""
+
+    def __init__(self, size: int) -> None:
+        """Of `size` float32."""
+        self.num_bytes = 8 * size
+        self.x = jnp.ones(size)
+        self.negate = jax.jit(lambda x: -x, donate_argnums=0)
+
+    def run(self) -> float:
+        """The seconds that it takes."""
+        start = time.perf_counter()
+        self.x = jax.block_until_ready(self.negate(self.x))
+        return time.perf_counter() - start
+
+
+class TorchUpdate:
+    """PyTorch's SGD with momentum, on the same device."""
+
+    def __init__(self, torch: Any, shapes: Any, **options: Any) -> None:
+        """With `foreach=True`, or `fused=True`."""
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+        params = [torch.full(shape, 0.1, device=self.device) for shape in leaves]
+        for param in params:
+            param.requires_grad_()
+            param.grad = torch.full_like(param, 0.01)
+        self.optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
+        self.synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+
+    def run(self) -> float:
+        """The seconds that one step takes."""
+        self.synchronize()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.synchronize()
+        return time.perf_counter() - start
+
+
+def measure(shapes: Any, num_rounds: int, num_compiles: int) -> dict[str, dict[str, Any]]:
+    """The figures of all updates of a tree."""
+    peers: dict[str, Callable[[], Any]] = {}
+    for name, (tx, dtype) in optimizers().items():
+        peers[name] = lambda tx=tx, dtype=dtype: Update(tx, shapes, dtype)
+    if torch is not None:
+        for option in ("foreach", "fused"):
+            name = f"torch.optim.SGD({option}=True)"
+            peers[name] = lambda option=option: TorchUpdate(torch, shapes, **{option: True})
+    reference = peers.pop(REFERENCE)
+    figures: dict[str, dict[str, Any]] = {}
+    for group in groups(peers):
+        running: dict[str, Any] = {REFERENCE: reference()}
+        running |= {name: make() for name, make in group}
+        running["x ← −x"] = Copy(max(running[REFERENCE].size, 10_000_000))
+        seconds: dict[str, list[float]] = {name: [] for name in running}
+        for k in tqdm(range(num_rounds + 3), desc=", ".join(dict(group)), leave=False):
+            for name, update in running.items():
+                took = update.run()
+                if k >= 3:  # warm
+                    seconds[name].append(took)
+        bandwidth = running["x ← −x"].num_bytes / np.array(seconds.pop("x ← −x"))
+        for name, of_name in seconds.items():
+            if name not in figures:
+                figures[name] = described(
+                    running[name], np.array(of_name), np.array(seconds[REFERENCE]), bandwidth
+                )
+    compile_times(figures, shapes, num_compiles)
+    return figures
+
+
+def groups(peers: dict[str, Any]) -> list[list[tuple[str, Any]]]:
+    items = list(peers.items())
+    return [items[i : i + GROUP] for i in range(0, len(items), GROUP)]
+
+
+def described(
+    update: Any, seconds: np.ndarray, reference: np.ndarray, bandwidth: np.ndarray
+) -> dict[str, Any]:
+    ratio = seconds / reference
+    result = {
+        "milliseconds": float(1e3 * np.median(seconds)),
+        "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
+        "bandwidth": float(np.median(bandwidth)),
+    }
+    if isinstance(update, Update):
+        floor = update.must_move * update.size / bandwidth
+        result |= {
+            "to_floor": float(np.median(seconds / floor)),
+            "must_move": update.must_move,
+            "bytes_accessed": update.bytes_accessed,
+            "temporary": update.temporary,
+            "peak": update.peak,
         }
-        print(
-            f"| `{name}` | {np.median(milliseconds):.2f} | {ratio:.2f} | {low:.2f}–{high:.2f} "
-            f"| {cost['bytes accessed'] / size:.1f} | {memory.temp_size_in_bytes:,} B |"
+    return result
+
+
+def compile_times(figures: dict[str, dict[str, Any]], shapes: Any, num_compiles: int) -> None:
+    """Trace and compile times, in turns as well."""
+    seconds: dict[str, list[float]] = {}
+    for k in tqdm(range(num_compiles + 1), desc="compiling", leave=False):
+        for name, (tx, dtype) in optimizers().items():
+            params = jax.eval_shape(lambda dtype=dtype: filled(shapes, 0.0, dtype))
+            _, took = compiled(tx, (params, jax.eval_shape(tx.init, params)), params)
+            if k:  # the first one warms jax's own caches
+                seconds.setdefault(name, []).append(took)
+    for name, of_name in seconds.items():
+        figures[name]["compile_seconds"] = float(np.median(of_name))
+
+
+def look_ahead_cost(num_rounds: int) -> dict[str, float]:
+    """Milliseconds for η_k under a schedule, on its own, as a call of its own."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
+    etas = {"nothing": jax.jit(lambda count: count + 1.0)}
+    for beta in (0.9, 0.99, 0.999):
+        etas[f"β = {beta}"] = jax.jit(hyperparams_from_sgdm(schedule, beta).learning_rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    seconds: dict[str, list[float]] = {name: [] for name in etas}
+    for k in range(num_rounds + 3):
+        for name, eta in etas.items():
+            start = time.perf_counter()
+            jax.block_until_ready(eta(jnp.int32(k)))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: float(1e3 * np.median(of_name[3:])) for name, of_name in seconds.items()}
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    header = ["update", "ms", "ratio", "min–max", "× floor", "must move", "compiled"]
+    header += ["peak", "temporary", "trace+compile, s"]
+    rows = []
+    for name, of_name in figures.items():
+        ratio, low, high = of_name["ratio"]
+        row = [f"`{name}`" if "(" in name else name, f"{of_name['milliseconds']:.2f}"]
+        row += [f"{ratio:.2f}", f"{low:.2f}–{high:.2f}"]
+        if "to_floor" in of_name:
+            row += [f"{of_name['to_floor']:.2f}"]
+            row += [f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak")]
+            row += [f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"]
+        else:
+            row += [""] * 6
+        rows.append(row)
+    return common.markdown(header, rows)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("--tree", nargs="+", choices=TREES, default=list(TREES))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--compiles", type=int, default=3)
+    return common.parse(parser, argv)
+
+
+def main(argv: list[str] | None = None) -> str:
+    arguments = parse_arguments(argv)
+    title = common.device() + ("" if torch is None else f", torch {torch.__version__}")
+    text, everything = [title], {}
+    for name in arguments.tree:
+        shapes = TREES[name]()
+        figures = everything[name] = measure(shapes, arguments.rounds, arguments.compiles)
+        leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+        size = sum(int(np.prod(shape)) for shape in leaves)
+        gigabytes = figures[REFERENCE]["bandwidth"] / 1e9
+        text.append(
+            f"{name}: {size:,} params, {len(leaves):,} leaves; x ← −x at {gigabytes:.1f} GB/s"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        text.append(table(figures))
+    cost = everything["look-ahead"] = look_ahead_cost(max(arguments.rounds, 100))
+    what = ", ".join(f"{name} {1e3 * value:.0f} µs" for name, value in cost.items())
+    text.append(f"η_k of a schedule, as a call of its own: {what}")
+    common.write_json(arguments.json, {"device": title, **everything})
+    print("\n\n".join(text))
+    return "\n\n".join(text)
 
 
 if __name__ == "__main__":

@@ -212,16 +212,17 @@ def spa_from_sgdm(
             coast = jnp.where(foreseen, coast, jnp.maximum(coast, floor))
         coast = positive(coast, a, held)
         # r − 1, in the form that loses the fewest digits where r is close to 1.
-        shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / jnp.where(held > 0, held, 1)
+        held = jnp.where(held > 0, held, 1)
+        shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
         # Below this it is rounding: sums over a horizon are known to some tens of eps, and traced
         # numbers that have not changed to (1 − β) eps. Its derivative is not, and is kept.
         rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
         shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
-        shift = jnp.where(held > 0, shift, 0)
-        c = a / (a + coast)
+        shift = jnp.where(state.coast > 0, shift, 0)
+        c, coasts = a / (a + coast), (held + shift * held, held)
         if nesterov:
-            return Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), shift=shift)
-        return Step(a + coast, c, coast, shift=shift)
+            return Step(a + coast + alpha, c, coast, delta=alpha * (1 - c), coasts=coasts)
+        return Step(a + coast, c, coast, coasts=coasts)
 
     return _transformation(step, state_dtype, rounding_key)
 
@@ -229,7 +230,7 @@ def spa_from_sgdm(
 class Step(NamedTuple):
     """The scalars of one step, all that the members of the family differ in.
 
-    z_k     ← z_k + shift (z_k − x_k)                    at the start: z_0 = x_0
+    z_k     ← x_k + r (z_k − x_k)                        at the start r = 0: z_0 = x_0
     z_{k+1} = z_k − η g_k
     x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
     """
@@ -238,7 +239,8 @@ class Step(NamedTuple):
     c: Float[Array, ""]
     coast: Float[Array, ""]  # w_{k+1}, for the state
     delta: Float[Array, ""] | None = None  # None: 0
-    shift: Float[Array, ""] | None = None  # None: 0
+    # r, as a fraction: the coast that z_k has to have, over the one that it has. None: 1
+    coasts: tuple[Float[Array, ""], Float[Array, ""]] | None = None
     key: PRNGKeyArray | None = None  # to round this step with; None: to nearest
 
 
@@ -297,14 +299,6 @@ def has_narrow(params: PyTree) -> bool:
     return any(is_float(x) and x.size and x.itemsize <= 2 for x in leaves)
 
 
-def is_too_far(shift: Float[Array, ""], dtype: Any) -> Bool[Array, ""]:
-    """Whether re-anchoring would magnify the rounding of x, which z − x holds, over 1/√eps times.
-
-    That is half the digits of x. Momentum restarts from 0 instead.
-    """
-    return (1 + shift) ** 2 * float(jnp.finfo(dtype).eps) > 1
-
-
 def wide_dtype(*arrays: Array) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
@@ -332,31 +326,11 @@ def _advance(
     updates: PyTree, state: SPAState, params: PyTree, step: Step
 ) -> tuple[PyTree, SPAState]:
     """The three equations of `Step`, a tree map each."""
-    shift = {}
-    if step.shift is not None:
-        # In order, since every process must compile the same program.
-        for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if is_float(x)}, key=str):
-            shift[str(dtype)] = jnp.where(is_too_far(step.shift, dtype), -1, step.shift)
-    # True until the first step. A count that was set back to 0 comes with a coast, and keeps m.
-    at_start = (state.count == 0) & (state.coast == 0)
     # XLA on CPU folds η = 1 away, and then no longer updates z in place: three times the time.
-    # Behind a barrier every η takes the same kernel, and no kernel works the scalars out again.
-    eta, c, delta, shift, at_start = jax.lax.optimization_barrier(
-        (step.eta, step.c, step.delta, shift, at_start)
+    # Behind a barrier every η takes the same kernel.
+    eta, c, delta, r, at_start = jax.lax.optimization_barrier(
+        (step.eta, step.c, step.delta, ratios(step, state, params), is_at_start(state))
     )
-
-    def anchor(x: Array, z: Array) -> Array:
-        if not is_float(x):
-            return z
-        # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
-        # it stays where it rounds to x, since master weights are made by calling `init` on float32
-        # params that are cast afterwards.
-        to_x = at_start if z.dtype == x.dtype else at_start & (z.astype(x.dtype) != x)
-        dtype = wide_dtype(x, z)
-        x_wide, z_wide = x.astype(dtype), z.astype(dtype)
-        if shift:
-            z_wide += shift[str(x.dtype)].astype(dtype) * (z_wide - x_wide)
-        return jnp.where(to_x, x_wide, z_wide)
 
     def descend(
         g: Array | None, anchored: Array | None, z: Array | None, seed: UInt32[Array, "2"] | None
@@ -367,13 +341,83 @@ def _advance(
         z_next = anchored if g is None else anchored - eta.astype(dtype) * g.astype(dtype)
         return rounded(z_next, z.dtype, seed)
 
-    z_anchored = jax.tree.map(anchor, params, state.z)
+    z_anchored = (_reanchored if r else _anchored)(params, state.z, r, at_start)
     seeds = seeds_like(step.key, 0, params)
     z_next = jax.tree.map(descend, updates, z_anchored, state.z, seeds, is_leaf=is_none)
     updates = average(updates, params, z_next, step._replace(c=c, delta=delta))
     f32 = lambda scalar: scalar.astype(jnp.float32)
     count = jnp.asarray(optax.safe_increment(state.count))
     return updates, SPAState(count, z_next, f32(step.eta), f32(step.c), f32(step.coast))
+
+
+def is_at_start(state: SPAState) -> Bool[Array, ""]:
+    """True until the first step. A count that was set back to 0 comes with a coast, and keeps m."""
+    return (state.count == 0) & (state.coast == 0)
+
+
+def ratios(step: Step, state: SPAState, params: PyTree) -> dict[str, Float[Array, ""]]:
+    """The r of each dtype of params, where a step has one: 0 at the start, or for a restart.
+
+    Re-anchoring magnifies the rounding of x, which z − x holds, by r. By 1/√eps it would cost half
+    the digits of x, and momentum restarts from 0 instead.
+    """
+    if step.coasts is None:
+        return {}
+    (required, held), result = step.coasts, {}
+    # In order, since every process must compile the same program.
+    for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if is_float(x)}, key=str):
+        restarts = is_at_start(state) | (required * float(jnp.finfo(dtype).eps) ** 0.5 > held)
+        # With the division last, XLA on CPU does it once, and not in every kernel again.
+        result[str(dtype)] = jnp.where(restarts, 0, required) / held
+    return result
+
+
+def _anchored(
+    params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
+) -> PyTree:
+    """z_k with the coast that it has to have, in the dtype to compute in.
+
+    Whether a leaf is moved is for a scalar to tell, so that where it is not, and that is nearly
+    always, a loop that does not read x is run on a CPU. (`lax.cond` is no slower there if all is
+    donated, but else copies z; and on a GPU the host would wait for it.)
+    """
+
+    def stays_or_moves(x: Array, z: Array, moved: Array) -> Array:
+        if not is_float(x):
+            return z
+        stays = r[str(x.dtype)] == 1 if r else ~at_start
+        return jnp.where(stays, z.astype(moved.dtype), moved)
+
+    return jax.tree.map(stays_or_moves, params, z, _moved(params, z, r, at_start))
+
+
+_reanchored = jax.custom_jvp(_anchored)
+
+
+@_reanchored.defjvp
+def _(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+    """At r = 1, too, z_k depends on r."""
+    _, tangent = jax.jvp(_moved, primals, tangents)
+    return _reanchored(*primals), tangent
+
+
+def _moved(
+    params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
+) -> PyTree:
+    def move(x: Array, z: Array) -> Array:
+        if not is_float(x):
+            return z
+        dtype = wide_dtype(x, z)
+        x_wide, z_wide = x.astype(dtype), z.astype(dtype)
+        moved = x_wide + r[str(x.dtype)].astype(dtype) * (z_wide - x_wide) if r else x_wide
+        if x.dtype == dtype:
+            return moved
+        # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
+        # it stays where it rounds to x, since master weights are made by calling `init` on float32
+        # params that are cast afterwards.
+        return jnp.where(at_start & (z.astype(x.dtype) == x), z_wide, moved)
+
+    return jax.tree.map(move, params, z)
 
 
 def average(updates: PyTree, params: PyTree, z_next: PyTree, step: Step) -> PyTree:

@@ -1,5 +1,6 @@
 """When momentum pays: the gauge of the paper's Insight 1, and what to do about what it says."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from spa_optax._transform import (
     average,
     has_narrow,
     is_float,
-    is_too_far,
+    ratios,
     spa,
     wide_dtype,
 )
@@ -201,13 +202,11 @@ def _track(
 ) -> TrackMomentumState:
     """From ‖g_k‖², ‖u_k‖² and what the state has of the step before."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
-    eta, c, delta, r = f32(now.eta), f32(now.c), f32(now.delta), 1 + f32(now.shift)
+    eta, c, delta = f32(now.eta), f32(now.c), f32(now.delta)
+    # Those of all dtypes are the same, but where momentum restarts for some.
+    of_dtypes = ratios(now, state.inner, params).values()
+    r = f32(functools.reduce(jnp.minimum, of_dtypes or [jnp.ones([])]))
     eta_before, c_before = state.inner.eta, state.inner.c
-    restarts = jnp.zeros([], bool)
-    for dtype in sorted({jnp.result_type(x) for x in jax.tree.leaves(params)}, key=str):
-        if jnp.issubdtype(dtype, jnp.inexact):
-            restarts |= is_too_far(r - 1, dtype)
-    r = jnp.where(restarts, 0, r)
     is_finite = jnp.isfinite(gradient) & jnp.isfinite(step)
     one = jnp.ones([], jnp.float32)
     moved = lambda mean, term: decay * mean + (1 - decay) * term

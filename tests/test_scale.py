@@ -1,0 +1,184 @@
+"""Fully sharded params, several processes, other numbers of devices after a restart; long runs."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import transformer
+from helpers import relative_difference, table
+from jax.sharding import Mesh
+from transformer import make_init, on_host, optimizer, sharding, train
+
+from spa_optax import spa, spa_from_sgdm
+
+COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion() -> object:
+    with jax.numpy_dtype_promotion("standard"):  # what users have
+        yield
+
+
+def mesh_of(num_devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:num_devices]), ("all",))
+
+
+def test_sharded_over_eight_devices_is_one_device() -> None:
+    params, state, losses = train(mesh_of(8), optimizer())
+    sharded = [x for x in jax.tree.leaves(params) if not x.sharding.is_fully_replicated]
+    assert len(sharded) == len(jax.tree.leaves(params)) > 20
+    for x, z in zip(*map(jax.tree.leaves, (params, state.z)), strict=True):
+        assert z.sharding == x.sharding
+        assert x.sharding.is_equivalent_to(sharding(mesh_of(8), x), x.ndim)
+    one, one_state, one_losses = train(mesh_of(1), optimizer())
+    # Eight partial sums of a gradient are rounded otherwise than one sum.
+    np.testing.assert_allclose(losses, one_losses, rtol=1e-5)
+    assert losses[-1] < losses[0] - 0.5
+    assert relative_difference(on_host(params), on_host(one)) < 1e-5
+    assert relative_difference(on_host(state.z), on_host(one_state.z)) < 1e-5
+    # And it is SGD with momentum.
+    schedule = optax.cosine_decay_schedule(0.05, transformer.NUM_STEPS)
+    sgd, _, _ = train(mesh_of(8), optax.sgd(schedule, 0.9))
+    assert relative_difference(on_host(params), on_host(sgd)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16, stochastic"])
+def test_no_collective_inside_the_update(kind: str) -> None:
+    key = jax.random.key(0) if "stochastic" in kind else None
+    tx = optimizer(rounding_key=key)
+    dtype = jnp.bfloat16 if "bfloat16" in kind else jnp.float32
+    params, state = make_init(mesh_of(8), tx, dtype)()
+    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    assert not COLLECTIVE.search(compiled.as_text())
+    updates, after = compiled(params, state, params)
+    for x, u, z in zip(*map(jax.tree.leaves, (params, updates, after.z)), strict=True):
+        assert u.sharding == z.sharding == x.sharding
+    # The positive control: clipping must add one.
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    compiled = jax.jit(clipped.update).lower(params, clipped.init(params), params).compile()
+    assert COLLECTIVE.search(compiled.as_text())
+
+
+def test_two_processes_of_four_devices(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, transformer.__file__, address, "2"]
+    processes = [
+        subprocess.Popen([*command, str(i), str(tmp_path / "two.npz")], env={**os.environ, **flags})
+        for i in range(2)
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    params, state, losses = train(mesh_of(8), optimizer())
+    with np.load(tmp_path / "two.npz") as two:
+        np.testing.assert_allclose(two["losses"], losses, rtol=1e-5)
+        leaves = [two[f"arr_{i}"] for i in range(len(two.files) - 1)]
+    assert relative_difference(leaves, jax.tree.leaves(on_host((params, state.z)))) < 1e-5
+
+
+def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
+    tx = optimizer()
+    *carry, first = train(mesh_of(8), tx, stop=3)
+    *expected, rest = train(mesh_of(8), tx, tuple(carry), start=3)
+    for num_devices, before in ((4, 8), (1, 4)):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / str(before), tuple(carry))
+            checkpointer.wait_until_finished()
+            mesh = mesh_of(num_devices)
+            target = jax.tree.map(
+                lambda leaf, mesh=mesh: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=sharding(mesh, leaf)
+                ),
+                jax.eval_shape(make_init(mesh, tx)),
+            )
+            restored = checkpointer.restore(tmp_path / str(before), target)
+        chex.assert_trees_all_equal(on_host(restored), on_host(tuple(carry)))
+        assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(restored)} == {
+            num_devices
+        }
+        *found, losses = train(mesh, tx, restored, start=3)
+        np.testing.assert_allclose(losses, rest, rtol=1e-5)
+        assert relative_difference(on_host(found[0]), on_host(expected[0])) < 1e-5
+        carry = restored
+    assert len(first) == 3
+
+
+# --------------------------------------------------------------------------------------- long runs
+
+LAST = 2**31 - 1  # where an int32 count stays
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize("start", [2**24 - 30, 2**24 + 1, 1_000_000_007, LAST - 60])
+def test_late_in_a_run(start: int, nesterov: bool) -> None:
+    """Schedules of odd and even counts, which float32 cannot tell apart there: NumPy, float64."""
+    rates, momenta = np.array([0.3, 0.1, 0.02]), np.array([0.9, 0.5])
+    alpha = lambda count: jnp.asarray(rates, jnp.float32)[count % 3]
+    beta = lambda count: jnp.asarray(momenta, jnp.float32)[count % 2]
+    tx = spa_from_sgdm(alpha, beta, nesterov, horizon=200)
+    rng = np.random.default_rng(start)
+    x, grads = rng.normal(size=5), rng.normal(size=(50, 5))
+    params, state = jnp.asarray(x, jnp.float32), tx.init(jnp.asarray(x, jnp.float32))
+    m, update = np.zeros(5), jax.jit(tx.update)
+    for k, g in enumerate(grads):
+        if k == 0:  # z_0 = x_0 with whatever coast: m is 0
+            state = state._replace(count=jnp.array(start, jnp.int32), coast=jnp.float32(1.0))
+        updates, state = update(jnp.asarray(g, jnp.float32), state, params)
+        params = optax.apply_updates(params, updates)
+        a, b = rates[(start + k) % 3], momenta[(start + k) % 2]
+        m = b * m + g
+        x = x - a * (g + b * m if nesterov else m)
+    np.testing.assert_allclose(params, x, atol=2e-6)
+    assert state.count == start + 50
+
+
+@pytest.mark.parametrize("make", [lambda a: spa(a, 0.1), lambda a: spa_from_sgdm(a, 0.9)])
+def test_a_count_at_its_end(make: Any) -> None:
+    """The count stays, and with it a schedule; and the horizon does not run over."""
+    schedule = table(jnp.array([0.1, 0.1, 0.05]))
+    tx = make(lambda count: jnp.where(count < 0, jnp.nan, schedule(count)))
+    params, state = jnp.ones(3), tx.init(jnp.ones(3))
+    state = state._replace(count=jnp.array(LAST - 2, jnp.int32), coast=jnp.float32(0.9 * 0.5))
+    counts = []
+    for _ in range(5):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        params = optax.apply_updates(params, updates)
+        counts.append(int(state.count))
+        assert np.isfinite(params).all()
+    assert counts == [LAST - 1, LAST, LAST, LAST, LAST]
+
+
+def test_a_million_steps() -> None:
+    """In one scan, on a quadratic with noise: SPA beside optax.sgd, and the count is exact."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.05, 10_000, 1_000_000)
+    txs = [optax.sgd(schedule, 0.9), spa_from_sgdm(schedule, 0.9)]
+    curvature = jnp.array([0.1, 1.0, 3.0])
+
+    def body(carry: Any, k: jax.Array) -> Any:
+        noise = jnp.cos(k.astype(jnp.float32) * jnp.array([1.0, 2.0, 3.0]))
+        new = []
+        for tx, (x, state) in zip(txs, carry, strict=True):
+            updates, state = tx.update(curvature * x + noise, state, x)
+            new.append((optax.apply_updates(x, updates), state))
+        return new, jnp.abs(new[0][0] - new[1][0]).max()
+
+    x_0 = jnp.ones(3)
+    carry = [(x_0, tx.init(x_0)) for tx in txs]
+    run = jax.jit(lambda c: jax.lax.scan(body, c, jnp.arange(1_000_000)))
+    ((_, _), (_, state)), apart = run(carry)
+    assert state.count == 1_000_000
+    # Each of the last 1/(αλ) or so steps, up to 1e4 of them, rounds x to 3e-8.
+    assert apart.max() < 1e-5
