@@ -129,6 +129,9 @@ SCHEMES = {
 }
 
 
+REFERENCE, *_ = SCHEMES
+
+
 # ------------------------------------------------------------------------------------------- tasks
 
 
@@ -234,35 +237,60 @@ def make_train(
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
 
 
-def tables(records: list[dict[str, Any]]) -> str:
-    """A table for each task, momentum and schedule: ratios to float32, and the loss at the best."""
-    values = lambda key: list(dict.fromkeys(record[key] for record in records))
-    found = {tuple(record[key] for key in KEYS): record for record in records}
-    text = []
-    for task, beta, name in itertools.product(*map(values, ("task", "momentum", "schedule"))):
-        losses: Any = lambda scheme, rate, at=(task, beta, name): np.array(
-            [
-                found[at[0], scheme, *at[1:], rate, seed]["loss"]
-                for seed in values("seed")
-                if (at[0], scheme, *at[1:], rate, seed) in found
-            ]
-        )
-        reference, *_ = SCHEMES
-        rates = [rate for rate in values("rate") if len(losses(reference, rate))]
-        rows = []
-        for scheme in values("scheme"):
-            cells = []
-            for rate in rates:
-                ratio = losses(scheme, rate) / losses(reference, rate)
-                error = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else np.nan
-                cells.append(f"{ratio.mean():.3f} ± {error:.3f}")
-            best = min(rates, key=lambda rate: np.mean(losses(scheme, rate)))
-            num_bytes = next(r["bytes"] for r in records if r["scheme"] == scheme)
-            of_best = f"{np.mean(losses(scheme, best)):.4g} at {best:g}"
-            rows.append([scheme, f"{num_bytes:.1f}", *cells, of_best])
-        header = ["scheme", "bytes/param", *(f"η = {rate:g}" for rate in rates), "lowest loss"]
-        text.append(f"{task}, β = {beta:g}, {name}:\n\n{common.markdown(header, rows)}")
-    return "\n\n".join(text)
+class Losses:
+    """Losses over seeds, found by what was run."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        """Of all that is in `records`."""
+        values = lambda key: list(dict.fromkeys(record[key] for record in records))
+        self.settings = list(itertools.product(*map(values, ("task", "momentum", "schedule"))))
+        self.schemes = values("scheme")
+        self.num_bytes = {record["scheme"]: record["bytes"] for record in records}
+        self.of: dict[Any, dict[int, float]] = {}
+        self.rates: dict[Any, list[float]] = {}
+        for record in records:
+            setting = tuple(record[key] for key in ("task", "momentum", "schedule"))
+            key = (setting, record["scheme"], record["rate"])
+            self.of.setdefault(key, {})[record["seed"]] = record["loss"]
+            rates = self.rates.setdefault(setting, [])
+            if record["rate"] not in rates:
+                rates.append(record["rate"])
+
+    def mean(self, setting: Any, scheme: str, rate: float) -> float:
+        """Over seeds."""
+        return float(np.mean(list(self.of[setting, scheme, rate].values())))
+
+    def ratio(self, setting: Any, scheme: str, rate: float) -> tuple[float, float]:
+        """To float32 at the same rate, seed by seed: mean and standard error."""
+        reference = self.of[setting, REFERENCE, rate]
+        ratios = [loss / reference[s] for s, loss in self.of[setting, scheme, rate].items()]
+        error = np.std(ratios, ddof=1) / np.sqrt(len(ratios)) if len(ratios) > 1 else np.nan
+        return float(np.mean(ratios)), float(error)
+
+
+def summary(losses: Losses) -> str:
+    """The largest ratio over the rates, for each setting."""
+    rows = []
+    for scheme in losses.schemes:
+        worst = [max(losses.ratio(s, scheme, r) for r in losses.rates[s]) for s in losses.settings]
+        cells = [f"{ratio:.3f} ± {error:.3f}" for ratio, error in worst]
+        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells])
+    header = [f"{task}, β = {beta:g}, {name}" for task, beta, name in losses.settings]
+    return common.markdown(["scheme", "bytes/param", *header], rows)
+
+
+def table(losses: Losses, setting: Any) -> str:
+    """Ratios to float32 at every rate, and the loss at the best."""
+    rows, rates = [], losses.rates[setting]
+    for scheme in losses.schemes:
+        ratios = [losses.ratio(setting, scheme, rate) for rate in rates]
+        cells = [f"{ratio:.3f} ± {error:.3f}" for ratio, error in ratios]
+        best = min(rates, key=lambda rate, scheme=scheme: losses.mean(setting, scheme, rate))
+        of_best = f"{losses.mean(setting, scheme, best):.4g} at {best:g}"
+        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells, of_best])
+    header = ["scheme", "bytes/param", *(f"η = {rate:g}" for rate in rates), "lowest loss"]
+    task, beta, name = setting
+    return f"{task}, β = {beta:g}, {name}:\n\n{common.markdown(header, rows)}"
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -279,23 +307,28 @@ def main(argv: list[str] | None = None) -> str:
     if arguments.json and arguments.json.exists():
         records = [json.loads(line) for line in arguments.json.read_text().splitlines()]
     found = {tuple(record[key] for key in KEYS): record for record in records}
+    tasks = {name: make_task(name, arguments) for name in arguments.task or ["digits", "images"]}
+    settings = list(itertools.product(tasks, arguments.momentum, arguments.schedule, SCHEMES))
+    seeds = range(arguments.seeds)
+    bar = tqdm(total=sum(len(tasks[name].rates) * len(seeds) for name, *_ in settings))
     wanted = []
-    for name in arguments.task or ["digits", "images"]:
-        task = make_task(name, arguments)
-        settings = itertools.product(arguments.momentum, arguments.schedule, SCHEMES)
-        for beta, schedule_name, scheme in settings:
-            train = make_train(task, SCHEMES[scheme], beta, schedule_name)
-            runs = list(itertools.product(task.rates, range(arguments.seeds)))
-            for rate, seed in tqdm(runs, desc=f"{name} {beta} {schedule_name} {scheme}"):
-                key = (name, scheme, beta, schedule_name, rate, seed)
-                if key not in found:
-                    loss, num_bytes = train(rate, seed)
-                    found[key] = dict(zip(KEYS, key, strict=True), loss=loss, bytes=num_bytes)
-                    if arguments.json:
-                        with arguments.json.open("a") as file:
-                            file.write(json.dumps(found[key]) + "\n")
-                wanted.append(found[key])
-    text = tables(wanted)
+    for name, beta, schedule_name, scheme in settings:
+        train = make_train(tasks[name], SCHEMES[scheme], beta, schedule_name)
+        for rate, seed in itertools.product(tasks[name].rates, seeds):
+            bar.set_description(f"{name} {beta} {schedule_name} {scheme}")
+            key = (name, scheme, beta, schedule_name, rate, seed)
+            if key not in found:
+                loss, num_bytes = train(rate, seed)
+                record: dict[str, Any] = dict(zip(KEYS, key, strict=True))
+                found[key] = record | {"loss": loss, "bytes": num_bytes}
+                if arguments.json:
+                    with arguments.json.open("a") as file:
+                        file.write(json.dumps(found[key]) + "\n")
+            wanted.append(found[key])
+            bar.update()
+    bar.close()
+    losses = Losses(wanted)
+    text = "\n\n".join([summary(losses), *(table(losses, s) for s in losses.settings)])
     print(f"{common.device()}, {arguments.seeds} seeds\n\n{text}")
     return text
 
