@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> str:
         records = [json.loads(line) for line in arguments.json.read_text().splitlines()]
     found = {tuple(record[key] for key in KEYS): record for record in records}
     tasks = {name: make_task(name, arguments) for name in arguments.task or ["digits", "images"]}
-    settings = list(itertools.product(tasks, arguments.momentum, arguments.schedule, SCHEMES))
+    settings: Any = list(itertools.product(tasks, arguments.momentum, arguments.schedule, SCHEMES))
     seeds = range(arguments.seeds)
     bar = tqdm(total=sum(len(tasks[name].rates) * len(seeds) for name, *_ in settings))
     wanted = []
