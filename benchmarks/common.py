@@ -40,7 +40,10 @@ def parse(result: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 def device() -> str:
     """What the figures were measured on."""
-    return f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+    kind = jax.devices()[0].device_kind
+    if kind == "cpu":
+        kind = f"CPU, {os.cpu_count()} cores"
+    return f"{kind}, jax {jax.__version__}"
 
 
 def write_json(path: Path | None, figures: Any) -> None:
