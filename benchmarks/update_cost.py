@@ -25,7 +25,7 @@ from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
 try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 except ImportError:
     torch = None
 
