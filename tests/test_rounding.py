@@ -372,8 +372,7 @@ def test_saved_and_resumed(make: Any, tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", (params, state))
         checkpointer.wait_until_finished()
-        target = jax.eval_shape(lambda p: (p, tx.init(p)), PARAMS)
-        params, state = checkpointer.restore(tmp_path / "state", target)
+        params, state = checkpointer.restore(tmp_path / "state", (PARAMS, tx.init(PARAMS)))
     for _ in range(3):
         updates, state = jax.jit(tx.update)(GRADS, state, params)
         params = optax.apply_updates(params, updates)
