@@ -294,6 +294,7 @@ def test_any_sharding_gives_the_same_bits(make: Any) -> None:
             assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", text)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 7), reason="XLA made two kernels of it")
 def test_no_temporary_of_parameter_size() -> None:
     params = [jnp.ones((64, 64, 3, 3), BF16) for _ in range(4)]
     for state_dtype in (jnp.float32, BF16):
