@@ -5,9 +5,10 @@
 Trains two networks with SGD with momentum, in every scheme with the same starting points, batches
 and rates: a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images
 of CIFAR-10 (DIR has the binary version; without --data-dir it is downloaded to data/). Params are
-only kept in 16 bits: losses and gradients are computed in float32. What is reported is the loss
-over the training images, the mean over the last five epochs, as a ratio to that of float32 at the
-same rate. With --json a run that is in OUT, a line each, is not run again.
+only kept in 16 bits: losses and gradients are computed in float32, and gradients come back rounded
+to the dtype of the params. What is reported is the loss over the training images, the mean over the
+last five epochs, as a ratio to that of float32 at the same rate. With --json a run that is in OUT,
+a line each, is not run again.
 """
 
 import argparse
