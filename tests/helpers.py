@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from sklearn.datasets import load_digits
 
 NUM_STEPS = 2_000
 BATCH = 64
+# In compiled programs.
+COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
 
 
 @contextlib.contextmanager

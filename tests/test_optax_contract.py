@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import apply, lenient, x64
+from helpers import COLLECTIVE, apply, lenient, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -450,9 +450,6 @@ def test_pickle_and_orbax(make: Any, tmp_path: Path) -> None:
         assert type(again) is type(state)
         updates, _ = tx.update(GRADS, again, params)
         chex.assert_trees_all_equal(updates, expected)
-
-
-COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
 
 
 @every_transform

@@ -1,7 +1,6 @@
 """Fully sharded params, several processes, other numbers of devices after a restart; long runs."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -16,13 +15,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import transformer
-from helpers import relative_difference, table
+from helpers import COLLECTIVE, relative_difference, table
 from jax.sharding import Mesh
 from transformer import make_init, on_host, optimizer, sharding, train
 
 from spa_optax import spa, spa_from_sgdm
-
-COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
 
 
 @pytest.fixture(autouse=True)
