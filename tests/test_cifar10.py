@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -27,7 +26,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import relative_difference
+from helpers import free_address, relative_difference
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -628,10 +627,7 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
     arguments += ["--learning-rate", "0.01"]
     subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cluster = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    cluster = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
             command(tmp_path / "two", *arguments, *cluster, str(i)),
