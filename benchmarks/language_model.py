@@ -82,7 +82,7 @@ def schedule_free(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.Gradie
 
 
 REFERENCE = "AdamW, float32"
-B1, C, C_SLOW = (0.8, 0.9, 0.95), (0.2, 0.1, 0.05), (0.1, 0.026, 0.0066)
+B1, C, C_SLOW = (0.6, 0.8, 0.9), (0.4, 0.2, 0.1), (0.4, 0.1, 0.026)
 SCHEMES = {
     REFERENCE: Scheme(F32, B1, adamw, lambda state, params: params),
     "AdamW, bfloat16, float32 master copy": Scheme(
@@ -95,7 +95,7 @@ SCHEMES = {
     "gpa_adamw, bfloat16, nearest": Scheme(BF16, C_SLOW, gpa_form(stochastic=False)),
     "gpa_adamw, bfloat16, stochastic": Scheme(BF16, C_SLOW, gpa_form(stochastic=True)),
     "schedule_free_adamw, float32": Scheme(
-        F32, B1, schedule_free, optax.contrib.schedule_free_eval_params
+        F32, (0.8, 0.9, 0.95), schedule_free, optax.contrib.schedule_free_eval_params
     ),
 }
 

@@ -21,16 +21,20 @@ def is_plain_number(value: object) -> bool:
     return not callable(value) and not isinstance(value, jax.Array)
 
 
-def _check_number(name: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
-    if callable(value):
+def _check_number(
+    name: str,
+    value: Any,
+    rule: str,
+    holds: Callable[[float], bool],
+    kind: str = "a scalar or a schedule",
+) -> None:
+    if callable(value) and "schedule" in kind:
         return
     if isinstance(
         value, jax.Array
     ):  # may be traced or on another device: its shape is all that is looked at
         if value.shape != ():
-            raise ValueError(
-                f"`{name}` must be a scalar or a schedule, got an array of shape {value.shape}"
-            )
+            raise ValueError(f"`{name}` must be {kind}, got an array of shape {value.shape}")
         return
     if (
         isinstance(value, bool)
@@ -38,7 +42,7 @@ def _check_number(name: str, value: Any, rule: str, holds: Callable[[float], boo
         or np.iscomplexobj(value)
         or np.shape(value) != ()
     ):
-        raise ValueError(f"`{name}` must be a scalar or a schedule, got {value!r}")
+        raise ValueError(f"`{name}` must be {kind}, got {value!r}")
     if not holds(float(value)):  # written so that NaN fails
         raise ValueError(f"`{name}` must be {rule}, got {value!r}")
 
@@ -55,16 +59,14 @@ def check_averaging(value: optax.ScalarOrSchedule) -> None:
 
 def check_interpolation(value: optax.ScalarOrSchedule) -> None:
     """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in (0, 1]."""
-    _check_number("interpolation", value, "in (0, 1]", lambda v: 0 < v <= 1)
+    # As float32, in which the state keeps it.
+    _check_number("interpolation", value, "in (0, 1]", lambda v: bool(np.float32(v) > 0) and v <= 1)
 
 
 def check_second_moment(b2: Any, eps: Any) -> None:
     """Raises ValueError unless `b2` is in [0, 1) and `eps` finite and >= 0, or traced scalars."""
-    for name, value in (("b2", b2), ("eps", eps)):
-        if callable(value):
-            raise ValueError(f"`{name}` must be a scalar, got {value!r}")
-    _check_number("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
-    check_rate("eps", eps)
+    _check_number("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1, "a scalar")
+    _check_number("eps", eps, "finite and >= 0", lambda v: 0 <= v < float("inf"), "a scalar")
 
 
 def check_momentum(value: optax.ScalarOrSchedule) -> None:
@@ -98,8 +100,8 @@ def check_dtype(value: Any) -> None:
     """Raises ValueError unless `value` is None or a real floating-point dtype."""
     if value is None:
         return
-    try:
-        dtype = jnp.dtype(value)
+    try:  # an array is what `inject_hyperparams` makes of a dtype, which is callable
+        dtype = None if isinstance(value, (jax.Array, np.ndarray)) else jnp.dtype(value)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

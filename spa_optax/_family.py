@@ -17,6 +17,8 @@ from spa_optax._checks import (
     check_rate,
     check_same_tree,
     check_second_moment,
+    is_none,
+    is_plain_number,
 )
 from spa_optax._coast import value_at
 from spa_optax._convert import find
@@ -35,7 +37,7 @@ class GPAState(NamedTuple):
     """State of `gpa`: that of `spa`, for params y, and where they are between x and z."""
 
     inner: SPAState
-    interpolation: Float[Array, ""]  # μ_y, of y_k = μ_y x_k + (1 − μ_y) z_k
+    mu_y: Float[Array, ""]  # that y_k was made with: y_k = μ_y x_k + (1 − μ_y) z_k
 
 
 def gpa(
@@ -72,8 +74,8 @@ def gpa(
 
     The defaults are those of the authors' code, H = 32 and μ_y = 0.7, for directions that have
     momentum of their own, such as `optax.scale_by_adam`'s. x then is the mean of some 300 values of
-    z: for runs of a few thousand steps average over fewer. Where the direction has no momentum
-    μ_y has to do its smoothing, since 1 − μ_y of each direction enters y at once: 0.9 is the
+    z: for runs of a few thousand steps average over fewer. Where the direction has no momentum μ_y
+    has to do its smoothing, since 1 − μ_y (1 − c) of each direction enters y at once: 0.9 is the
     default of `gpa_adamw`, as of Schedule-Free.
 
     As to chains, and params edited outside the optimizer, see `spa`.
@@ -81,10 +83,11 @@ def gpa(
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} = 1 − μ_x in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x is known
+        to the rounding of y over μ_y.
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`. With params of 16 bits it is needed: to
-        nearest, y moves only when z is ulp/(2c) away from it, or δ d more than half an ulp.
+      rounding_key: for stochastic rounding, as for `spa`. With params of 16 bits it is needed:
+        rounded to nearest, y stays where c (z − y) − δ d is less than half an ulp.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is a `GPAState`; its updates have
@@ -128,13 +131,15 @@ def gpa(
         mu_x = 1 - c
         # y_k − z_k is μ_y (x_k − z_k) for the μ_y that y_k was made with. Where that was another it
         # counts ρ times, as if μ_x were ρ μ_x.
-        rho = jnp.where(f32(mu_y) == mu_y_held, 1, mu_y / mu_y_held.astype(mu_y.dtype))
+        same = is_at_start(state) | (f32(mu_y) == mu_y_held)
+        change = mu_y / jnp.where(mu_y_held > 0, mu_y_held, 1).astype(mu_y.dtype) - 1  # ρ − 1
+        change -= jnp.where(same, jax.lax.stop_gradient(change), 0)  # its derivative is no less
         held = state.coast.astype(eta.dtype)
         return Step(
             eta=eta,
-            c=c + mu_x * (1 - rho),
-            coast=mu_x * jnp.where(eta > 0, mu_y * eta, rho * held),
-            delta=eta * mu_x * (rho - mu_y),
+            c=c - mu_x * change,
+            coast=mu_x * jnp.where(eta > 0, mu_y * eta, (1 + change) * held),
+            delta=eta * mu_x * (1 + change - mu_y),
         )
 
     def init_fn(params: PyTree) -> GPAState:
@@ -147,10 +152,12 @@ def gpa(
         del extra_args
         if not isinstance(state, GPAState):
             raise ValueError(f"`state` must be a `GPAState`, got {type(state).__name__}")
-        mu_y = value_at(interpolation, jnp.asarray(state.inner.count))
-        now = functools.partial(step, mu_y=mu_y, mu_y_held=jnp.asarray(state.interpolation))
+        count = jnp.asarray(state.inner.count)
+        mu_y = value_at(interpolation, count)
+        now = functools.partial(step, mu_y=mu_y, mu_y_held=jnp.asarray(state.mu_y))
         core = primal_averaging(now, state_dtype, rounding_key)
         updates, inner, _ = core.advance(updates, state.inner, params)
+        inner = inner._replace(c=f32(value_at(averaging, count)))  # and not ρ's
         return updates, GPAState(inner, f32(mu_y))
 
     # As in `spa`.
@@ -163,7 +170,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
     Under `spa` and `spa_from_sgdm` they are `params` themselves, and so they are for parameters
-    that another optimizer of `optax.partition` has, or none.
+    that another optimizer of `optax.partition` has, or none. (μ_y is kept as a float32.)
 
     Args:
       opt_state: a state that holds one of the family, or several that share the params among them,
@@ -208,6 +215,10 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     without_z = set(result)
     for state in states:
         inner, mu_y = state if isinstance(state, GPAState) else (state, None)
+        if any(jnp.shape(leaf) for leaf in jax.tree.leaves((mu_y, inner.count))):
+            raise ValueError(
+                "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
+            )
         for path, z in jax.tree_util.tree_leaves_with_path(inner.z):
             at = jax.tree_util.keystr(path)
             if at not in without_z or jnp.shape(result[at]) != jnp.shape(z):
@@ -316,13 +327,15 @@ def gpa_adamw(
     """AdamW with its first moment by generalized primal averaging: `gpa` of Adam's direction.
 
     The direction is that of `spa_adamw`, at y, and the rest is `gpa`. With averaging(k) = 1/(k + 1)
-    and a constant rate it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y.
+    and a constant rate it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y. The authors' own
+    GPA-AdamW has Adam's first moment as well, a buffer more:
+    `optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-4), gpa(1e-3))`.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. 1 − μ_y of each direction
-        enters y at once, as 1 − b1 in AdamW.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. 1 − μ_y (1 − c) of each
+        direction enters y at once, as 1 − b1 in AdamW.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, as for `spa_adamw`, of y.
@@ -378,6 +391,8 @@ def _adamw_direction(
     """That of AdamW without a first moment, in 32 bits or more, as is its state."""
     check_second_moment(b2, eps)
     check_rate("weight_decay", weight_decay)
+    # A scalar of NumPy would make a float64 of ν, where there are any.
+    b2, eps = (float(v) if is_plain_number(v) else v for v in (b2, eps))  # pyright: ignore[reportArgumentType]
     inner = optax.chain(
         optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(weight_decay, mask),  # pyright: ignore[reportArgumentType]
@@ -385,7 +400,7 @@ def _adamw_direction(
 
     def widened(x: Any) -> Any:
         if not is_float(x):
-            return x
+            return None
         dtype = jnp.result_type(x)
         if dtype.itemsize <= 2:
             dtype = jnp.float32
@@ -402,8 +417,10 @@ def _adamw_direction(
         if params is None:
             raise ValueError("`params` must be passed to `update`, which starts from x, got None")
         check_same_tree("updates", updates, "params", params)
-        updates, params = jax.tree.map(widened, (updates, params))
+        wide_updates, params = jax.tree.map(widened, (updates, params))
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
-            return inner.update(updates, state, params, **extra_args)
+            directions, state = inner.update(wide_updates, state, params, **extra_args)
+        of_others = lambda d, g: g if d is None else d
+        return jax.tree.map(of_others, directions, updates, is_leaf=is_none), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

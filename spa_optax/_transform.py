@@ -66,7 +66,7 @@ def spa(
       rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
         or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
         follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
-        it in the `static_args` of `optax.inject_hyperparams`.
+        it, as `state_dtype`, in the `static_args` of `optax.inject_hyperparams`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -160,7 +160,7 @@ def spa_from_sgdm(
       rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
         or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
         follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
-        it in the `static_args` of `optax.inject_hyperparams`.
+        it, as `state_dtype`, in the `static_args` of `optax.inject_hyperparams`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -333,7 +333,7 @@ def _advance(
     )
 
     def descend(
-        g: Array | None, anchored: Array | None, z: Array | None, seed: UInt32[Array, "2"] | None
+        g: Any, anchored: Array | None, z: Array | None, seed: UInt32[Array, "2"] | None
     ) -> Array | None:
         if anchored is None or z is None or not is_float(z):  # a param may itself be None
             return z
@@ -426,7 +426,7 @@ def average(updates: PyTree, params: PyTree, z_next: PyTree, step: Step) -> PyTr
     """The last equation of `Step`, as the update x_{k+1} − x_k."""
 
     def x_step(
-        g: Array | None, x: Array | None, z_next: Array | None, seed: UInt32[Array, "2"] | None
+        g: Any, x: Array | None, z_next: Array | None, seed: UInt32[Array, "2"] | None
     ) -> Array | None:
         if g is None or x is None or z_next is None:
             return None

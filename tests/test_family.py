@@ -33,7 +33,7 @@ from spa_optax import (
     spa_from_sgdm,
     state_to_sgdm,
 )
-from spa_optax._checks import check_second_moment
+from spa_optax._checks import check_dtype, check_second_moment
 
 NUM_STEPS = 300
 UNIFORM = lambda k: 1 / (k + 1).astype(float)
@@ -196,8 +196,7 @@ def test_interpolation_may_change_unforeseen() -> None:
     scheduled = apply(gpa(0.1, 0.2, mu_y), PARAMS, [GRADS] * 6)
     injected = optax.inject_hyperparams(gpa)(learning_rate=0.1, averaging=0.2, interpolation=0.9)
     params, state = apply(injected, PARAMS, [GRADS] * 3)
-    edited = {**state.hyperparams, "interpolation": jnp.array(0.5)}
-    state = state._replace(hyperparams=edited)
+    state = optax.tree.set(state, interpolation=jnp.array(0.5))
     params_1, state_1 = resume(injected, params, state, 3)
     chex.assert_trees_all_close(params_1, scheduled[0], rtol=1e-6)
     chex.assert_trees_all_close(state_1.inner_state, scheduled[1], rtol=1e-6)
@@ -205,7 +204,7 @@ def test_interpolation_may_change_unforeseen() -> None:
     params_2, state_2 = resume(second, *apply(first, PARAMS, [GRADS] * 3), 3)
     chex.assert_trees_all_close((params_2, state_2), scheduled, rtol=1e-6)
     # It matters: without it x would be off.
-    wrong = state_1.inner_state._replace(interpolation=jnp.array(0.9))
+    wrong = state_1.inner_state._replace(mu_y=jnp.array(0.9))
     assert relative_difference(eval_params(wrong, params_1), eval_params(state_1, params_1)) > 1e-3
 
 
@@ -214,6 +213,36 @@ def resume(tx: Any, params: Any, state: Any, num_steps: int) -> tuple[Any, Any]:
         updates, state = jax.jit(tx.update)(GRADS, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
+
+
+def test_the_state_tells_c_and_not_what_a_change_makes_of_it() -> None:
+    _, state = apply(gpa(0.1, 0.2, lambda k: 0.5 + 0.1 * k.astype(float)), PARAMS, [GRADS] * 4)
+    np.testing.assert_allclose(state.inner.c, 0.2, rtol=1e-6)
+
+
+def test_a_state_of_zeros_is_one_at_the_start() -> None:
+    """As that of `optax.adamw` and `spa` are."""
+    for make in (gpa, spa, gpa_adamw, spa_adamw):
+        tx = make(0.1)
+        state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, PARAMS))
+        updates, _ = tx.update(GRADS, state, PARAMS)
+        expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        chex.assert_trees_all_equal(updates, expected)
+
+
+def test_derivative_with_respect_to_interpolation() -> None:
+    """At the μ_y that the state holds, too: x_2 = 5, z_2 = 2, and y_2 is 5 μ_y + 2 (1 − μ_y)."""
+
+    def y_2(mu_y: Any) -> Any:
+        first, second = gpa(1.0, 0.5, 0.5), gpa(1.0, 0.5, mu_y)
+        y, d = jnp.array(10.0), jnp.array(4.0)
+        updates, state = first.update(d, first.init(y), y)
+        y += updates
+        return y + second.update(d, state, y)[0]
+
+    for mu_y in (0.5, 0.6):
+        np.testing.assert_allclose(y_2(mu_y), 2 + 3 * mu_y, rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(y_2)(mu_y), 3, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------ eval_params
@@ -308,6 +337,19 @@ def test_eval_params_of_a_foreign_state(opt_state: Any) -> None:
         eval_params(opt_state, PARAMS)
 
 
+def test_eval_params_of_an_ensemble() -> None:
+    def train(mu_y: Any) -> Any:
+        tx = gpa(1.0, 0.1, mu_y)
+        params = jnp.ones(2)
+        updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+        return params + updates, state
+
+    params, states = jax.vmap(train)(jnp.array([0.3, 0.9]))
+    np.testing.assert_allclose(jax.vmap(eval_params)(states, params), 0.9, rtol=1e-6)
+    with pytest.raises(ValueError, match="`opt_state` must be of one run, got a batch"):
+        eval_params(states, params)
+
+
 def test_eval_params_before_the_first_step() -> None:
     state = gpa(0.1).init(PARAMS)
     chex.assert_trees_all_equal(eval_params(state, PARAMS), PARAMS)
@@ -393,6 +435,31 @@ def test_second_moment_of_narrow_gradients(alias: Any) -> None:
 
 
 @both_aliases
+@pytest.mark.parametrize("scalar", [np.float64, np.asarray, float])
+def test_scalars_of_numpy_do_not_widen_the_second_moment(alias: Any, scalar: Any) -> None:
+    with x64():
+        tx, params = alias(0.1, b2=scalar(0.99), eps=scalar(1e-8)), jnp.ones(3, jnp.float32)
+        _, state = tx.update(params, tx.init(params), params)
+    assert optax.tree.get(state, "nu").dtype == jnp.float32
+
+
+@both_aliases
+def test_integers_and_their_gradients(alias: Any) -> None:
+    params = {"w": jnp.ones(2), "step": jnp.arange(2), "on": jnp.array(True)}
+    tx = alias(0.1, mask={"w": True, "step": False, "on": False})
+    loss = lambda params: jnp.sum(params["w"] ** 2) * jnp.where(params["on"], 1.0, 2.0)
+    grads = jax.grad(loss, allow_int=True)(params)
+    state = tx.init(params)
+    types = jax.eval_shape(lambda: state)
+    for g in (grads, jax.tree.map(jnp.zeros_like, params)):
+        updates, state = tx.update(g, state, params)
+        assert jax.eval_shape(lambda state=state: state) == types
+        after = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(after["step"], params["step"])
+        assert np.all(after["w"] < params["w"])
+
+
+@both_aliases
 def test_mask_and_decay_schedule(alias: Any) -> None:
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     for mask in (MASK, lambda params: MASK):
@@ -418,6 +485,7 @@ def test_injected_adamw(alias: Any) -> None:
         (gpa, {"learning_rate": -1.0}, "`learning_rate` must be finite and >= 0, got -1.0"),
         (gpa, {"averaging": 1.5}, r"`averaging` must be in \[0, 1\], got 1.5"),
         (gpa, {"interpolation": 0.0}, r"`interpolation` must be in \(0, 1\], got 0.0"),
+        (gpa, {"interpolation": 1e-46}, r"`interpolation` must be in \(0, 1\], got 1e-46"),
         (gpa, {"interpolation": 1.1}, r"`interpolation` must be in \(0, 1\], got 1.1"),
         (gpa, {"interpolation": float("nan")}, r"`interpolation` must be in \(0, 1\], got nan"),
         (gpa, {"state_dtype": int}, "`state_dtype`"),
@@ -433,10 +501,20 @@ def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
         make(**{"learning_rate": 0.1, **kwargs})
 
 
-def test_schedules_where_there_can_be_none() -> None:
-    for b2, eps, name in ((lambda k: 0.9, 1e-8, "b2"), (0.9, lambda k: 1e-8, "eps")):
-        with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got <function"):
-            check_second_moment(b2, eps)
+def test_what_no_scalar_is() -> None:
+    for value in (lambda k: 0.9, None, "a", [0.9], jnp.array([0.9])):
+        for name in ("b2", "eps"):
+            with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got "):
+                check_second_moment(**{"b2": 0.9, "eps": 1e-8, name: value})
+
+
+def test_an_array_is_no_dtype() -> None:
+    """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
+    with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
+        check_dtype(jnp.ones(3))
+    named = optax.inject_hyperparams(gpa, static_args="state_dtype")
+    state = named(learning_rate=0.1, state_dtype=jnp.bfloat16).init(PARAMS)
+    assert optax.tree.get(state, "z")["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("make", [gpa, spa_adamw, gpa_adamw])
@@ -462,6 +540,6 @@ def test_states_are_what_they_are_said_to_be() -> None:
     state = gpa(0.1, interpolation=0.25).init(PARAMS)
     assert type(state) is GPAState
     assert type(state.inner) is SPAState
-    assert float(state.interpolation) == 0.25
-    assert state.interpolation.dtype == jnp.float32
+    assert float(state.mu_y) == 0.25
+    assert state.mu_y.dtype == jnp.float32
     assert functools.reduce(lambda n, leaf: n + leaf.size, jax.tree.leaves(state), 0) == 9 + 5
