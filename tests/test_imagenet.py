@@ -94,15 +94,15 @@ def test_random_crop() -> None:
     area, ratio = (right - left) * (lower - upper) / 400**2, (right - left) / (lower - upper)
     assert 0.079 < area.min() < 0.09
     assert 0.95 < area.max() <= 1
-    assert 0.74 < ratio.min() < 0.76
-    assert 1.31 < ratio.max() < 1.34
+    assert 0.74 < ratio.min() < 0.76  # sides are whole numbers
+    assert 1.31 < ratio.max() < 1.35
     small = area < 0.4  # these always fit, and are uniform
     assert abs(np.mean(area[small]) - 0.24) < 0.01
     assert abs(np.log(ratio[small]).mean()) < 0.02
     assert abs(((left + right) / 2)[small].mean() - 200) < 6
     # 20:1 fits no shape: the middle of 4:3, as high as the image.
-    assert imagenet.random_crop(2_000, 100, rng) == (934, 0, 1067, 100)
-    assert imagenet.random_crop(100, 2_000, rng) == (0, 934, 100, 1067)
+    assert imagenet.random_crop(2_000, 100, rng) == (933, 0, 1066, 100)
+    assert imagenet.random_crop(100, 2_000, rng) == (0, 933, 100, 1066)
 
 
 def test_decode_the_middle(tmp_path: Path) -> None:
@@ -122,7 +122,9 @@ def test_decode_the_middle(tmp_path: Path) -> None:
             imagenet.decode(tmp_path / name, size, None).astype(float)
             for name in ("it.png", "it.jpg")
         )
-        assert np.abs(of_png - of_jpg).mean() < 4
+        error = lambda shift: np.abs(of_png - np.roll(of_jpg, shift, 1)).mean()  # noqa: B023
+        assert error(0) < 6
+        assert 2 * error(0) < error(1)
 
 
 def test_decode_at_random(tree: Path) -> None:
@@ -188,7 +190,7 @@ def test_normalize() -> None:
     np.testing.assert_allclose(imagenet.normalize(black_and_white), expected, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------------ the network
 
 
 def test_resnet50() -> None:
