@@ -406,34 +406,32 @@ def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]
     ]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_two_processes_killed_and_resumed(how: Any, tree: Path, tmp_path: Path) -> None:
+def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     """Two of two devices are one of four; where one dies the other stops; a restart goes on."""
     arguments = ["--scale-epochs", "0.3"]
-    one = subprocess.run(
+    subprocess.run(
         command(tree, tmp_path / "one", *arguments), env=environment(tmp_path, 4), check=True
     )
-    assert one.returncode == 0
-    run = tmp_path / "two" / "spa-gradual" / "seed0"
-    first, second = cluster(tree, tmp_path / "two", tmp_path, *arguments)
-    while first.poll() is None and not lines_of(run):
-        time.sleep(0.01)
-    second.send_signal(how)
-    start = time.monotonic()
-    output = first.communicate()[0]
-    assert time.monotonic() - start < 100  # 30 without a heartbeat
-    assert first.returncode != 0
-    assert "another task died" in output
-    assert 1 <= len(lines_of(run)) < 30
+    one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        before = len(lines_of(two))
+        first, second = cluster(tree, tmp_path / "two", tmp_path, *arguments)
+        while first.poll() is None and len(lines_of(two)) <= before:
+            time.sleep(0.01)
+        second.send_signal(how)
+        start = time.monotonic()
+        output = first.communicate()[0]
+        assert time.monotonic() - start < 150  # 30 without a heartbeat, or 100 before jax 0.7
+        assert first.returncode != 0
+        assert second.wait() == -how
+        assert "another task died" in output
+        assert before < len(lines_of(two)) < 30
     processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "4 × cpu" in outputs[0]
-    states = [final(tmp_path / name / "spa-gradual" / "seed0", tree) for name in ("one", "two")]
+    states = [final(run, tree) for run in (one, two)]
     assert states[0].step == states[1].step == 90
     assert relative_difference(*(state.params for state in states)) < 1e-3
-    losses = [
-        [line["losses"] for line in lines_of(tmp_path / n / "spa-gradual" / "seed0")]
-        for n in ("one", "two")
-    ]
+    losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-2)
