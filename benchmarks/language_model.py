@@ -88,10 +88,8 @@ SCHEMES = {
     "AdamW, bfloat16, float32 master copy": Scheme(
         BF16, B1, lambda *given: with_master(adamw(*given)), lambda state, params: params
     ),
-    "spa_adamw, float32": Scheme(F32, C, spa_form(stochastic=False)),
     "spa_adamw, bfloat16, nearest": Scheme(BF16, C, spa_form(stochastic=False)),
     "spa_adamw, bfloat16, stochastic": Scheme(BF16, C, spa_form(stochastic=True)),
-    "gpa_adamw, float32": Scheme(F32, C_SLOW, gpa_form(stochastic=False)),
     "gpa_adamw, bfloat16, nearest": Scheme(BF16, C_SLOW, gpa_form(stochastic=False)),
     "gpa_adamw, bfloat16, stochastic": Scheme(BF16, C_SLOW, gpa_form(stochastic=True)),
     "schedule_free_adamw, float32": Scheme(
