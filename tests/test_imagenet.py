@@ -366,6 +366,28 @@ def test_command_line(tree: Path, tmp_path: Path) -> None:
         imagenet.main([*arguments, "--image-size", "24"])
 
 
+def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In the middle of anything: the same bits in the end."""
+    arguments = [*SMALL, "--data-dir", str(tree), "--scale-epochs", "0.03", "--out"]
+    append = cifar10.Lines.append
+
+    def stops(self: Any, line: Any) -> None:
+        if line["epoch"] == 2:
+            raise KeyboardInterrupt
+        append(self, line)
+
+    monkeypatch.setattr(cifar10.Lines, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        imagenet.main([*arguments, str(tmp_path / "stopped")])
+    monkeypatch.undo()
+    for name in ("stopped", "whole"):
+        imagenet.main([*arguments, str(tmp_path / name)])
+    whole, stopped = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "stopped"))
+    chex.assert_trees_all_equal(final(whole, tree), final(stopped, tree))
+    assert lines_of(whole) == lines_of(stopped)
+    assert len(lines_of(whole)) == 3
+
+
 def test_measure(tree: Path, capsys: Any) -> None:
     imagenet.main([*SMALL, "--data-dir", str(tree), "--measure"])
     out = capsys.readouterr().out
