@@ -289,7 +289,8 @@ def make_program(
 
     @partial(jax.jit, out_shardings=replicated)
     def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:
-        return steps.totals(params, batch_stats, normalize(images), labels)
+        sums = steps.totals(params, batch_stats, normalize(images), labels)
+        return *sums, (labels >= 0).sum()
 
     def to_devices(batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
         put = partial(jax.make_array_from_process_local_data, split)
@@ -302,6 +303,7 @@ def make_program(
         for batch in batches(train, order, config.batch, config.image_size, seeds, num_threads):
             state, metrics = step(state, *to_devices(batch))
             of_steps.append(metrics)
+            jax.block_until_ready(of_steps[-2:][0])  # no more than two batches on the devices
             bar.update()
         of_steps = jax.device_get(of_steps)
         return state, jax.tree.map(lambda *values: np.stack(values), *of_steps)
@@ -311,9 +313,8 @@ def make_program(
         order = np.pad(np.arange(len(test.paths)), (0, short), constant_values=-1)
         parts = []
         for batch in batches(test, order, config.batch, config.image_size, None, num_threads):
-            images, labels = to_devices(batch)
-            count = jnp.sum(labels >= 0)
-            parts.append((*totals(state.params, state.batch_stats, images, labels), count))
+            parts.append(totals(state.params, state.batch_stats, *to_devices(batch)))
+            jax.block_until_ready(parts[-2:][0])
         loss, correct, count = np.sum(jax.device_get(parts), 0)
         return float(loss / count), float(correct / count)
 
