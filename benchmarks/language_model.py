@@ -17,6 +17,7 @@ On a GPU, with 25 million params:
 With --json a run that is in OUT, a line each, is not run again.
 """
 
+import functools
 import itertools
 import statistics
 import sysconfig
@@ -101,6 +102,7 @@ SCHEMES = {
 # -------------------------------------------------------------------------------- text and network
 
 
+@functools.cache
 def read_text() -> tuple[np.ndarray, np.ndarray]:
     """The bytes to train on, and those of an eighth of the files, by a hash of their path."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -183,7 +183,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       x_k, shaped like `params` and of their dtype.
 
     Raises:
-      ValueError: if `opt_state` holds no state of the family, or its z is not like `params`.
+      ValueError: if `opt_state` holds no state of the family, its z is not like `params`, or it is
+        a batch of states.
 
     Examples:
       Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.
