@@ -25,7 +25,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -562,17 +562,14 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
     for array in jax.tree.leaves(data):
         digest.update(array)
 
-    def make_epoch() -> Epoch:
-        images, labels = on_all(tuple(train_data), program.mesh)
-        return lambda state, number, bar: program.epoch(state, images, labels, bar)
-
+    on_devices = cache(lambda: on_all(tuple(train_data), program.mesh))
     return run(
         config,
         digest.hexdigest(),
         folder,
         program.steps_per_epoch,
         lambda: program.init(config.seed),
-        make_epoch,
+        lambda state, _, bar: program.epoch(state, *on_devices(), bar),
         lambda state: program.evaluate(state.params, state.batch_stats, test_data),
     )
 
@@ -587,7 +584,7 @@ def run(
     folder: Path,
     steps_per_epoch: int,
     init: Callable[[], State],
-    make_epoch: Callable[[], Epoch],
+    do_epoch: Epoch,
     evaluate: Callable[[State], tuple[float, float]],
 ) -> State:
     """Trains for all epochs, or goes on from the last checkpoint in `folder`.
@@ -605,7 +602,6 @@ def run(
             state = manager.restore(first, args=ocp.args.StandardRestore(state))
         if first == config.epochs:
             return state
-        do_epoch = make_epoch()
         bar = tqdm(
             desc=f"{config.optimizer} {config.seed}",
             initial=first * steps_per_epoch,

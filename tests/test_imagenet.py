@@ -429,24 +429,31 @@ def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]
 
 
 def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
-    """Two of two devices are one of four; where one dies the other stops; a restart goes on."""
-    arguments = ["--scale-epochs", "0.3"]
+    """Two of two devices are one of four; where one dies the other stops; a restart goes on.
+
+    At a small rate: at a large one two orders of summing part after some thirty steps, where a
+    maximum goes to another place.
+    """
+    arguments = ["--scale-epochs", "0.3", "--learning-rate", "0.01"]
     subprocess.run(
         command(tree, tmp_path / "one", *arguments), env=environment(tmp_path, 4), check=True
     )
     one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    # JAX catches the first signal; and the first process is the one that the others report to.
+    for how, which in ((signal.SIGTERM, 1), (signal.SIGKILL, 0)):
         before = len(lines_of(two))
-        first, second = cluster(tree, tmp_path / "two", tmp_path, *arguments)
-        while first.poll() is None and len(lines_of(two)) <= before:
+        processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
+        dies, other = processes[which], processes[1 - which]
+        while other.poll() is None and len(lines_of(two)) <= before:
             time.sleep(0.01)
-        second.send_signal(how)
+        dies.send_signal(how)
         start = time.monotonic()
-        output = first.communicate()[0]
+        output = other.communicate()[0]
+        print(how, time.monotonic() - start, output)
         assert time.monotonic() - start < 150  # 30 without a heartbeat, or 100 before jax 0.7
-        assert first.returncode != 0
-        second.communicate()
-        assert second.returncode == -how
+        assert other.returncode != 0
+        dies.communicate()
+        assert dies.returncode == -how
         assert "another task died" in output
         assert before < len(lines_of(two)) < 30
     processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
@@ -455,6 +462,6 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     assert "4 × cpu" in outputs[0]
     states = [final(run, tree) for run in (one, two)]
     assert states[0].step == states[1].step == 90
-    assert relative_difference(*(state.params for state in states)) < 1e-3
+    assert relative_difference(*(state.params for state in states)) < 1e-4
     losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
-    np.testing.assert_allclose(*losses, rtol=1e-2)
+    np.testing.assert_allclose(*losses, rtol=1e-3)
