@@ -377,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     programs = [make_program(config, *parts, mesh, arguments.threads) for config in configs]
     if arguments.measure:
         text = measure(programs[0], configs[0], training, arguments.threads)
-        print(text)
+        if jax.process_index() == 0:
+            print(text)
         return text
     data_digest = digest(*parts)
     for config, program in zip(configs, programs, strict=True):

@@ -221,8 +221,11 @@ def config(**kwargs: Any) -> Any:
     return imagenet.Config(**{**fields, **kwargs})
 
 
+def make_model(key: Any) -> nnx.Module:
+    return imagenet.ResNet((1,), 4, num_classes=3, rngs=nnx.Rngs(key))
+
+
 def make_steps(group: int | None) -> Any:
-    make_model = lambda key: imagenet.MODELS["small"](num_classes=3, rngs=nnx.Rngs(key))
     tx = optax.identity()  # the gradient is what is asked for
     return cifar10.make_steps(config(), make_model, tx, group)
 
@@ -258,14 +261,15 @@ def test_labels_that_do_not_count() -> None:
     np.testing.assert_allclose(loss, -log_p.sum(), rtol=1e-6)
     assert correct == (np.asarray(logits)[real].argmax(1) == np.asarray(labels)[real]).sum()
     # The mean is over those that count, and there may be none.
-    state, steps = make_steps(None).init(0), make_steps(None)
+    steps = make_steps(None)
+    state, update = steps.init(0), jax.jit(steps.update)
     x = jax.random.normal(jax.random.key(1), (5, 32, 32, 3))
-    _, metrics = steps.update(state, x, labels)
-    model = imagenet.MODELS["small"](num_classes=3, rngs=nnx.Rngs(0))
+    _, metrics = update(state, x, labels)
+    model = make_model(1)
     nnx.update(model, state.params, state.batch_stats)
     loss, _ = cifar10.sums(model(x), labels)
     np.testing.assert_allclose(metrics["loss"], loss / 3, rtol=1e-5)
-    after, metrics = steps.update(state, x, jnp.full(5, -1))
+    after, metrics = update(state, x, jnp.full(5, -1))
     assert metrics["loss"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
 
@@ -431,10 +435,9 @@ def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]
 def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     """Two of two devices are one of four; where one dies the other stops; a restart goes on.
 
-    At a small rate: at a large one two orders of summing part after some thirty steps, where a
-    maximum goes to another place.
+    At a small rate: at 0.1 two orders of summing part for good after some sixty steps.
     """
-    arguments = ["--scale-epochs", "0.3", "--learning-rate", "0.01"]
+    arguments = ["--scale-epochs", "0.1", "--learning-rate", "0.01"]
     subprocess.run(
         command(tree, tmp_path / "one", *arguments), env=environment(tmp_path, 4), check=True
     )
@@ -449,19 +452,18 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
         dies.send_signal(how)
         start = time.monotonic()
         output = other.communicate()[0]
-        print(how, time.monotonic() - start, output)
         assert time.monotonic() - start < 150  # 30 without a heartbeat, or 100 before jax 0.7
         assert other.returncode != 0
         dies.communicate()
         assert dies.returncode == -how
         assert "another task died" in output
-        assert before < len(lines_of(two)) < 30
+        assert before < len(lines_of(two)) < 10
     processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "4 × cpu" in outputs[0]
     states = [final(run, tree) for run in (one, two)]
-    assert states[0].step == states[1].step == 90
+    assert states[0].step == states[1].step == 30
     assert relative_difference(*(state.params for state in states)) < 1e-4
     losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-3)
