@@ -645,20 +645,23 @@ def as_json(value: Any) -> float | None:
 
 
 def check_config(config: Config, data_digest: str, folder: Path) -> None:
-    """A folder holds one run: writes what it is, or compares."""
+    """A folder holds one run: the first process writes what it is, and all compare."""
     found = {**dataclasses.asdict(config), "data": data_digest}
     path = folder / "config.json"
-    if path.exists():
-        (there,) = read_json(path, path.read_text())
-        if there != found:
-            keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
-            differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
-            raise ValueError(f"--out has another run in {folder}, with {differences}")
-    elif jax.process_index() == 0:
+    if jax.process_index() == 0 and not path.exists():
         if (folder / "metrics.jsonl").exists():
             raise ValueError(f"--out has a run without its config.json in {folder}")
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(found, indent=2) + "\n")
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("config")
+    if not path.exists():
+        raise ValueError(f"--out must be on a disk that all processes share, got {folder}")
+    (there,) = read_json(path, path.read_text())
+    if there != found:
+        keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
+        differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
+        raise ValueError(f"--out has another run in {folder}, with {differences}")
 
 
 def read_json(path: Path, *texts: str) -> list[Any]:
@@ -808,9 +811,10 @@ def parse_arguments(
 
 
 def join_cluster(arguments: argparse.Namespace) -> None:
-    """Where one process dies, JAX stops the others with a message, after 30 seconds."""
+    """Where one process dies, or fails, JAX stops the others with a message within a minute."""
     if arguments.distributed or arguments.coordinator:
-        newer: Any = {"heartbeat_timeout_seconds": 30} if jax.__version_info__ >= (0, 7) else {}
+        newer: Any = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+        newer = newer if jax.__version_info__ >= (0, 7) else {}
         cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
         jax.distributed.initialize(*cluster, **newer)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX catches it, and would go on

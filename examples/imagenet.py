@@ -6,11 +6,15 @@ where DIR has the usual folders, train/CLASS/*.JPEG and val/CLASS/*.JPEG. The re
 (Defazio, arXiv:2010.00406, "Details of experiments"): 100 epochs, weight decay 1e-4, η = 1 and
 c = 0.1 (α = 0.1, β = 0.9), η ÷ 10 every 30 epochs, random resized crops of 224 and flips, batches
 of 8 × 32, with BatchNorm within each 32. On several hosts start it on each, with --distributed (or
---coordinator and its companions) and --out on a disk that they share.
+--coordinator and its companions) and --out on a disk that they share. To try it without ImageNet:
 
-A file that cannot be decoded does not count in the loss, and is told of and counted; a class
-without images is an error. A run that was stopped, however, is taken up again by the same command
-and ends as if it had not been. Command line, results and optimizers are those of `cifar10.py`.
+    python examples/photographs.py photographs
+    python examples/imagenet.py --data-dir photographs --model small --scale-epochs 0.05
+
+A file that cannot be decoded does not count in the loss (BatchNorm takes it as black), and is told
+of and counted; a class without images is an error. A run that was stopped, however, is taken up
+again by the same command and ends as if it had not been. Command line, results and optimizers are
+those of `cifar10.py`.
 """
 
 import dataclasses
@@ -344,7 +348,7 @@ def measure(program: Program, config: Config, train: Files, num_threads: int) ->
         state, _ = program.step(state, *on_devices)
     jax.block_until_ready(state)
     speeds = (num_batches * config.batch / s for s in (seconds, time.perf_counter() - start))
-    return "images/s: {:,.0f} of reading alone, {:,.0f} of training steps alone".format(*speeds)
+    return "images/s: {:,.1f} of reading alone, {:,.1f} of training steps alone".format(*speeds)
 
 
 # -------------------------------------------------------------------------------------------- main

@@ -501,6 +501,13 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", **variables}
 
 
+def test_a_disk_that_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="--out must be on a disk that all processes share, got"):
+        cifar10.check_config(config(), "digest", tmp_path / "run")
+    assert not any(tmp_path.iterdir())
+
+
 def final(run: Path) -> Any:
     """What the last checkpoint of a run holds, on the one device of another process."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))

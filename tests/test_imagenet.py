@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import photographs
 import pytest
 from flax import nnx
 from helpers import free_address, relative_difference
@@ -39,22 +40,8 @@ def _standard_promotion() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pieces of the two photographs that come with scikit-learn, in three classes."""
     folder = tmp_path_factory.mktemp("tree")
-    photographs = load_sample_images().images
-    rng = np.random.default_rng(0)
-    for part, num in (("train", 12), ("val", 7)):
-        for label, name in enumerate(("a temple", "flower", "sky")):
-            (folder / part / name).mkdir(parents=True)
-            photograph = photographs[label == 1][: 150 if label == 2 else None]
-            for i in range(num):
-                height, width = rng.integers(40, 90, 2)
-                top, left = (
-                    rng.integers(0, n - m)
-                    for n, m in zip(photograph.shape, (height, width), strict=False)
-                )
-                piece = Image.fromarray(photograph[top : top + height, left : left + width])
-                piece.save(folder / part / name / f"{i}.{'JPEG' if i % 2 else 'jpg'}", quality=90)
+    photographs.write_tree(folder, 12, 7, (40, 40), (90, 90))
     return folder
 
 
@@ -63,13 +50,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_find(tree: Path, tmp_path: Path) -> None:
     files = imagenet.find(tree / "train")
-    assert files.classes == ["a temple", "flower", "sky"]
+    assert files.classes == ["a temple", "flower", "upside down"]
     assert [path.name for path in files.paths[:3]] == ["0.jpg", "1.JPEG", "10.jpg"]
     np.testing.assert_array_equal(files.labels, np.repeat([0, 1, 2], 12))
     with pytest.raises(ValueError, match=r"--data-dir must have a folder test, got none at"):
         imagenet.find(tree / "test")
     with pytest.raises(ValueError, match="must have the classes of the training images: cat"):
-        imagenet.find(tree / "val", ["a temple", "cat", "flower", "sky"])
+        imagenet.find(tree / "val", ["a temple", "cat", "flower", "upside down"])
     with pytest.raises(ValueError, match=r"must have the classes of .*: no class at all"):
         imagenet.find(tmp_path)
     (tmp_path / "one").mkdir()
@@ -354,7 +341,7 @@ def test_command_line(tree: Path, tmp_path: Path) -> None:
     for path in tree.rglob("*.*"):
         copy = broken / path.relative_to(tree)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes()[: 500 if path.match("train/sky/4.jpg") else None])
+        copy.write_bytes(path.read_bytes()[: 500 if path.match("train/flower/4.jpg") else None])
     arguments = [*SMALL, "--data-dir", str(broken), "--out", str(tmp_path / "out")]
     arguments += ["--scale-epochs", "0.02", "--batch", "16"]
     with warnings.catch_warnings():
