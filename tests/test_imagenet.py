@@ -65,6 +65,15 @@ def test_find(tree: Path, tmp_path: Path) -> None:
         imagenet.find(tmp_path)
 
 
+def test_photographs(tmp_path: Path) -> None:
+    photographs.main([str(tmp_path)])
+    training = imagenet.find(tmp_path / "train")
+    assert len(training.paths) == 3 * 256
+    assert len(imagenet.find(tmp_path / "val", training.classes).paths) == 3 * 32
+    with Image.open(training.paths[0]) as image:
+        assert image.size == (500, 375)
+
+
 def test_digest(tree: Path, tmp_path: Path) -> None:
     files = imagenet.find(tree / "val")
     assert imagenet.digest(files) == imagenet.digest(imagenet.find(tree / "val"))
