@@ -753,6 +753,7 @@ def draw(runs: Runs, path: Path) -> None:
             epochs = np.arange(1, len(mean) + 1)
             axis.plot(epochs, mean, marker="." if len(mean) < 20 else "", label=name)
             axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
     axes[0].set_yscale("log")
     axes[1].legend(frameon=False)
