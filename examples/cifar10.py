@@ -19,12 +19,13 @@ import http.client
 import io
 import json
 import os
+import signal
 import tarfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,12 +322,17 @@ class Config:
     track: bool
 
 
-def make_optimizer(config: Config, steps_per_epoch: int) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    config: Config,
+    steps_per_epoch: int,
+    epochs: int = EPOCHS,
+    epochs_of_drops: Sequence[int] = DROPS,
+) -> optax.GradientTransformationExtraArgs:
     """One of `OPTIMIZERS`; the schedule is the recipe's, shortened in proportion."""
     eta, c = config.learning_rate, config.averaging
     alpha, beta = eta * c, 1 - c
-    scale = config.epochs / EPOCHS
-    drops = [round(epoch * scale * steps_per_epoch) for epoch in DROPS]
+    scale = config.epochs / epochs
+    drops = [round(epoch * scale * steps_per_epoch) for epoch in epochs_of_drops]
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
     eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
     make: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -365,6 +371,85 @@ class State(NamedTuple):
     key: jax.Array
 
 
+class Steps(NamedTuple):
+    """What is done with one batch, x (b, h, w, 3) and labels (b,); a label of −1 does not count."""
+
+    init: Callable[[Any], State]  # from a seed
+    update: Callable[..., tuple[State, dict[str, jax.Array]]]  # from state, x and labels
+    totals: Callable[..., tuple[jax.Array, jax.Array]]  # from params, batch_stats, x and labels
+
+
+def make_steps(
+    config: Config,
+    make_model: Callable[[jax.Array], nnx.Module],
+    tx: optax.GradientTransformation,
+    group: int | None = None,
+) -> Steps:
+    """To be jitted.
+
+    Args:
+      config: what to train.
+      make_model: from a key to a network with BatchNorm.
+      tx: the optimizer.
+      group: how many images BatchNorm takes its statistics from; None means the whole batch.
+
+    Returns:
+      init: from a seed to the state at step 0.
+      update: from a state, x and labels to the state after a step, and the loss, and what
+        `momentum_report` said.
+      totals: from params, batch_stats, x and labels to the sums of losses and of right answers.
+    """
+    model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
+    model.train()
+    train_graph = nnx.graphdef(model)
+    model.eval()
+    eval_graph = nnx.graphdef(model)
+
+    def init(seed: Any) -> State:
+        model_key, key = jax.random.split(jax.random.key(seed))
+        _, *state = nnx.split(make_model(model_key), nnx.Param, nnx.BatchStat)
+        params, batch_stats = map(nnx.to_pure_dict, state)
+        return State(params, batch_stats, tx.init(params), jnp.zeros([], jnp.int32), key)
+
+    def forward(params: Any, batch_stats: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        model = nnx.merge(train_graph, params, batch_stats)
+        return model(x), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    def by_groups(params: Any, batch_stats: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        if group is None:
+            return forward(params, batch_stats, x)
+        x = x.reshape(-1, group, *x.shape[1:])
+        logits, batch_stats = jax.vmap(forward, (None, None, 0))(params, batch_stats, x)
+        return logits.reshape(-1, logits.shape[-1]), jax.tree.map(lambda s: s.mean(0), batch_stats)
+
+    def update(state: State, x: jax.Array, labels: jax.Array) -> Any:
+        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+            logits, batch_stats = by_groups(params, state.batch_stats, x)
+            loss, _ = sums(logits, labels)
+            return loss / jnp.maximum((labels >= 0).sum(), 1), batch_stats
+
+        (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss}
+        if config.track or config.optimizer == "until-noise":
+            metrics |= diagnostics.momentum_report(opt_state)._asdict()
+            metrics["c"] = optax.tree.get(opt_state, "c")
+        return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
+
+    def totals(params: Any, batch_stats: Any, x: jax.Array, labels: jax.Array) -> Any:
+        return sums(nnx.merge(eval_graph, params, batch_stats)(x), labels)
+
+    return Steps(init, update, totals)
+
+
+def sums(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of losses, and of right answers."""
+    real = labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(real, labels, 0))
+    return jnp.where(real, losses, 0).sum(), (real & (logits.argmax(-1) == labels)).sum()
+
+
 class Program(NamedTuple):
     """What runs of a `Config`, whatever the seed, do on the devices of a mesh."""
 
@@ -396,46 +481,20 @@ def make_program(
         the loss of every step, and what `momentum_report` said; the state that goes in is donated.
       evaluate: from params, batch_stats, images and labels to the mean loss and accuracy.
     """
-    if config.batch % mesh.size:
-        raise ValueError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
+    check_batch(config, mesh)
     if scan is None:
         scan = mesh.devices.flat[0].platform != "cpu"
     replicated = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec("data"))
     steps_per_epoch = -(-num_train // config.batch)  # the last batch is filled up
-    tx = make_optimizer(config, steps_per_epoch)
     dtype = jnp.bfloat16 if config.bfloat16 else jnp.float32
     make_model = lambda key: MODELS[config.model](dtype=dtype, rngs=nnx.Rngs(key))
-    model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
-    model.train()
-    train_graph = nnx.graphdef(model)
-    model.eval()
-    eval_graph = nnx.graphdef(model)
-
-    @partial(jax.jit, out_shardings=replicated)
-    def init(seed: jax.Array) -> State:
-        model_key, key = jax.random.split(jax.random.key(seed))
-        _, *state = nnx.split(make_model(model_key), nnx.Param, nnx.BatchStat)
-        params, batch_stats = map(nnx.to_pure_dict, state)
-        return State(params, batch_stats, tx.init(params), jnp.zeros([], jnp.int32), key)
+    steps = make_steps(config, make_model, make_optimizer(config, steps_per_epoch))
 
     def step(state: State, k: Any, order: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
         batch = jax.lax.with_sharding_constraint(order[k], split)
         x = normalize(augment(jax.random.fold_in(state.key, state.step), images[batch]))
-
-        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            model = nnx.merge(train_graph, params, state.batch_stats)
-            loss = optax.softmax_cross_entropy_with_integer_labels(model(x), labels[batch]).mean()
-            return loss, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-
-        (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss}
-        if config.track or config.optimizer == "until-noise":
-            metrics |= diagnostics.momentum_report(opt_state)._asdict()
-            metrics["c"] = optax.tree.get(opt_state, "c")
-        return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
+        return steps.update(state, x, labels[batch])
 
     def shuffle(state: State) -> jax.Array:
         """The batches of the epoch to come, (steps_per_epoch, batch)."""
@@ -467,10 +526,7 @@ def make_program(
     @jitted
     def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:
         images, labels = jax.lax.with_sharding_constraint((images, labels), split)
-        logits = nnx.merge(eval_graph, params, batch_stats)(normalize(images))
-        real = labels >= 0
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(real, labels, 0))
-        return jnp.where(real, losses, 0).sum(), (real & (logits.argmax(-1) == labels)).sum()
+        return steps.totals(params, batch_stats, normalize(images), labels)
 
     def evaluate(params: Any, batch_stats: Any, data: Images) -> tuple[float, float]:
         size = 8 * config.batch
@@ -484,7 +540,12 @@ def make_program(
         loss, correct = np.sum(jax.device_get(parts), 0)
         return float(loss) / len(data.labels), float(correct) / len(data.labels)
 
-    return Program(mesh, steps_per_epoch, init, epoch, evaluate)
+    return Program(mesh, steps_per_epoch, jitted(steps.init), epoch, evaluate)
+
+
+def check_batch(config: Config, mesh: Mesh) -> None:
+    if config.batch % mesh.size:
+        raise ValueError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
 
 
 def on_all(arrays: Any, mesh: Mesh) -> Any:
@@ -495,37 +556,67 @@ def on_all(arrays: Any, mesh: Mesh) -> Any:
 
 
 def train(program: Program, config: Config, data: tuple[Images, Images], folder: Path) -> State:
-    """Trains, or goes on from the last checkpoint in `folder`.
+    """Trains, or goes on from the last checkpoint in `folder`; see `run`."""
+    train_data, test_data = data
+    digest = hashlib.sha256()
+    for array in jax.tree.leaves(data):
+        digest.update(array)
+
+    on_devices = cache(lambda: on_all(tuple(train_data), program.mesh))
+    return run(
+        config,
+        digest.hexdigest(),
+        folder,
+        program.steps_per_epoch,
+        lambda: program.init(config.seed),
+        lambda state, _, bar: program.epoch(state, *on_devices(), bar),
+        lambda state: program.evaluate(state.params, state.batch_stats, test_data),
+    )
+
+
+# From a state, the number of the epoch and a progress bar to the state after it, and metrics.
+Epoch = Callable[[State, int, tqdm], tuple[State, dict[str, np.ndarray]]]
+
+
+def run(
+    config: Config,
+    data_digest: str,
+    folder: Path,
+    steps_per_epoch: int,
+    init: Callable[[], State],
+    do_epoch: Epoch,
+    evaluate: Callable[[State], tuple[float, float]],
+) -> State:
+    """Trains for all epochs, or goes on from the last checkpoint in `folder`.
 
     Writes `config.json`, `metrics.jsonl` with one line an epoch, and `checkpoints`. If another run
     has been there, that is an error.
     """
-    check_config(config, data, folder)
-    train_data, test_data = data
+    check_config(config, data_digest, folder)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         first = manager.latest_step() or 0
         lines = Lines(folder / "metrics.jsonl", first)
-        state = program.init(config.seed)
+        state = init()
         if first:
             state = manager.restore(first, args=ocp.args.StandardRestore(state))
         if first == config.epochs:
             return state
-        images, labels = on_all(tuple(train_data), program.mesh)
         bar = tqdm(
             desc=f"{config.optimizer} {config.seed}",
-            initial=first * program.steps_per_epoch,
-            total=config.epochs * program.steps_per_epoch,
+            initial=first * steps_per_epoch,
+            total=config.epochs * steps_per_epoch,
             unit="step",
             disable=jax.process_index() > 0,
         )
         for epoch in range(first + 1, config.epochs + 1):
             start = time.perf_counter()
-            state, metrics = program.epoch(state, images, labels, bar)
+            state, metrics = do_epoch(state, epoch, bar)
             seconds = time.perf_counter() - start
-            test_loss, accuracy = program.evaluate(state.params, state.batch_stats, test_data)
+            test_loss, accuracy = evaluate(state)
             # What the last step used; SGD+M has neither.
             eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
+            left_out = metrics.pop("left_out", None)
             of_steps = {name: [as_json(v) for v in values] for name, values in metrics.items()}
             line = {
                 "epoch": epoch,
@@ -534,14 +625,16 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
                 "test_accuracy": accuracy,
                 "eta": None if eta is None else as_json(eta),
                 "c": None if c is None else as_json(c),
-                "images_per_second": as_json(program.steps_per_epoch * config.batch / seconds),
+                "images_per_second": as_json(steps_per_epoch * config.batch / seconds),
                 "losses": of_steps.pop("loss"),
                 "momentum": of_steps,
             }
+            if left_out is not None:
+                line["left_out"] = int(left_out.sum())
             lines.append(line)
             manager.save(epoch, args=ocp.args.StandardSave(state))
-            shown = ("train_loss", "test_accuracy", "eta", "c", "images_per_second")
-            bar.set_postfix({k: f"{line[k]:.4g}" for k in shown if line[k] is not None})
+            shown = ("train_loss", "test_accuracy", "eta", "c", "images_per_second", "left_out")
+            bar.set_postfix({k: f"{line[k]:.4g}" for k in shown if line.get(k) is not None})
         bar.close()
     return state
 
@@ -551,24 +644,24 @@ def as_json(value: Any) -> float | None:
     return float(f"{value:.7g}") if np.isfinite(value) else None
 
 
-def check_config(config: Config, data: tuple[Images, Images], folder: Path) -> None:
-    """A folder holds one run: writes what it is, or compares."""
-    digest = hashlib.sha256()
-    for array in jax.tree.leaves(data):
-        digest.update(array)
-    found = {**dataclasses.asdict(config), "data": digest.hexdigest()}
+def check_config(config: Config, data_digest: str, folder: Path) -> None:
+    """A folder holds one run: the first process writes what it is, and all compare."""
+    found = {**dataclasses.asdict(config), "data": data_digest}
     path = folder / "config.json"
-    if path.exists():
-        (there,) = read_json(path, path.read_text())
-        if there != found:
-            keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
-            differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
-            raise ValueError(f"--out has another run in {folder}, with {differences}")
-    elif jax.process_index() == 0:
+    if jax.process_index() == 0 and not path.exists():
         if (folder / "metrics.jsonl").exists():
             raise ValueError(f"--out has a run without its config.json in {folder}")
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(found, indent=2) + "\n")
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("config")
+    if not path.exists():
+        raise ValueError(f"--out must be on a disk that all processes share, got {folder}")
+    (there,) = read_json(path, path.read_text())
+    if there != found:
+        keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
+        differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
+        raise ValueError(f"--out has another run in {folder}, with {differences}")
 
 
 def read_json(path: Path, *texts: str) -> list[Any]:
@@ -660,6 +753,7 @@ def draw(runs: Runs, path: Path) -> None:
             epochs = np.arange(1, len(mean) + 1)
             axis.plot(epochs, mean, marker="." if len(mean) < 20 else "", label=name)
             axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
     axes[0].set_yscale("log")
     axes[1].legend(frameon=False)
@@ -670,40 +764,38 @@ def draw(runs: Runs, path: Path) -> None:
 # -------------------------------------------------------------------------------------------- main
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser(
+    description: str | None, models: Sequence[str], model: str, out: str
+) -> argparse.ArgumentParser:
+    """What all examples of this kind have."""
     epilog = "optimizers:\n" + "\n".join(f"  {name:14} {text}" for name, text in OPTIMIZERS.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--optimizer", nargs="+", action="extend", choices=[*OPTIMIZERS, "all"])
-    add("--model", choices=MODELS, default="resnet18", help="the paper's is resnet152")
+    add("--model", choices=models, default=model)
     add("--bfloat16", action="store_true", help="compute convolutions in bfloat16")
-    add(
-        "--scale-epochs",
-        type=float,
-        default=1.0,
-        help="shortens the whole schedule",
-    )
+    add("--scale-epochs", type=float, default=1.0, help="shortens the whole schedule")
     add("--seeds", type=int, default=1, help="how many")
-    add("--batch", type=int, default=128)
+    add("--batch", type=int, default=128, help="of all devices together")
     add("--learning-rate", type=float, default=1.0, help="η; α of SGD+M is η c")
     add("--averaging", type=float, default=0.1, help="c; β of SGD+M is 1 − c")
     add("--weight-decay", type=float, default=1e-4)
-    add(
-        "--out", type=Path, default=Path("results/cifar10"), help="a folder for all that is written"
-    )
-    add(
-        "--data-dir", type=Path, help="has CIFAR-10, binary version; else it is downloaded to data/"
-    )
-    add("--url", default=URL, help="where to download it from")
-    add("--md5", default=MD5, help="the checksum of the archive")
-    add("--subset", type=int, help="only so many training images, and a fifth as many test images")
+    add("--out", type=Path, default=Path(out), help="a folder for all that is written")
     add("--track", action="store_true", help="write what track_momentum finds ")
     add("--distributed", action="store_true", help="one of several processes of a cluster, found")
     add("--coordinator", help="HOST:PORT of the first process, where the cluster is not found")
     add("--num-processes", type=int)
     add("--process-id", type=int)
+    return parser
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     names = arguments.optimizer or ["spa-gradual"]
     arguments.optimizer = list(OPTIMIZERS if "all" in names else dict.fromkeys(names))
@@ -712,11 +804,42 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--coordinator, --num-processes and --process-id go together")
     if arguments.track and not {"sgdm", "until-noise"}.isdisjoint(arguments.optimizer):
         parser.error("--track is for primal averaging, not for sgdm, and until-noise has it anyway")
-    for name in ("scale_epochs", "seeds", "batch", "subset"):
-        value = getattr(arguments, name)
+    for name in ("scale_epochs", "seeds", "batch", "subset", "image_size", "threads"):
+        value = getattr(arguments, name, None)
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be finite and > 0, got {value}")
     return arguments
+
+
+def join_cluster(arguments: argparse.Namespace) -> None:
+    """Where one process dies, or fails, JAX stops the others with a message within a minute."""
+    if arguments.distributed or arguments.coordinator:
+        newer: Any = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+        newer = newer if jax.__version_info__ >= (0, 7) else {}
+        cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+        jax.distributed.initialize(*cluster, **newer)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX catches it, and would go on
+
+
+def make_configs(kind: type[Config], arguments: argparse.Namespace, epochs: int) -> list[Any]:
+    """One for each optimizer, for seed 0."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    shared = {key: value for key, value in vars(arguments).items() if key in fields}
+    shared["epochs"] = max(1, round(epochs * arguments.scale_epochs))
+    return [kind(**{**shared, "optimizer": name, "seed": 0}) for name in arguments.optimizer]
+
+
+def report(arguments: argparse.Namespace, epochs: int, mesh: Mesh, picture: str) -> str:
+    """A table and a picture of what is in the folders, by the first process."""
+    if jax.process_index() > 0:
+        return ""
+    runs = read_runs(arguments.out, arguments.optimizer, arguments.seeds)
+    text = table(runs)
+    devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
+    print(f"\n{arguments.model}, {epochs} epochs, {arguments.seeds} seeds, {devices}\n{text}")
+    draw(runs, arguments.out / picture)
+    print(f"\nCurves: {arguments.out / picture}")
+    return text
 
 
 def get_data(arguments: argparse.Namespace) -> tuple[Images, Images]:
@@ -741,32 +864,25 @@ def get_data(arguments: argparse.Namespace) -> tuple[Images, Images]:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
-    if arguments.distributed or arguments.coordinator:
-        jax.distributed.initialize(
-            arguments.coordinator, arguments.num_processes, arguments.process_id
-        )
+    parser = make_parser(__doc__, list(MODELS), "resnet18", "results/cifar10")
+    add = parser.add_argument
+    add(
+        "--data-dir", type=Path, help="has CIFAR-10, binary version; else it is downloaded to data/"
+    )
+    add("--url", default=URL, help="where to download it from")
+    add("--md5", default=MD5, help="the checksum of the archive")
+    add("--subset", type=int, help="only so many training images, and a fifth as many test images")
+    arguments = parse_arguments(parser, argv)
+    join_cluster(arguments)
     data = get_data(arguments)
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    fields = {field.name for field in dataclasses.fields(Config)}
-    shared = {key: value for key, value in vars(arguments).items() if key in fields}
-    shared["epochs"] = max(1, round(EPOCHS * arguments.scale_epochs))
-    configs = [Config(**{**shared, "optimizer": name, "seed": 0}) for name in arguments.optimizer]
+    configs = make_configs(Config, arguments, EPOCHS)
     programs = [make_program(config, len(data[0].labels), mesh) for config in configs]
     for config, program in zip(configs, programs, strict=True):
         for seed in range(arguments.seeds):
             folder = arguments.out / config.optimizer / f"seed{seed}"
             train(program, dataclasses.replace(config, seed=seed), data, folder)
-    if jax.process_index() > 0:
-        return ""
-    runs = read_runs(arguments.out, arguments.optimizer, arguments.seeds)
-    text = table(runs)
-    devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
-    title = f"{arguments.model}, {shared['epochs']} epochs, {arguments.seeds} seeds, {devices}"
-    print(f"\n{title}\n{text}")
-    draw(runs, arguments.out / "cifar10.png")
-    print(f"\nCurves: {arguments.out / 'cifar10.png'}")
-    return text
+    return report(arguments, configs[0].epochs, mesh, "cifar10.png")
 
 
 if __name__ == "__main__":

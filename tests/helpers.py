@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,13 @@ NUM_STEPS = 2_000
 BATCH = 64
 # In compiled programs.
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
+
+
+def free_address() -> str:
+    """HOST:PORT for processes that find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @contextlib.contextmanager

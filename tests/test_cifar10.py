@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -27,7 +26,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import relative_difference
+from helpers import free_address, relative_difference
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -502,6 +501,13 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", **variables}
 
 
+def test_a_disk_that_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match="--out must be on a disk that all processes share, got"):
+        cifar10.check_config(config(), "digest", tmp_path / "run")
+    assert not any(tmp_path.iterdir())
+
+
 def final(run: Path) -> Any:
     """What the last checkpoint of a run holds, on the one device of another process."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -628,10 +634,7 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
     arguments += ["--learning-rate", "0.01"]
     subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cluster = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    cluster = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
             command(tmp_path / "two", *arguments, *cluster, str(i)),

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import transformer
-from helpers import COLLECTIVE, relative_difference, table
+from helpers import COLLECTIVE, free_address, relative_difference, table
 from jax.sharding import Mesh
 from transformer import make_init, on_host, optimizer, sharding, train
 
@@ -74,11 +73,8 @@ def test_no_collective_inside_the_update(kind: str) -> None:
 
 
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, transformer.__file__, address, "2"]
+    command = [sys.executable, transformer.__file__, free_address(), "2"]
     processes = [
         subprocess.Popen([*command, str(i), str(tmp_path / "two.npz")], env={**os.environ, **flags})
         for i in range(2)

@@ -1,0 +1,465 @@
+"""The ImageNet example: reading, the network, BatchNorm by groups, and that it may be stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chex
+import cifar10
+import imagenet
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import photographs
+import pytest
+from flax import nnx
+from helpers import free_address, relative_difference
+from jax.sharding import Mesh
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+SCRIPT = Path(imagenet.__file__)
+SMALL = ["--model", "small", "--image-size", "32", "--batch", "16", "--batch-norm-group", "4"]
+SMALL += ["--threads", "2", "--learning-rate", "0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):  # what users have
+        yield
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tree")
+    photographs.write_tree(folder, 12, 7, (40, 40), (90, 90))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def test_find(tree: Path, tmp_path: Path) -> None:
+    files = imagenet.find(tree / "train")
+    assert files.classes == ["a temple", "flower", "upside down"]
+    assert [path.name for path in files.paths[:3]] == ["0.jpg", "1.JPEG", "10.jpg"]
+    np.testing.assert_array_equal(files.labels, np.repeat([0, 1, 2], 12))
+    with pytest.raises(ValueError, match=r"--data-dir must have a folder test, got none at"):
+        imagenet.find(tree / "test")
+    with pytest.raises(ValueError, match="must have the classes of the training images: cat"):
+        imagenet.find(tree / "val", ["a temple", "cat", "flower", "upside down"])
+    with pytest.raises(ValueError, match=r"must have the classes of .*: no class at all"):
+        imagenet.find(tmp_path)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "README.txt").write_text("no image")
+    with pytest.raises(ValueError, match=r"one must have images \(.jpeg, .jpg, .png\)"):
+        imagenet.find(tmp_path)
+
+
+def test_photographs(tmp_path: Path) -> None:
+    photographs.main([str(tmp_path)])
+    training = imagenet.find(tmp_path / "train")
+    assert len(training.paths) == 3 * 256
+    assert len(imagenet.find(tmp_path / "val", training.classes).paths) == 3 * 32
+    with Image.open(training.paths[0]) as image:
+        assert image.size == (500, 375)
+
+
+def test_digest(tree: Path, tmp_path: Path) -> None:
+    files = imagenet.find(tree / "val")
+    assert imagenet.digest(files) == imagenet.digest(imagenet.find(tree / "val"))
+    assert imagenet.digest(files) != imagenet.digest(imagenet.find(tree / "train"))
+
+
+def test_random_crop() -> None:
+    """8 to 100 % of the area, from 3:4 to 4:3, anywhere; ten tries, then the middle."""
+    rng = np.random.default_rng(0)
+    boxes = np.array([imagenet.random_crop(400, 400, rng) for _ in range(4_000)])
+    left, upper, right, lower = boxes.T
+    assert boxes.min() == 0
+    assert boxes.max() == 400
+    area, ratio = (right - left) * (lower - upper) / 400**2, (right - left) / (lower - upper)
+    assert 0.079 < area.min() < 0.09
+    assert 0.95 < area.max() <= 1
+    assert 0.74 < ratio.min() < 0.76  # sides are whole numbers
+    assert 1.31 < ratio.max() < 1.35
+    small = area < 0.4  # these always fit, and are uniform
+    assert abs(np.mean(area[small]) - 0.24) < 0.01
+    assert abs(np.log(ratio[small]).mean()) < 0.02
+    assert abs(((left + right) / 2)[small].mean() - 200) < 6
+    # 20:1 fits no shape: the middle of 4:3, as high as the image.
+    assert imagenet.random_crop(2_000, 100, rng) == (933, 0, 1066, 100)
+    assert imagenet.random_crop(100, 2_000, rng) == (0, 933, 100, 1066)
+
+
+def test_decode_the_middle(tmp_path: Path) -> None:
+    """As `resize(256)` of the shorter side, then the middle 224, but in one go."""
+    photograph = Image.fromarray(load_sample_images().images[0])
+    photograph.save(tmp_path / "it.png")
+    found = imagenet.decode(tmp_path / "it.png", 224, None).astype(float)
+    width, height = photograph.size
+    resized = photograph.resize((round(256 * width / height), 256), Image.Resampling.BILINEAR)
+    left = (resized.width - 224) // 2
+    expected = np.asarray(resized.crop((left, 16, left + 224, 240)), float)
+    assert np.abs(found - expected).mean() < 4
+    # A JPEG, decoded at a fraction of its size, is the same to what compression loses.
+    photograph.save(tmp_path / "it.jpg", quality=95)
+    for size in (32, 224):
+        of_png, of_jpg = (
+            imagenet.decode(tmp_path / name, size, None).astype(float)
+            for name in ("it.png", "it.jpg")
+        )
+        error = lambda shift: np.abs(of_png - np.roll(of_jpg, shift, 1)).mean()  # noqa: B023
+        assert error(0) < 6
+        assert 2 * error(0) < error(1)
+
+
+def test_decode_at_random(tree: Path) -> None:
+    path = imagenet.find(tree / "train").paths[0]
+    decode = lambda seed: imagenet.decode(path, 32, np.random.default_rng(seed))
+    np.testing.assert_array_equal(decode(1), decode(1))
+    images = [decode(seed) for seed in range(20)]
+    assert len({image.tobytes() for image in images}) == 20
+    assert all(image.shape == (32, 32, 3) and image.dtype == np.uint8 for image in images)
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "1"])
+def test_decode_of_other_modes(mode: str, tmp_path: Path) -> None:
+    """ImageNet has grey and CMYK files, and a PNG that is called JPEG."""
+    image = Image.fromarray(load_sample_images().images[1][:60, :80]).convert(mode)
+    image.save(tmp_path / "it.JPEG", format="JPEG" if mode in ("L", "CMYK") else "PNG")
+    assert imagenet.decode(tmp_path / "it.JPEG", 24, None).shape == (24, 24, 3)
+
+
+def read(files: Any, order: Any, batch: int, **kwargs: Any) -> list[Any]:
+    given = {"size": 16, "seed": (0, 1), "num_threads": 3, **kwargs}
+    return list(imagenet.batches(files, np.array(order), batch, **given))
+
+
+def test_batches_do_not_depend_on_processes_or_threads(tree: Path, monkeypatch: Any) -> None:
+    files = imagenet.find(tree / "train")
+    order = np.random.default_rng(0).permutation(36)[:32]
+    whole = read(files, order, 8)
+    assert [len(batch["labels"]) for batch in whole] == [8] * 4
+    np.testing.assert_array_equal(
+        np.concatenate([batch["labels"] for batch in whole]), files.labels[order]
+    )
+    one_thread = read(files, order, 8, num_threads=1)
+    chex.assert_trees_all_equal(one_thread, whole)
+    other_epoch = read(files, order, 8, seed=(0, 2))
+    assert not np.array_equal(other_epoch[0]["images"], whole[0]["images"])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    parts = []
+    for index in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        parts.append(read(files, order, 8))
+    for batch, *halves in zip(whole, *parts, strict=True):
+        together = jax.tree.map(lambda *values: np.concatenate(values), *halves)
+        chex.assert_trees_all_equal(together, batch)
+
+
+@pytest.mark.parametrize("content", ["cut", b"", b"<html>", b"\xff\xd8\xff\xe0"])
+def test_a_broken_file_does_not_count(content: Any, tree: Path, tmp_path: Path) -> None:
+    files = imagenet.find(tree / "train")
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(files.paths[1].read_bytes()[:700] if content == "cut" else content)
+    files = files._replace(paths=[path, *files.paths[1:]])
+    with pytest.warns(UserWarning, match=r"broken.jpg is left out: "):
+        (batch,) = read(files, [3, 0, 5, -1], 4)
+    np.testing.assert_array_equal(batch["labels"], [0, -1, 0, -1])
+    assert batch["images"][0].any()
+    assert not batch["images"][1].any()
+
+
+def test_normalize() -> None:
+    black_and_white = jnp.array([[0, 0, 0], [255, 255, 255]], jnp.uint8)
+    expected = [[-2.1179, -2.0357, -1.8044], [2.2489, 2.4286, 2.64]]  # as everywhere in PyTorch
+    np.testing.assert_allclose(imagenet.normalize(black_and_white), expected, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ the network
+
+
+def test_resnet50() -> None:
+    make = lambda: imagenet.MODELS["resnet50"](num_classes=1_000, rngs=nnx.Rngs(0))
+    params = nnx.state(nnx.eval_shape(make), nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 25_557_032  # torchvision's
+    forward = lambda x: make()(x)
+    assert jax.eval_shape(forward, jnp.zeros((2, 224, 224, 3))).shape == (2, 1_000)
+    body = lambda x: (model := make()).blocks(nnx.max_pool(model.stem(x), (2, 2), (2, 2)))
+    assert jax.eval_shape(body, jnp.zeros((2, 224, 224, 3))).shape == (2, 7, 7, 2_048)
+
+
+def config(**kwargs: Any) -> Any:
+    fields = {
+        "optimizer": "spa-gradual",
+        "seed": 0,
+        "model": "small",
+        "bfloat16": False,
+        "epochs": 100,
+        "batch": 16,
+        "learning_rate": 0.1,
+        "averaging": 0.1,
+        "weight_decay": 1e-4,
+        "track": False,
+        "batch_norm_group": 4,
+        "image_size": 32,
+    }
+    return imagenet.Config(**{**fields, **kwargs})
+
+
+def make_model(key: Any) -> nnx.Module:
+    return imagenet.ResNet((1,), 4, num_classes=3, rngs=nnx.Rngs(key))
+
+
+def make_steps(group: int | None) -> Any:
+    tx = optax.identity()  # the gradient is what is asked for
+    return cifar10.make_steps(config(), make_model, tx, group)
+
+
+def test_batch_norm_by_groups() -> None:
+    """Each group as if it were alone; statistics are the mean of theirs."""
+    x = (
+        jax.random.normal(jax.random.key(0), (8, 32, 32, 3))
+        * jnp.arange(1.0, 9)[:, None, None, None]
+    )
+    labels = jnp.arange(8) % 3
+    state = make_steps(None).init(0)
+    update = lambda group, part: jax.jit(make_steps(group).update)(state, x[part], labels[part])
+    whole, whole_metrics = update(None, slice(None))
+    as_one, _ = update(8, slice(None))
+    chex.assert_trees_all_close(as_one.params, whole.params, rtol=1e-4, atol=1e-5)
+    grouped, metrics = update(4, slice(None))
+    halves = [update(None, part) for part in (slice(4), slice(4, 8))]
+    mean = lambda *values: sum(values) / 2
+    for name in ("params", "batch_stats"):
+        expected = jax.tree.map(mean, *(getattr(half, name) for half, _ in halves))
+        chex.assert_trees_all_close(getattr(grouped, name), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], mean(*(m["loss"] for _, m in halves)), rtol=1e-5)
+    assert abs(metrics["loss"] - whole_metrics["loss"]) > 1e-4
+
+
+def test_labels_that_do_not_count() -> None:
+    logits = jax.random.normal(jax.random.key(0), (5, 3))
+    labels = jnp.array([0, -1, 2, -1, 1])
+    loss, correct = cifar10.sums(logits, labels)
+    real = np.array([0, 2, 4])
+    log_p = np.asarray(jax.nn.log_softmax(logits))[real, np.asarray(labels)[real]]
+    np.testing.assert_allclose(loss, -log_p.sum(), rtol=1e-6)
+    assert correct == (np.asarray(logits)[real].argmax(1) == np.asarray(labels)[real]).sum()
+    # The mean is over those that count, and there may be none.
+    steps = make_steps(None)
+    state, update = steps.init(0), jax.jit(steps.update)
+    x = jax.random.normal(jax.random.key(1), (5, 32, 32, 3))
+    _, metrics = update(state, x, labels)
+    model = make_model(1)
+    nnx.update(model, state.params, state.batch_stats)
+    loss, _ = cifar10.sums(model(x), labels)
+    np.testing.assert_allclose(metrics["loss"], loss / 3, rtol=1e-5)
+    after, metrics = update(state, x, jnp.full(5, -1))
+    assert metrics["loss"] == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
+
+
+def test_recipe() -> None:
+    """100 epochs, drops by 10 at 30, 60 and 90."""
+    tx = cifar10.make_optimizer(config(optimizer="spa-eta"), 10, imagenet.EPOCHS, imagenet.DROPS)
+    x = jnp.ones(2)
+    update = jax.jit(tx.update)
+    for epoch, eta in ((0, 0.1), (29.9, 0.1), (30, 0.01), (60, 1e-3), (90, 1e-4)):
+        state = optax.tree.set(tx.init(x), count=jnp.int32(10 * epoch))
+        _, state = update(x, state, x)
+        np.testing.assert_allclose(optax.tree.get(state, "eta"), eta, rtol=1e-5)
+
+
+def test_evaluation(tree: Path) -> None:
+    """Against the model itself, on a set that no batch divides."""
+    files = [imagenet.find(tree / part) for part in ("train", "val")]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    program = imagenet.make_program(config(), *files, mesh, 2)
+    state = program.init(0)
+    model = imagenet.MODELS["small"](num_classes=3, rngs=nnx.Rngs(1))
+    nnx.update(model, state.params, state.batch_stats)
+    model.eval()
+    images = np.stack([imagenet.decode(path, 32, None) for path in files[1].paths])
+    loss, correct = cifar10.sums(model(imagenet.normalize(images)), files[1].labels)
+    np.testing.assert_allclose(program.evaluate(state), (loss / 21, correct / 21), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch": 18}, "--batch must be a multiple of 4 devices, got 18"),
+        ({"batch_norm_group": 5}, "--batch must be a multiple of --batch-norm-group 5, got 16"),
+    ],
+)
+def test_batches_that_do_not_divide(fields: Any, message: str, tree: Path) -> None:
+    files = [imagenet.find(tree / part) for part in ("train", "val")]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    with pytest.raises(ValueError, match=message):
+        imagenet.make_program(config(**fields), *files, mesh, 2)
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+def command(tree: Path, out: Path, *arguments: str) -> list[str]:
+    given = [*SMALL, "--data-dir", str(tree), "--out", str(out), *arguments]
+    return [sys.executable, str(SCRIPT), *given]
+
+
+def environment(tmp_path: Path, num_devices: int = 1) -> dict[str, str]:
+    """Few CPU devices a process; compiles once."""
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "MPLBACKEND": "agg",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+
+
+def final(run: Path, tree: Path) -> Any:
+    """What the last checkpoint of a run holds, on the one device of this process."""
+    files = [imagenet.find(tree / part) for part in ("train", "val")]
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    target = imagenet.make_program(config(), *files, mesh, 1).init(0)
+    with ocp.CheckpointManager(run / "checkpoints") as manager:
+        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
+        return state._replace(key=jax.random.key_data(state.key))
+
+
+def test_command_line(tree: Path, tmp_path: Path) -> None:
+    """End to end, with a broken file."""
+    broken = tmp_path / "tree"
+    for path in tree.rglob("*.*"):
+        copy = broken / path.relative_to(tree)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes()[: 500 if path.match("train/flower/4.jpg") else None])
+    arguments = [*SMALL, "--data-dir", str(broken), "--out", str(tmp_path / "out")]
+    arguments += ["--scale-epochs", "0.02", "--batch", "16"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        text = imagenet.main(arguments)
+    lines = lines_of(tmp_path / "out" / "spa-gradual" / "seed0")
+    assert [line["epoch"] for line in lines] == [1, 2]
+    # 36 images fill 48 places, so that the broken one comes up once or twice.
+    assert all(line["left_out"] in (1, 2) and len(line["losses"]) == 3 for line in lines)
+    assert (tmp_path / "out" / "imagenet.png").read_bytes().startswith(b"\x89PNG")
+    assert "spa-gradual" in text
+    with pytest.raises(ValueError, match=r"has another run in .*, with image_size 32 and not 24"):
+        imagenet.main([*arguments, "--image-size", "24"])
+
+
+def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In the middle of anything: the same bits in the end."""
+    arguments = [*SMALL, "--data-dir", str(tree), "--scale-epochs", "0.03", "--out"]
+    append = cifar10.Lines.append
+
+    def stops(self: Any, line: Any) -> None:
+        if line["epoch"] == 2:
+            raise KeyboardInterrupt
+        append(self, line)
+
+    monkeypatch.setattr(cifar10.Lines, "append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        imagenet.main([*arguments, str(tmp_path / "stopped")])
+    monkeypatch.undo()
+    for name in ("stopped", "whole"):
+        imagenet.main([*arguments, str(tmp_path / name)])
+    whole, stopped = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "stopped"))
+    chex.assert_trees_all_equal(final(whole, tree), final(stopped, tree))
+    assert lines_of(whole) == lines_of(stopped)
+    assert len(lines_of(whole)) == 3
+
+
+def test_measure(tree: Path, capsys: Any) -> None:
+    imagenet.main([*SMALL, "--data-dir", str(tree), "--measure"])
+    out = capsys.readouterr().out
+    assert out.startswith("images/s: ")
+    speeds = [float(word.replace(",", "")) for word in out.split() if word[0].isdigit()]
+    assert len(speeds) == 2
+    assert min(speeds) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image-size", "0"], "--image-size must be finite and > 0, got 0"),
+        (["--threads", "0"], "--threads must be finite and > 0, got 0"),
+        (["--batch-norm-group", "-1"], "--batch-norm-group must be >= 0, got -1"),
+        (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        imagenet.main(["--data-dir", "nowhere", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]:
+    """Two processes of two devices."""
+    joined = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
+    return [
+        subprocess.Popen(
+            command(tree, out, *arguments, *joined, str(i)),
+            env=environment(tmp_path, 2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+
+
+def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
+    """Two of two devices are one of four; where one dies the other stops; a restart goes on.
+
+    At a small rate: at 0.1 two orders of summing part for good after some sixty steps.
+    """
+    arguments = ["--scale-epochs", "0.1", "--learning-rate", "0.01"]
+    subprocess.run(
+        command(tree, tmp_path / "one", *arguments), env=environment(tmp_path, 4), check=True
+    )
+    one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
+    # JAX catches the first signal; and the first process is the one that the others report to.
+    for how, which in ((signal.SIGTERM, 1), (signal.SIGKILL, 0)):
+        before = len(lines_of(two))
+        processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
+        dies, other = processes[which], processes[1 - which]
+        while other.poll() is None and len(lines_of(two)) <= before:
+            time.sleep(0.01)
+        dies.send_signal(how)
+        start = time.monotonic()
+        output = other.communicate()[0]
+        assert time.monotonic() - start < 150  # 30 without a heartbeat, or 100 before jax 0.7
+        assert other.returncode != 0
+        dies.communicate()
+        assert dies.returncode == -how
+        assert "another task died" in output
+        assert before < len(lines_of(two)) < 10
+    processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "4 × cpu" in outputs[0]
+    states = [final(run, tree) for run in (one, two)]
+    assert states[0].step == states[1].step == 30
+    assert relative_difference(*(state.params for state in states)) < 1e-4
+    losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
