@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import http.client
 import io
+import itertools
 import json
 import os
 import signal
@@ -333,6 +334,10 @@ def make_optimizer(
     alpha, beta = eta * c, 1 - c
     scale = config.epochs / epochs
     drops = [round(epoch * scale * steps_per_epoch) for epoch in epochs_of_drops]
+    if drops[0] < 1 or any(after <= before for before, after in itertools.pairwise(drops)):
+        raise ValueError(
+            f"--scale-epochs must leave steps between the drops, got drops at steps {drops}"
+        )
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
     eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
     make: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -561,8 +566,12 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
     digest = hashlib.sha256()
     for array in jax.tree.leaves(data):
         digest.update(array)
-
     on_devices = cache(lambda: on_all(tuple(train_data), program.mesh))
+
+    def evaluate(state: State) -> dict[str, float]:
+        loss, accuracy = program.evaluate(state.params, state.batch_stats, test_data)
+        return {"test_loss": loss, "test_accuracy": accuracy}
+
     return run(
         config,
         digest.hexdigest(),
@@ -570,7 +579,7 @@ def train(program: Program, config: Config, data: tuple[Images, Images], folder:
         program.steps_per_epoch,
         lambda: program.init(config.seed),
         lambda state, _, bar: program.epoch(state, *on_devices(), bar),
-        lambda state: program.evaluate(state.params, state.batch_stats, test_data),
+        evaluate,
     )
 
 
@@ -585,7 +594,7 @@ def run(
     steps_per_epoch: int,
     init: Callable[[], State],
     do_epoch: Epoch,
-    evaluate: Callable[[State], tuple[float, float]],
+    evaluate: Callable[[State], dict[str, float]],
 ) -> State:
     """Trains for all epochs, or goes on from the last checkpoint in `folder`.
 
@@ -613,7 +622,7 @@ def run(
             start = time.perf_counter()
             state, metrics = do_epoch(state, epoch, bar)
             seconds = time.perf_counter() - start
-            test_loss, accuracy = evaluate(state)
+            tested = evaluate(state)
             # What the last step used; SGD+M has neither.
             eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
             left_out = metrics.pop("left_out", None)
@@ -621,8 +630,8 @@ def run(
             line = {
                 "epoch": epoch,
                 "train_loss": as_json(metrics["loss"].mean(dtype=np.float64)),
-                "test_loss": as_json(test_loss),
-                "test_accuracy": accuracy,
+                "test_loss": as_json(tested.pop("test_loss")),
+                **tested,
                 "eta": None if eta is None else as_json(eta),
                 "c": None if c is None else as_json(c),
                 "images_per_second": as_json(steps_per_epoch * config.batch / seconds),
@@ -808,11 +817,13 @@ def parse_arguments(
         value = getattr(arguments, name, None)
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be finite and > 0, got {value}")
+    if not 0 <= arguments.weight_decay < float("inf"):
+        parser.error(f"--weight-decay must be finite and >= 0, got {arguments.weight_decay}")
     return arguments
 
 
 def join_cluster(arguments: argparse.Namespace) -> None:
-    """Where one process dies, or fails, JAX stops the others with a message within a minute."""
+    """Where one dies or fails after all have joined, JAX stops the others within a minute."""
     if arguments.distributed or arguments.coordinator:
         newer: Any = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
         newer = newer if jax.__version_info__ >= (0, 7) else {}

@@ -23,6 +23,7 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from tqdm import tqdm
 EPOCHS, DROPS = 100, (30, 60, 90)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue, from 0 to 1
 SUFFIXES = {".jpeg", ".jpg", ".png"}
+UNDECODABLE = (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -59,15 +61,19 @@ def find(folder: Path, classes: list[str] | None = None) -> Files:
     """The images in the folders of their classes, all in the order of names."""
     if not folder.is_dir():
         raise ValueError(f"--data-dir must have a folder {folder.name}, got none at {folder}")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    visible = lambda path: not path.name.startswith(".")
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and visible(path))
+    if not found:
+        raise ValueError(f"{folder} must have a folder of images for each class, got none")
     if classes is None:
         classes = found
-    if found != classes or not classes:
-        odd = sorted(set(found) ^ set(classes)) or ["no class at all"]
-        raise ValueError(f"{folder} must have the classes of the training images: {odd[0]}")
+    for problem, names in (("no", set(classes) - set(found)), ("also", set(found) - set(classes))):
+        if names:
+            raise ValueError(f"{folder} must have the training classes, got {problem} {min(names)}")
     paths, labels = [], []
     for label, name in enumerate(classes):
-        of_class = sorted(p for p in (folder / name).iterdir() if p.suffix.lower() in SUFFIXES)
+        inside = filter(visible, (folder / name).iterdir())
+        of_class = sorted(path for path in inside if path.suffix.lower() in SUFFIXES)
         if not of_class:
             raise ValueError(f"{folder / name} must have images ({', '.join(sorted(SUFFIXES))})")
         paths += of_class
@@ -83,9 +89,9 @@ def digest(*parts: Files) -> str:
     result = hashlib.sha256()
     for part in parts:
         for path in part.paths:
-            result.update(f"{path.parent.name}/{path.name}\n".encode())
+            result.update(os.fsencode(f"{path.parent.name}/{path.name}\n"))
         for first in np.unique(part.labels, return_index=True)[1]:
-            result.update(f"{part.paths[first].stat().st_size}\n".encode())
+            result.update(f"{part.paths[first].lstat().st_size}\n".encode())
     return result.hexdigest()
 
 
@@ -119,13 +125,13 @@ def decode(path: Path, size: int, rng: np.random.Generator | None) -> np.ndarray
         else:
             box, flip = random_crop(*file.size, rng), rng.random() < 0.5
         # JPEGs are decoded at a half, a quarter or an eighth where that is still large enough.
-        full = file.size
-        wanted = (full[0] * size / (box[2] - box[0]), full[1] * size / (box[3] - box[1]))
-        file.draft("RGB", (math.ceil(wanted[0]), math.ceil(wanted[1])))
-        across, down = file.size[0] / full[0], file.size[1] / full[1]
-        drafted = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-        shape = (size, size)
-        image = file.convert("RGB").resize(shape, Image.Resampling.BILINEAR, drafted)
+        width, height = file.size
+        wanted = (width * size / (box[2] - box[0]), height * size / (box[3] - box[1]))
+        drafted = file.draft("RGB", (math.ceil(wanted[0]), math.ceil(wanted[1])))
+        _, (_, _, across, down) = drafted or (None, (0, 0, width, height))  # what they are now
+        across, down = across / width, down / height
+        box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+        image = file.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box)
         pixels = np.asarray(image)
     return pixels[:, ::-1] if flip else pixels
 
@@ -156,8 +162,8 @@ class Reader:
             path = self.files.paths[index]
             try:
                 image = decode(path, self.size, rng)
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                warnings.warn(f"{path} is left out: {error}", stacklevel=2)
+            except UNDECODABLE as error:
+                warnings.warn(f"{path} is left out: {error}", stacklevel=1)
             else:
                 return {"images": image, "labels": self.files.labels[index]}
         return {
@@ -173,7 +179,8 @@ def batches(
     part = batch // jax.process_count()
     places = np.arange(len(order)).reshape(-1, jax.process_count(), part)[:, jax.process_index()]
     reader = Reader(files, size, order[places.ravel()], places.ravel(), seed)
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=4 * part)
+    ahead = max(4 * part, num_threads)
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
     records = grain.MapDataset.source(reader).to_iter_dataset(options)  # pyright: ignore[reportArgumentType]
     return iter(records.batch(part))
 
@@ -265,7 +272,7 @@ class Program(NamedTuple):
     steps_per_epoch: int
     init: Callable[[int], State]
     epoch: Callable[..., tuple[State, dict[str, np.ndarray]]]
-    evaluate: Callable[[State], tuple[float, float]]
+    evaluate: Callable[[State], dict[str, float]]
     step: Any  # jitted, from state, images and labels
     to_devices: Callable[[Any], Any]
 
@@ -279,6 +286,9 @@ def make_program(
     number of processes and devices.
     """
     cifar10.check_batch(config, mesh)
+    of_processes = Counter(device.process_index for device in mesh.devices.flat)
+    if len(set(of_processes.values())) > 1:
+        raise ValueError(f"processes must have equally many devices, got {dict(of_processes)}")
     group = config.batch_norm_group or None
     if config.batch % (group or 1):
         raise ValueError(
@@ -315,10 +325,12 @@ def make_program(
             of_steps.append(metrics)
             jax.block_until_ready(of_steps[-2:][0])  # no more than two batches on the devices
             bar.update()
-        of_steps = jax.device_get(of_steps)
-        return state, jax.tree.map(lambda *values: np.stack(values), *of_steps)
+        metrics = jax.tree.map(lambda *values: np.stack(values), *jax.device_get(of_steps))
+        if metrics["left_out"].sum() == len(order):
+            raise ValueError("--data-dir must have training images that can be decoded, got none")
+        return state, metrics
 
-    def evaluate(state: State) -> tuple[float, float]:
+    def evaluate(state: State) -> dict[str, float]:
         short = -len(test.paths) % config.batch  # filled up with images that do not count
         order = np.pad(np.arange(len(test.paths)), (0, short), constant_values=-1)
         parts = []
@@ -326,7 +338,13 @@ def make_program(
             parts.append(totals(state.params, state.batch_stats, *to_devices(batch)))
             jax.block_until_ready(parts[-2:][0])
         loss, correct, count = np.sum(jax.device_get(parts), 0)
-        return float(loss / count), float(correct / count)
+        if not count:
+            raise ValueError("--data-dir must have val images that can be decoded, got none")
+        return {
+            "test_loss": float(loss / count),
+            "test_accuracy": float(correct / count),
+            "test_left_out": len(test.paths) - int(count),
+        }
 
     init = jax.jit(steps.init, out_shardings=replicated)
     return Program(steps_per_epoch, init, epoch, evaluate, step, to_devices)
@@ -366,7 +384,9 @@ def main(argv: Sequence[str] | None = None) -> str:
         default=32,
         help="images that BatchNorm takes its statistics of; 0: the batch, of all devices together",
     )
-    add("--threads", type=int, default=os.cpu_count(), help="that decode images, a process")
+    # Those that this process may use, where the system can tell.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--threads", type=int, default=cpus, help="that decode images, a process")
     add("--measure", action="store_true", help="how fast images are read and trained on, no more")
     arguments = cifar10.parse_arguments(parser, argv)
     if arguments.batch_norm_group < 0:

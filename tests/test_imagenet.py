@@ -1,5 +1,6 @@
 """The ImageNet example: reading, the network, BatchNorm by groups, and that it may be stopped."""
 
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from helpers import free_address, relative_difference
 from jax.sharding import Mesh
 from PIL import Image
 from sklearn.datasets import load_sample_images
+from tqdm import tqdm
 
 SCRIPT = Path(imagenet.__file__)
 SMALL = ["--model", "small", "--image-size", "32", "--batch", "16", "--batch-norm-group", "4"]
@@ -55,12 +57,16 @@ def test_find(tree: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(files.labels, np.repeat([0, 1, 2], 12))
     with pytest.raises(ValueError, match=r"--data-dir must have a folder test, got none at"):
         imagenet.find(tree / "test")
-    with pytest.raises(ValueError, match="must have the classes of the training images: cat"):
+    with pytest.raises(ValueError, match="val must have the training classes, got no cat"):
         imagenet.find(tree / "val", ["a temple", "cat", "flower", "upside down"])
-    with pytest.raises(ValueError, match=r"must have the classes of .*: no class at all"):
+    with pytest.raises(ValueError, match="val must have the training classes, got also flower"):
+        imagenet.find(tree / "val", ["a temple", "upside down"])
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"must have a folder of images for each class, got none"):
         imagenet.find(tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "README.txt").write_text("no image")
+    (tmp_path / "one" / "._0.jpg").write_text("what a Mac puts beside 0.jpg")
     with pytest.raises(ValueError, match=r"one must have images \(.jpeg, .jpg, .png\)"):
         imagenet.find(tmp_path)
 
@@ -78,6 +84,10 @@ def test_digest(tree: Path, tmp_path: Path) -> None:
     files = imagenet.find(tree / "val")
     assert imagenet.digest(files) == imagenet.digest(imagenet.find(tree / "val"))
     assert imagenet.digest(files) != imagenet.digest(imagenet.find(tree / "train"))
+    paths = [tmp_path / os.fsdecode(b"\xe9t\xe9.jpg"), *files.paths[1:]]  # no UTF-8
+    with contextlib.suppress(OSError):  # where there is no such name
+        paths[0].symlink_to("nowhere")
+        assert imagenet.digest(files) != imagenet.digest(files._replace(paths=paths))
 
 
 def test_random_crop() -> None:
@@ -112,6 +122,8 @@ def test_decode_the_middle(tmp_path: Path) -> None:
     expected = np.asarray(resized.crop((left, 16, left + 224, 240)), float)
     assert np.abs(found - expected).mean() < 4
     # A JPEG, decoded at a fraction of its size, is the same to what compression loses.
+    photograph = photograph.crop((0, 0, 501, 377))  # no fraction of which is whole
+    photograph.save(tmp_path / "it.png")
     photograph.save(tmp_path / "it.jpg", quality=95)
     for size in (32, 224):
         of_png, of_jpg = (
@@ -167,7 +179,10 @@ def test_batches_do_not_depend_on_processes_or_threads(tree: Path, monkeypatch: 
         chex.assert_trees_all_equal(together, batch)
 
 
-@pytest.mark.parametrize("content", ["cut", b"", b"<html>", b"\xff\xd8\xff\xe0"])
+DDS = b"DDS " + (124).to_bytes(4, "little") + bytes(120)  # for which Pillow has no code
+
+
+@pytest.mark.parametrize("content", ["cut", b"", b"<html>", b"\xff\xd8\xff\xe0", DDS])
 def test_a_broken_file_does_not_count(content: Any, tree: Path, tmp_path: Path) -> None:
     files = imagenet.find(tree / "train")
     path = tmp_path / "broken.jpg"
@@ -292,7 +307,22 @@ def test_evaluation(tree: Path) -> None:
     model.eval()
     images = np.stack([imagenet.decode(path, 32, None) for path in files[1].paths])
     loss, correct = cifar10.sums(model(imagenet.normalize(images)), files[1].labels)
-    np.testing.assert_allclose(program.evaluate(state), (loss / 21, correct / 21), rtol=1e-5)
+    expected = {"test_loss": loss / 21, "test_accuracy": correct / 21, "test_left_out": 0}
+    chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
+
+
+def test_nothing_to_decode(tree: Path) -> None:
+    files = [imagenet.find(tree / part) for part in ("train", "val")]
+    none = [part._replace(paths=[tree / "none.jpg"] * len(part.paths)) for part in files]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    program = imagenet.make_program(config(), *none, mesh, 2)
+    state = program.init(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(ValueError, match="must have val images that can be decoded, got none"):
+            program.evaluate(state)
+        with pytest.raises(ValueError, match="must have training images that can be decoded"):
+            program.epoch(0, state, 1, tqdm(disable=True))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +330,7 @@ def test_evaluation(tree: Path) -> None:
     [
         ({"batch": 18}, "--batch must be a multiple of 4 devices, got 18"),
         ({"batch_norm_group": 5}, "--batch must be a multiple of --batch-norm-group 5, got 16"),
+        ({"epochs": 1, "batch": 36}, r"--scale-epochs must .*, got drops at steps \[0, 1, 1\]"),
     ],
 )
 def test_batches_that_do_not_divide(fields: Any, message: str, tree: Path) -> None:
@@ -345,12 +376,13 @@ def final(run: Path, tree: Path) -> Any:
 
 
 def test_command_line(tree: Path, tmp_path: Path) -> None:
-    """End to end, with a broken file."""
+    """End to end, with two broken files."""
     broken = tmp_path / "tree"
     for path in tree.rglob("*.*"):
         copy = broken / path.relative_to(tree)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes()[: 500 if path.match("train/flower/4.jpg") else None])
+        is_broken = path.match("train/flower/4.jpg") or path.match("val/flower/2.jpg")
+        copy.write_bytes(path.read_bytes()[: 500 if is_broken else None])
     arguments = [*SMALL, "--data-dir", str(broken), "--out", str(tmp_path / "out")]
     arguments += ["--scale-epochs", "0.02", "--batch", "16"]
     with warnings.catch_warnings():
@@ -360,6 +392,7 @@ def test_command_line(tree: Path, tmp_path: Path) -> None:
     assert [line["epoch"] for line in lines] == [1, 2]
     # 36 images fill 48 places, so that the broken one comes up once or twice.
     assert all(line["left_out"] in (1, 2) and len(line["losses"]) == 3 for line in lines)
+    assert all(line["test_left_out"] == 1 for line in lines)
     assert (tmp_path / "out" / "imagenet.png").read_bytes().startswith(b"\x89PNG")
     assert "spa-gradual" in text
     with pytest.raises(ValueError, match=r"has another run in .*, with image_size 32 and not 24"):
@@ -402,6 +435,7 @@ def test_measure(tree: Path, capsys: Any) -> None:
     [
         (["--image-size", "0"], "--image-size must be finite and > 0, got 0"),
         (["--threads", "0"], "--threads must be finite and > 0, got 0"),
+        (["--weight-decay", "nan"], "--weight-decay must be finite and >= 0, got nan"),
         (["--batch-norm-group", "-1"], "--batch-norm-group must be >= 0, got -1"),
         (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
         (["--optimizer", "adam"], "invalid choice: 'adam'"),
