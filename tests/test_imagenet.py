@@ -296,6 +296,22 @@ def test_recipe() -> None:
         np.testing.assert_allclose(optax.tree.get(state, "eta"), eta, rtol=1e-5)
 
 
+def test_defaults(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's."""
+    found = []
+
+    def stop(config: Any, *_: Any) -> None:
+        found.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(imagenet, "make_program", stop)
+    with pytest.raises(KeyboardInterrupt):
+        imagenet.main(["--data-dir", str(tree)])
+    paper = {"epochs": 100, "batch": 256, "batch_norm_group": 32, "image_size": 224}
+    paper |= {"learning_rate": 1.0, "averaging": 0.1, "weight_decay": 1e-4}
+    assert found == [config(model="resnet50", **paper)]
+
+
 def test_evaluation(tree: Path) -> None:
     """Against the model itself, on a set that no batch divides."""
     files = [imagenet.find(tree / part) for part in ("train", "val")]
