@@ -481,9 +481,10 @@ def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]
 def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     """Two of two devices are one of four; where one dies the other stops; a restart goes on.
 
-    At a small rate: at 0.1 two orders of summing part for good after some sixty steps.
+    At a small rate, at which another order of summing changes the params by 1e-8, or by some 1e-5
+    once a maximum goes elsewhere; one other label by 3e-4.
     """
-    arguments = ["--scale-epochs", "0.1", "--learning-rate", "0.01"]
+    arguments = ["--scale-epochs", "0.1", "--learning-rate", "0.001"]
     subprocess.run(
         command(tree, tmp_path / "one", *arguments), env=environment(tmp_path, 4), check=True
     )
@@ -512,4 +513,4 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     assert states[0].step == states[1].step == 30
     assert relative_difference(*(state.params for state in states)) < 1e-4
     losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
-    np.testing.assert_allclose(*losses, rtol=1e-3)
+    np.testing.assert_allclose(*losses, rtol=1e-2)  # of one other label: 3e-2
