@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import json
 import re
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
@@ -25,6 +28,27 @@ def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def num_epochs(run: Path) -> int:
+    """So many lines of metrics an example has written, or is writing."""
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Of an example's run, all that does not depend on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line.pop("images_per_second") > 0
+    return lines
+
+
+def last_checkpoint(run: Path, target: Any) -> Any:
+    """What an example's run has saved, where `target` is."""
+    with ocp.CheckpointManager(run / "checkpoints") as manager:
+        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
+        return state._replace(key=jax.random.key_data(state.key))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import free_address, relative_difference
+from helpers import free_address, last_checkpoint, metrics, num_epochs, relative_difference
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -511,17 +511,7 @@ def test_a_disk_that_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
 def final(run: Path) -> Any:
     """What the last checkpoint of a run holds, on the one device of another process."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    target = cifar10.make_program(config(), 64, mesh).init(0)
-    with ocp.CheckpointManager(run / "checkpoints") as manager:
-        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
-        return state._replace(key=jax.random.key_data(state.key))
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        assert line.pop("images_per_second") > 0
-    return lines
+    return last_checkpoint(run, cifar10.make_program(config(), 64, mesh).init(0))
 
 
 def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -609,8 +599,7 @@ def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
         command(out, *arguments), env=cache, stderr=subprocess.DEVNULL
     )
     assert run(tmp_path / "whole").wait() == 0
-    path = tmp_path / "killed" / "spa-gradual" / "seed0" / "metrics.jsonl"
-    count = lambda: len(path.read_text().splitlines()) if path.exists() else 0
+    count = lambda: num_epochs(tmp_path / "killed" / "spa-gradual" / "seed0")
     rng, num_kills = random.Random(0), 0
     for _ in range(4):
         process, before = run(tmp_path / "killed"), count()

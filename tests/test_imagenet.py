@@ -1,7 +1,6 @@
 """The ImageNet example: reading, the network, BatchNorm by groups, and that it may be stopped."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -19,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import photographs
 import pytest
 from flax import nnx
-from helpers import free_address, relative_difference
+from helpers import free_address, last_checkpoint, metrics, num_epochs, relative_difference
 from jax.sharding import Mesh
 from PIL import Image
 from sklearn.datasets import load_sample_images
@@ -375,20 +373,11 @@ def environment(tmp_path: Path, num_devices: int = 1) -> dict[str, str]:
     }
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
-
-
 def final(run: Path, tree: Path) -> Any:
     """What the last checkpoint of a run holds, on the one device of this process."""
     files = [imagenet.find(tree / part) for part in ("train", "val")]
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    target = imagenet.make_program(config(), *files, mesh, 1).init(0)
-    with ocp.CheckpointManager(run / "checkpoints") as manager:
-        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
-        return state._replace(key=jax.random.key_data(state.key))
+    return last_checkpoint(run, imagenet.make_program(config(), *files, mesh, 1).init(0))
 
 
 def test_command_line(tree: Path, tmp_path: Path) -> None:
@@ -404,7 +393,7 @@ def test_command_line(tree: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         text = imagenet.main(arguments)
-    lines = lines_of(tmp_path / "out" / "spa-gradual" / "seed0")
+    lines = metrics(tmp_path / "out" / "spa-gradual" / "seed0")
     assert [line["epoch"] for line in lines] == [1, 2]
     # 36 images fill 48 places, so that the broken one comes up once or twice.
     assert all(line["left_out"] in (1, 2) and len(line["losses"]) == 3 for line in lines)
@@ -433,8 +422,8 @@ def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> No
         imagenet.main([*arguments, str(tmp_path / name)])
     whole, stopped = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "stopped"))
     chex.assert_trees_all_equal(final(whole, tree), final(stopped, tree))
-    assert lines_of(whole) == lines_of(stopped)
-    assert len(lines_of(whole)) == 3
+    assert metrics(whole) == metrics(stopped)
+    assert len(metrics(whole)) == 3
 
 
 def test_measure(tree: Path, capsys: Any) -> None:
@@ -491,10 +480,10 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
     # JAX catches the first signal; and the first process is the one that the others report to.
     for how, which in ((signal.SIGTERM, 1), (signal.SIGKILL, 0)):
-        before = len(lines_of(two))
+        before = num_epochs(two)
         processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
         dies, other = processes[which], processes[1 - which]
-        while other.poll() is None and len(lines_of(two)) <= before:
+        while other.poll() is None and num_epochs(two) <= before:
             time.sleep(0.01)
         dies.send_signal(how)
         start = time.monotonic()
@@ -504,7 +493,7 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
         dies.communicate()
         assert dies.returncode == -how
         assert "another task died" in output
-        assert before < len(lines_of(two)) < 10
+        assert before < num_epochs(two) < 10
     processes = cluster(tree, tmp_path / "two", tmp_path, *arguments)
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -512,5 +501,5 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     states = [final(run, tree) for run in (one, two)]
     assert states[0].step == states[1].step == 30
     assert relative_difference(*(state.params for state in states)) < 1e-4
-    losses = [[line["losses"] for line in lines_of(run)] for run in (one, two)]
+    losses = [[line["losses"] for line in metrics(run)] for run in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-2)  # of one other label: 3e-2
