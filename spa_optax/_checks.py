@@ -1,7 +1,9 @@
 """Argument checks: eager, on concrete values only, so that nothing traced is ever inspected."""
 
+import math
 import operator
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -43,8 +45,23 @@ def _check_number(
         or np.shape(value) != ()
     ):
         raise ValueError(f"`{name}` must be {kind}, got {value!r}")
-    if not holds(float(value)):  # written so that NaN fails
-        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+    if not holds(_as_float(value)):  # written so that NaN fails
+        raise ValueError(f"`{name}` must be {rule}, got {_shown(value)}")
+
+
+def _as_float(value: Any) -> float:
+    """A number as a float; an integer that is too large for one is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _shown(value: Any) -> str:
+    """A value for a message. Python refuses to print integers of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def check_rate(name: str, value: optax.ScalarOrSchedule) -> None:
@@ -100,14 +117,18 @@ def check_dtype(value: Any) -> None:
     """Raises ValueError unless `value` is None or a real floating-point dtype."""
     if value is None:
         return
-    try:  # an array is what `inject_hyperparams` makes of a dtype, which is callable
-        dtype = None if isinstance(value, (jax.Array, np.ndarray)) else jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    rule = "`state_dtype` must be None or a real floating-point dtype, with zero and signs"
+    if isinstance(value, (jax.Array, np.ndarray)):  # what `inject_hyperparams` makes of a dtype
         raise ValueError(
-            f"`state_dtype` must be None or a real floating-point dtype, got {value!r}"
+            f"{rule}, got an array: name it in the `static_args` of `optax.inject_hyperparams`"
         )
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = jnp.dtype(int)
+    # float8_e8m0fnu, which has no mantissa, holds powers of two only.
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).nmant == 0:
+        raise ValueError(f"{rule}, got {value!r}")
 
 
 def check_key(value: Any) -> None:
@@ -115,10 +136,15 @@ def check_key(value: Any) -> None:
     if value is None:
         return
     if isinstance(value, jax.Array):
-        is_key = value.shape == () and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if is_key or (value.ndim == 1 and value.dtype == jnp.uint32):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            is_key = value.shape == ()
+        else:  # the old kind: two uint32, or as many as the default implementation takes
+            old_kind = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+            is_key = (value.shape, value.dtype) == (old_kind.shape, old_kind.dtype)
+        if is_key:
             return
-    raise ValueError(f"`rounding_key` must be None or a key of `jax.random`, got {value!r}")
+        value = f"an array of shape {value.shape} and dtype {value.dtype}"
+    raise ValueError(f"`rounding_key` must be None or one key of `jax.random`, got {value}")
 
 
 def check_steps(name: str, value: Any) -> int:
@@ -128,17 +154,17 @@ def check_steps(name: str, value: Any) -> int:
     except TypeError:
         steps = 0
     if steps < 1 or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be a concrete integer >= 1, got {value!r}")
+        raise ValueError(f"`{name}` must be a concrete integer >= 1, got {_shown(value)}")
     if steps >= 2**31:
-        raise ValueError(f"`{name}` must be below 2^31, where counts end, got {value!r}")
+        raise ValueError(f"`{name}` must be below 2^31, where counts end, got {_shown(value)}")
     return steps
 
 
 def check_concrete(name: str, value: Any, rule: str, holds: Callable[[float], bool]) -> float:
     """Raises ValueError unless `value` is a concrete number for which `holds`; returns a float."""
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not number or np.iscomplexobj(value) or not holds(float(value)):
-        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+    if not number or np.iscomplexobj(value) or not holds(_as_float(value)):
+        raise ValueError(f"`{name}` must be {rule}, got {_shown(value)}")
     return float(value)
 
 
@@ -169,7 +195,7 @@ def check_same_tree(
             owner = name if odd[0] in paths else like_name
             what = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
         else:
-            what = f"{structure} against {like_structure}"
+            what = _first_difference(structure, like_structure)
         if odd or same_nodes:
             raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
     for i, (leaf, other) in enumerate(zip(leaves, like_leaves, strict=True)):
@@ -177,6 +203,62 @@ def check_same_tree(
             at = _leaves_with_path(tree)[i][0] or "its root"
             what = f"{jnp.shape(leaf)} against {jnp.shape(other)} at {at}"
             raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {what}")
+
+
+def check_none_without_z(updates: PyTree, z: PyTree) -> None:
+    """Raises ValueError if there is a gradient for a parameter that `init` did not see."""
+    for (path, g), z_leaf in zip(
+        _leaves_with_path(updates), jax.tree.leaves(z, is_leaf=is_none), strict=True
+    ):
+        if g is not None and z_leaf is None:
+            at = path or "its root"
+            raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
+
+
+def check_arrays_differ(name: str, tree: PyTree, other_name: str, other: PyTree) -> None:
+    """Raises ValueError if two trees hold the very same arrays, all of them."""
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
+    if pairs and all(leaf is other_leaf for leaf, other_leaf in pairs):
+        raise ValueError(
+            f"`{other_name}` must not be the arrays of `{name}` themselves. `nnx.state` and"
+            " `nnx.split` return live variables: call this before `nnx.update`, or copy the old"
+            " params first"
+        )
+
+
+def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
+    """The path of each leaf of each tree, as a string.
+
+    Raises ValueError unless each is the path of one of `params`, of its shape, and comes up once.
+    Types of nodes may differ, as those of Flax nnx do.
+    """
+    shapes = {path: np.shape(leaf) for path, leaf in _leaves_with_path(params)}
+    keys = []
+    for tree in trees:
+        keys.append([])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            key = jax.tree_util.keystr(path)
+            if shapes.pop(key, None) != np.shape(leaf):
+                found = f"{np.shape(leaf)} at {key or 'its root'}"
+                raise ValueError(
+                    f"`{name}` must have leaves of the paths and shapes of `params`, or of some of"
+                    f" them, each once, got {found}"
+                )
+            keys[-1].append(key)
+    return keys
+
+
+def _first_difference(structure: Any, like: Any) -> str:
+    """The first node that differs between two trees whose leaves have the same paths."""
+    if structure.node_data() == like.node_data():
+        for child, like_child in zip(structure.children(), like.children(), strict=True):
+            if child != like_child:
+                return _first_difference(child, like_child)
+    # A node is its type and what it keeps beside its children: the keys of a dict, for one.
+    (kind, kept), (like_kind, like_kept) = structure.node_data(), like.node_data()
+    if kind is like_kind:
+        return reprlib.repr(kept) + " against " + reprlib.repr(like_kept) + f" in a {kind.__name__}"
+    return f"a {kind.__name__} against a {like_kind.__name__}"
 
 
 def _leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ z_k is then the point at which x would come to rest if every later gradient were
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -41,19 +42,34 @@ class Outlook(NamedTuple):
     unseen: Float[Array, ""]  # weight in w_{k+1} of what is past the horizon; traced numbers: 1
 
 
-def value_at(hyperparam: optax.ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
-    """A hyper-parameter at `count`, in the default floating-point dtype."""
-    value = hyperparam(count) if callable(hyperparam) else hyperparam
-    # `inject_hyperparams` casts to the params' dtype, which may be complex.
-    return jnp.real(jnp.asarray(value)).astype(jnp.result_type(float))
+def at_count(
+    name: str, hyperparam: optax.ScalarOrSchedule
+) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+    """A hyper-parameter as a function of the count, in the default floating-point dtype.
+
+    The function raises ValueError, with the name, where a schedule does not return a scalar.
+    """
+
+    def value(count: Int[Array, ""]) -> Float[Array, ""]:
+        value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
+        if value.shape != ():
+            raise ValueError(
+                f"`{name}` must be a scalar or a schedule of scalars, got an array of shape"
+                f" {value.shape}"
+            )
+        # `inject_hyperparams` casts to the params' dtype, which may be complex.
+        return jnp.real(value).astype(jnp.result_type(float))
+
+    return value
 
 
-def _foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
-    # Schedules are often NaN or negative past their end: such a rate ahead counts as 0.
+def foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Rates that lie ahead, 0 for the NaN or negative ones past the end of many schedules."""
     return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
 
 
-def _foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
+def foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Momenta that lie ahead, likewise."""
     return jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
@@ -77,15 +93,16 @@ def look_ahead(
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, closed as if a and β stayed for ever as they are
     at k + H. Numbers need no sum: H = 0.
     """
-    alpha, beta = value_at(learning_rate, count), value_at(momentum, count)
+    alpha_at, beta_at = at_count("learning_rate", learning_rate), at_count("momentum", momentum)
+    alpha, beta = alpha_at(count), beta_at(count)
     a = alpha * beta if nesterov else alpha
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
         # Counts keep the dtype of `count`, in which schedules compute, and never pass its last.
         steps = jnp.arange(1, horizon + 1, dtype=count.dtype)
         counts = count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
-        alphas = _foreseen_rate(jax.vmap(lambda k: value_at(learning_rate, k))(counts))
-        betas = _foreseen_momentum(jax.vmap(lambda k: value_at(momentum, k))(counts))
+        alphas = foreseen_rate(jax.vmap(alpha_at)(counts))
+        betas = foreseen_momentum(jax.vmap(beta_at)(counts))
         if is_plain_number(momentum):  # powers in float64, of β as it is in `betas`
             reach = jnp.asarray(
                 np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
@@ -98,7 +115,7 @@ def look_ahead(
     else:
         foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
-        alpha_last, beta_last = _foreseen_rate(alpha), _foreseen_momentum(beta)
+        alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
     a_last = alpha_last * beta_last if nesterov else alpha_last
     for_ever = a_last * beta_last / (1 - beta_last)
     return Outlook(alpha, beta, a, coast=seen + reach_last * for_ever, unseen=unseen)

@@ -11,15 +11,24 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from spa_optax._checks import (
+    check_arrays_differ,
     check_averaging,
     check_count,
     check_horizon,
     check_momentum,
     check_rate,
     check_same_tree,
+    keys_of,
 )
-from spa_optax._coast import eta_and_c, look_ahead, positive, value_at
-from spa_optax._transform import SPAState, spa_from_sgdm, wide_dtype
+from spa_optax._coast import at_count, eta_and_c, look_ahead, positive
+from spa_optax._transform import (
+    GPAState,
+    SPAState,
+    is_array,
+    is_float,
+    wide_dtype,
+    z_0,
+)
 
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # The states of optax that hold the count of their schedules.
@@ -153,14 +162,15 @@ def hyperparams_to_sgdm(
     check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def alpha(k: Array) -> Float[Array, ""]:
-        return value_at(learning_rate, k) * value_at(averaging, k)
+        return eta_at(k) * c_at(k)
 
     def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
-        eta, eta_before = value_at(learning_rate, k), value_at(learning_rate, before)
-        decay = 1 - value_at(averaging, before)
+        eta, eta_before = eta_at(k), eta_at(before)
+        decay = 1 - c_at(before)
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
@@ -175,14 +185,15 @@ def state_from_sgdm(
     momentum: optax.ScalarOrSchedule,
     nesterov: bool = False,
     count: int | None = None,
-) -> SPAState:
+    into: PyTree | None = None,
+) -> PyTree:
     """The state with which `spa_from_sgdm` continues a run of `optax.sgd(..., momentum=...)`.
 
         z_k = x_k − w_k m_k
 
     Args:
-      sgd_state: a state that holds the one momentum buffer of `optax.sgd` or `optax.trace`,
-        directly or in any chain or wrapper that leaves the tree of params as it is.
+      sgd_state: a state that holds the one momentum buffer of `optax.sgd` or `optax.trace`, in any
+        chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
       params: x_k, where that run stands.
       learning_rate: α_k as it will be passed to `spa_from_sgdm`.
       momentum: β_k, likewise.
@@ -190,13 +201,18 @@ def state_from_sgdm(
       count: the number of steps taken, k. None means the count in `sgd_state`. The state of
         `optax.sgd` holds none where the learning rate is a number; then, if momentum is a number
         too, nothing depends on it.
+      into: a state of the optimizer that goes on, as its `init` gives it: a chain or wrapper, of
+        Flax nnx too, that holds one `spa_from_sgdm`. None for no more than the `SPAState`.
 
     Returns:
-      An `SPAState`, with z in the dtype that `spa_from_sgdm` gives it by default.
+      `into` with z, and with k as the count of its schedules; what else the chain keeps is as it
+      was. If `into` is None, an `SPAState` with z in the dtype that `spa_from_sgdm` gives it by
+      default.
 
     Raises:
-      ValueError: if `sgd_state` does not hold just one momentum buffer, the buffer is not like
-        `params`, the count is neither given nor found, or it is 0 although there is momentum.
+      ValueError: if `sgd_state` does not hold just one momentum buffer, or `into` one `SPAState`,
+        the buffer does not fit `params`, the count is neither given nor found, or it is 0 although
+        there is momentum.
 
     Examples:
       α = 1, β = 0.5 and a gradient of 2: x is at 8, and would coast to 6.
@@ -214,9 +230,16 @@ def state_from_sgdm(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
-    initial: Any = spa_from_sgdm(learning_rate, momentum, nesterov).init(params)
-    m = only(sgd_state, optax.TraceState, "sgd_state").trace
-    check_same_tree("sgd_state.trace", m, "params", params, same_nodes=False)
+    check_rate("learning_rate", learning_rate)
+    check_momentum(momentum)
+    buffers = find(sgd_state, optax.TraceState)
+    if len(buffers) != 1:
+        raise ValueError(
+            "`sgd_state` must hold one momentum buffer, an `optax.TraceState`, got"
+            f" {len(buffers)}: was `optax.sgd` made with `momentum`?"
+        )
+    m = buffers[0].trace
+    (keys,) = keys_of("sgd_state", [m], params)
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
     if count is not None:
         check_count(count)
@@ -237,34 +260,57 @@ def state_from_sgdm(
     w = positive(ahead.coast, ahead.a, held=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     last = lambda scalar: jnp.where(k == 0, 0, scalar).astype(jnp.float32)
-    return SPAState(
+    x = by_path(params)
+
+    def z_k(key: str, m: Array) -> Array:
+        z = z_0(x[key], None)
+        return z if not is_float(z) else z - w.astype(z.dtype) * m.astype(z.dtype)
+
+    z = dict(zip(keys, map(z_k, keys, map(jnp.asarray, jax.tree.leaves(m))), strict=True))
+    state = SPAState(
         count=k.astype(jnp.int32),
-        z=_map_leaves(lambda z, m: z - w.astype(z.dtype) * m.astype(z.dtype), initial.z, m),
+        z=jax.tree.unflatten(jax.tree.structure(m), z.values()),
         eta=last(eta),
         c=last(c),
         coast=last(w),
     )
+    if into is None:
+        return state
+    (of_into,) = keys_of("into", [only(into, SPAState, "into").z], params)
+    if set(of_into) != set(keys) or find(into, GPAState):
+        raise ValueError(
+            "`into` must be a state of `spa_from_sgdm` for the params that `sgd_state` has momentum"
+            " of, got one of another optimizer or of other params"
+        )
+    place = lambda node: like(node, state._replace(z=[z[key] for key in of_into]))
+    return _with_count(_replace(into, SPAState, place), state.count)
 
 
-def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
-    """The momentum buffer with which `optax.sgd` continues a run of `spa` or `spa_from_sgdm`.
+def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = None) -> PyTree:
+    """The momentum with which `optax.sgd` continues a run of `spa` or `spa_from_sgdm`.
 
         m_k = (x_k − z_k) / w_k
 
-    Put it where `optax.sgd` keeps it: `optax.tree.set(sgd_state, trace=...)`, and `count=...` where
-    the learning rate is a schedule. Where the params have 16 bits or fewer the way back is lossy:
-    x_k − z_k is mostly the rounding of x_k.
+    The way back is lossy where w_k is small beside the rounding of x_k, ulp(x)/w in m: with params
+    of 16 bits or fewer always, and in float32 where α has all but vanished (0.8 % of m, two steps
+    before the end of a cosine).
 
     Args:
-      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper that leaves the
-        tree of params as it is.
+      spa_state: a state that holds one `SPAState`, in any chain or wrapper (but `optax.flatten`).
+        Of Flax nnx, `optimizer.opt_state`.
       params: x_k, where that run stands.
+      into: a state of the optimizer that goes on, as its `init` gives it: a chain or wrapper, of
+        Flax nnx too, that holds one `optax.sgd` with momentum, or one `optax.trace`. None for no
+        more than m_k.
 
     Returns:
-      m_k, shaped like `params` and of their dtype; 0 where c = 1 has left no momentum.
+      `into` with m_k, and with k as the count of its schedules; what else the chain keeps is as it
+      was. If `into` is None, m_k, shaped like z and of the dtype of `params`. Where c = 1 has left
+      no momentum it is 0.
 
     Raises:
-      ValueError: if `spa_state` does not hold just one `SPAState`, or z is not like `params`.
+      ValueError: if `spa_state` does not hold just one `SPAState`, or `into` one momentum buffer,
+        or z does not fit `params`.
 
     Examples:
       After one step m is the gradient.
@@ -282,17 +328,29 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree) -> PyTree:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
     state = only(spa_state, SPAState, "spa_state")
-    check_same_tree("spa_state.z", state.z, "params", params, same_nodes=False)
+    (keys,) = keys_of("spa_state", [state.z], params)
     count, coast = (jnp.asarray(*jax.tree.leaves(s)) for s in (state.count, state.coast))
     known = (count > 0) & (coast > 0)
     w = jnp.where(known, coast, 1)
+    x = by_path(params)
 
-    def m(x: Array, z: Array) -> Array:
-        dtype = wide_dtype(x, z)
-        m = (x.astype(dtype) - z.astype(dtype)) / w.astype(dtype)
-        return jnp.where(known, m, 0).astype(x.dtype)
+    def m_k(key: str, z: Array) -> Array:
+        if not is_float(x[key]):
+            return jnp.zeros_like(x[key])
+        dtype = wide_dtype(x[key], z)
+        m = (x[key].astype(dtype) - z.astype(dtype)) / w.astype(dtype)
+        return jnp.where(known, m, 0).astype(x[key].dtype)
 
-    return _map_leaves(m, params, state.z)
+    m = dict(zip(keys, map(m_k, keys, map(jnp.asarray, jax.tree.leaves(state.z))), strict=True))
+    if into is None:
+        return jax.tree.unflatten(jax.tree.structure(state.z), m.values())
+    (of_into,) = keys_of("into", [only(into, optax.TraceState, "into").trace], params)
+    if set(of_into) != set(keys):
+        raise ValueError(
+            "`into` must have momentum for the params that `spa_state` has z of, got other params"
+        )
+    place = lambda node: like(node, [m[key] for key in of_into])
+    return _with_count(_replace(into, optax.TraceState, place), count)
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -303,17 +361,21 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     `optax.sgd` keeps no point of its own, so params may be pruned, projected, averaged or reloaded
     between steps. Here z would pull them back to where they were.
 
+    With Flax nnx call it before `nnx.update`, since `nnx.state` returns live variables, which hold
+    the new params from then on.
+
     Args:
-      spa_state: an `SPAState`, or a state that holds one in any chain or wrapper that leaves the
-        tree of params as it is.
-      old_params: x_k, as the last update left them.
-      new_params: what they were replaced by.
+      spa_state: a state that holds one of the family, or several that share the params among them,
+        in any chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
+      old_params: the params as the last update left them.
+      new_params: the params that replace them.
 
     Returns:
       `spa_state` with z shifted: momentum goes on as it was.
 
     Raises:
-      ValueError: if `spa_state` does not hold just one `SPAState`, or the trees differ.
+      ValueError: if `spa_state` holds no state of the family, the trees differ, or both params are
+        the very same arrays.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -323,19 +385,25 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
-    state = only(spa_state, SPAState, "spa_state")
-    check_same_tree("old_params", old_params, "spa_state.z", state.z, same_nodes=False)
-    check_same_tree("new_params", new_params, "spa_state.z", state.z, same_nodes=False)
+    check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
+    check_arrays_differ("old_params", old_params, "new_params", new_params)
+    states = find(spa_state, SPAState)
+    if not states:
+        raise ValueError("`spa_state` must hold an `SPAState`, got none")
+    keys = iter(keys_of("spa_state", [state.z for state in states], old_params))
+    old, new = by_path(old_params), by_path(new_params)
 
-    def shift(z: Array, old: Array, new: Array) -> Array:
-        dtype = wide_dtype(z, old)
-        return (z.astype(dtype) + (new.astype(dtype) - old.astype(dtype))).astype(z.dtype)
+    def shifted(key: str, z: Array) -> Array:
+        if not is_float(z):
+            return new[key]
+        dtype = wide_dtype(z, old[key])
+        return (z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))).astype(z.dtype)
 
-    z = _map_leaves(shift, state.z, old_params, new_params)
-    is_state = lambda node: isinstance(node, SPAState)
-    return jax.tree.map(
-        lambda node: node._replace(z=z) if is_state(node) else node, spa_state, is_leaf=is_state
-    )
+    def move(node: SPAState) -> SPAState:
+        z = map(jnp.asarray, jax.tree.leaves(node.z))
+        return node._replace(z=like(node.z, list(map(shifted, next(keys), z))))
+
+    return _replace(spa_state, SPAState, move)
 
 
 def as_schedule(function: Callable[[Array], Array]) -> optax.Schedule:
@@ -349,10 +417,40 @@ def as_schedule(function: Callable[[Array], Array]) -> optax.Schedule:
     return schedule
 
 
-def _map_leaves(function: Callable[..., Array], tree: PyTree, *like: PyTree) -> PyTree:
-    """`jax.tree.map` over trees whose nodes may be of different types, as those of nnx are."""
-    leaves = (map(jnp.asarray, jax.tree.leaves(t)) for t in (tree, *like))
-    return jax.tree.unflatten(jax.tree.structure(tree), list(map(function, *leaves)))
+def by_path(params: PyTree) -> dict[str, Any]:
+    """The leaves, by their paths as strings; numbers as arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    array = lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf
+    return {jax.tree_util.keystr(path): array(leaf) for path, leaf in leaves}
+
+
+def like(node: PyTree, leaves: PyTree) -> PyTree:
+    """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
+    cast = lambda leaf, old: jnp.asarray(leaf).astype(jnp.asarray(old).dtype)
+    new = map(cast, jax.tree.leaves(leaves), jax.tree.leaves(node))
+    return jax.tree.unflatten(jax.tree.structure(node), new)
+
+
+def _replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
+    """A state with the nodes of some kinds replaced."""
+    is_kind = lambda node: isinstance(node, kinds)
+    return jax.tree.map(lambda n: new(n) if is_kind(n) else n, state, is_leaf=is_kind)
+
+
+def _with_count(state: PyTree, count: Array) -> PyTree:
+    """A state whose schedules are at a count."""
+    # Also the states that hold nothing else, as those of `optax.WrappedSchedule`.
+    is_counted = lambda node: (
+        isinstance(node, _COUNTED) or getattr(node, "_fields", None) == ("count",)
+    )
+
+    def at_count(node: Any) -> Any:
+        if not is_counted(node):
+            return node
+        inside = {name: _with_count(field, count) for name, field in node._asdict().items()}
+        return node._replace(**{**inside, "count": like(node.count, count)})
+
+    return jax.tree.map(at_count, state, is_leaf=is_counted)
 
 
 def find(state: PyTree, kinds: Any) -> list[Any]:

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax._checks import (
     check_averaging,
@@ -19,10 +19,12 @@ from spa_optax._checks import (
     check_second_moment,
     is_none,
     is_plain_number,
+    keys_of,
 )
-from spa_optax._coast import value_at
-from spa_optax._convert import find
+from spa_optax._coast import at_count
+from spa_optax._convert import by_path, find
 from spa_optax._transform import (
+    GPAState,
     SPAState,
     Step,
     is_at_start,
@@ -31,13 +33,6 @@ from spa_optax._transform import (
     spa,
     wide_dtype,
 )
-
-
-class GPAState(NamedTuple):
-    """State of `gpa`: that of `spa`, for params y, and where they are between x and z."""
-
-    inner: SPAState
-    mu_y: Float[Array, ""]  # that y_k was made with: y_k = μ_y x_k + (1 − μ_y) z_k
 
 
 def gpa(
@@ -123,11 +118,13 @@ def gpa(
     check_dtype(state_dtype)
     check_key(rounding_key)
 
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+    mu_y_at = at_count("interpolation", interpolation)
     f32 = lambda scalar: scalar.astype(jnp.float32)
 
     def step(state: SPAState, is_master: bool, *, mu_y: Array, mu_y_held: Array) -> Step:
         del is_master
-        eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
+        eta, c = eta_at(state.count), c_at(state.count)
         mu_x = 1 - c
         # y_k − z_k is μ_y (x_k − z_k) for the μ_y that y_k was made with. Where that was another it
         # counts ρ times, as if μ_x were ρ μ_x.
@@ -144,7 +141,7 @@ def gpa(
 
     def init_fn(params: PyTree) -> GPAState:
         inner: Any = spa(0.0, state_dtype=state_dtype).init(params)
-        return GPAState(inner, f32(value_at(interpolation, inner.count)))
+        return GPAState(inner, f32(mu_y_at(inner.count)))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -153,11 +150,11 @@ def gpa(
         if not isinstance(state, GPAState):
             raise ValueError(f"`state` must be a `GPAState`, got {type(state).__name__}")
         count = jnp.asarray(state.inner.count)
-        mu_y = value_at(interpolation, count)
+        mu_y = mu_y_at(count)
         now = functools.partial(step, mu_y=mu_y, mu_y_held=jnp.asarray(state.mu_y))
         core = primal_averaging(now, state_dtype, rounding_key)
         updates, inner, _ = core.advance(updates, state.inner, params)
-        inner = inner._replace(c=f32(value_at(averaging, count)))  # and not ρ's
+        inner = inner._replace(c=f32(c_at(count)))  # and not ρ's
         return updates, GPAState(inner, f32(mu_y))
 
     # As in `spa`.
@@ -211,26 +208,18 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             "`opt_state` must hold a state of `spa`, `spa_from_sgdm`, `gpa` or an alias of theirs,"
             f" got {type(opt_state).__name__}"
         )
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    result = {jax.tree_util.keystr(path): jnp.asarray(leaf) for path, leaf in paths}
-    without_z = set(result)
-    for state in states:
-        inner, mu_y = state if isinstance(state, GPAState) else (state, None)
-        if any(jnp.shape(leaf) for leaf in jax.tree.leaves((mu_y, inner.count))):
-            raise ValueError(
-                "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
-            )
-        for path, z in jax.tree_util.tree_leaves_with_path(inner.z):
-            at = jax.tree_util.keystr(path)
-            if at not in without_z or jnp.shape(result[at]) != jnp.shape(z):
-                raise ValueError(
-                    "`opt_state` must hold one z, of its shape, for each of `params` or for some"
-                    f" of them, got another at {at or 'its root'}"
-                )
-            without_z.remove(at)
-            if mu_y is not None and is_float(result[at]):
-                result[at] = _x(result[at], jnp.asarray(z), inner, mu_y)
-    return structure.unflatten(result.values())
+    pairs = [state if isinstance(state, GPAState) else (state, None) for state in states]
+    if any(jnp.shape(leaf) for s, mu_y in pairs for leaf in jax.tree.leaves((s.count, mu_y))):
+        raise ValueError(
+            "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
+        )
+    x = by_path(params)
+    keys = keys_of("opt_state", [state.z for state, _ in pairs], params)
+    for (state, mu_y), of_state in zip(pairs, keys, strict=True):
+        for key, z in zip(of_state, jax.tree.leaves(state.z), strict=True):
+            if mu_y is not None and is_float(x[key]):
+                x[key] = _x(x[key], jnp.asarray(z), state, mu_y)
+    return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
 def _x(y: Array, z: Array, inner: SPAState, mu_y: PyTree) -> Array:

@@ -1,7 +1,8 @@
 """The schedules that the paper's theory suggests, as pairs for `spa`."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from spa_optax._checks import (
     check_rate,
     check_steps,
 )
-from spa_optax._coast import value_at
+from spa_optax._coast import at_count
 from spa_optax._convert import SPAHyperparams, as_schedule
 
 _AveragingRule = Literal["constant", "scale", "balance"]
@@ -41,23 +42,25 @@ def stagewise(
         balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
 
     Abruptly, or gradually: η_k = max(η_{k−1}/rate, the η of its stage), which keeps α and β of
-    SGD+M from spiking (Insight 3). The paper's rate is 1.0005, at which a factor of 10 takes 4,607
-    steps.
+    SGD+M from spiking (Insight 3). A stage then takes log(factor)/log(rate) steps to arrive: 4,607
+    for a factor of 10 at the paper's rate of 1.0005. It must arrive before the next boundary. A run
+    that ends before the last stage has arrived ends with a larger η.
 
     Args:
       learning_rate: η > 0 of the first stage.
       averaging: c in [0, 1] of the first stage.
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
-      factor: what η is divided by at each of them, > 1.
+      factor: what η is divided by at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
       rate: None for an abrupt change, else what η is divided by at every step, > 1, from b on,
-        until it has arrived; stages may overlap.
+        until it has arrived.
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or `rate` is too small for a stage to arrive
+        before the next.
 
     Examples:
       >>> from spa_optax import stagewise
@@ -72,44 +75,37 @@ def stagewise(
       ['1.000', '0.500', '0.250', '0.125', '0.100', '0.100'] ['0.2', '0.4', '0.8', '1.0', '1.0']
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 4 and 5 (Insights 2
-      and 3; the title of Section 4, "Reduce c_k", should read "increase").
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6 (Insights 2
+      and 3; the title of Section 5, "Reduce c_k", should read "increase").
     """
     _check_number("learning_rate", learning_rate)
     _check_number("averaging", averaging)
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    steps = [check_steps("boundaries", b) for b in boundaries]
-    if sorted(set(steps)) != steps:
-        raise ValueError(f"`boundaries` must be ascending, got {boundaries!r}")
-    check_above_1("factor", factor)
+    steps = _check_boundaries(boundaries)
+    factor = check_above_1("factor", factor)
     check_choice("averaging_rule", averaging_rule, _AveragingRule)
     if rate is not None:
-        check_above_1("rate", rate)
+        _check_arrival(check_above_1("rate", rate), factor, steps)
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def decay(k: Array) -> Float[Array, ""]:
-        """log(η/η_k)."""
-        fall = math.log(factor)
-        stage = jnp.asarray(sum((k >= b).astype(jnp.int32) for b in steps), float)
-        decay = stage * fall
-        if rate is None:
-            return decay
-        # Falling by log(rate) a step at most: each boundary passed is a line not to be above of.
-        for i, b in enumerate(steps):
-            on_the_way = i * fall + (k - b + 1).astype(decay.dtype) * math.log(rate)
-            decay = jnp.where(k >= b, jnp.minimum(decay, on_the_way), decay)
-        return decay
+        """log(η/η_k): of each stage that has begun log(rate) a step, up to log(factor)."""
+        in_all = math.log(factor)
+        a_step = in_all if rate is None else math.log(rate)
+        of_stages = (jnp.clip((k - b + 1).astype(float) * a_step, 0, in_all) for b in steps)
+        return sum(of_stages, jnp.zeros([], float))
 
     def eta(k: Array) -> Float[Array, ""]:
-        return value_at(learning_rate, k) * jnp.exp(-decay(k))
+        return eta_at(k) * jnp.exp(-decay(k))
 
     def c(k: Array) -> Float[Array, ""]:
-        c, ratio = value_at(averaging, k), jnp.exp(-decay(k + 1))  # η_{k+1}/η, for c_{k+1}
+        c, log_ratio = c_at(k), decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "constant":
             return c
         if averaging_rule == "scale":
-            return jnp.minimum(c / ratio, 1)
-        return c / (c + (1 - c) * ratio)
+            return multiplied(c, log_ratio)
+        return jnp.where(c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0)
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
 
@@ -166,27 +162,58 @@ def momentum_drop(
     if rate is not None:
         check_above_1("rate", rate)
 
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+
     def c(k: Array) -> Float[Array, ""]:
         # c_{k+1} has been multiplied k + 2 − step times.
-        return risen(value_at(averaging, k), k + 2 - step, rate)
+        return risen(c_at(k), k + 2 - step, rate)
 
     def eta(k: Array) -> Float[Array, ""]:
-        eta = value_at(learning_rate, k)
-        return eta if hold == "eta" else holding_alpha(eta, value_at(averaging, k), c(k))
+        return eta_at(k) if hold == "eta" else holding_alpha(eta_at(k), c_at(k), c(k))
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
 
 
 def risen(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
     """The c that has been multiplied by `rate` so many times, up to 1; at once without a rate."""
-    times = times.astype(c.dtype)
-    up = 1 if rate is None else jnp.minimum(c * jnp.exp(times * math.log(rate)), 1)
+    up = 1 if rate is None else multiplied(c, times.astype(c.dtype) * math.log(rate))
     return jnp.where(times > 0, up, c)
+
+
+def multiplied(c: Array, log_factor: Array) -> Float[Array, ""]:
+    """min(1, c·factor). A c of 0 stays 0, where a factor that overflows would make 0 · inf."""
+    enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
+    return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
 
 def holding_alpha(eta: Array, before: Array, now: Array) -> Float[Array, ""]:
     """The η that keeps α = ηc where c has gone from `before` to `now`."""
-    return jnp.where(before == now, eta, eta * before / now)
+    return jnp.where(before == now, eta, eta * before / jnp.where(now > 0, now, 1))
+
+
+def _check_boundaries(boundaries: Any) -> list[int]:
+    if isinstance(boundaries, Mapping):
+        raise ValueError(
+            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them, got"
+            f" {boundaries!r}"
+        )
+    if isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
+        raise ValueError(f"`boundaries` must be a sequence of steps, got {boundaries!r}")
+    steps = [check_steps("boundaries", b) for b in boundaries]
+    if sorted(set(steps)) != steps:
+        raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
+    return steps
+
+
+def _check_arrival(rate: float, factor: float, boundaries: list[int]) -> None:
+    num_steps = math.ceil(math.log(factor) / math.log(rate) - 1e-9)  # but for rounding
+    for b, after in itertools.pairwise(boundaries):
+        if after - b < num_steps:
+            smallest = math.ceil(1e6 * factor ** (1 / (after - b))) / 1e6
+            raise ValueError(
+                f"`rate` must be at least {smallest}, to arrive between boundaries {b} and {after},"
+                f" got {rate!r}, at which a factor of {factor:g} takes {num_steps:,} steps"
+            )
 
 
 def _check_number(name: str, value: Any) -> None:

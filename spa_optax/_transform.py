@@ -14,11 +14,12 @@ from spa_optax._checks import (
     check_horizon,
     check_key,
     check_momentum,
+    check_none_without_z,
     check_rate,
     check_same_tree,
     is_none,
 )
-from spa_optax._coast import eta_and_c, look_ahead, positive, value_at
+from spa_optax._coast import at_count, eta_and_c, look_ahead, positive
 from spa_optax._rounding import rounded, seeds_like
 
 
@@ -30,6 +31,13 @@ class SPAState(NamedTuple):
     eta: Float[Array, ""]  # η_{k−1}, of the last step: to look at, not read again
     c: Float[Array, ""]  # c_k, likewise
     coast: Float[Array, ""]  # w_k: the momentum buffer of SGD+M is m_k = (x_k − z_k) / w_k
+
+
+class GPAState(NamedTuple):
+    """State of `gpa`: that of `spa`, for params y, and where they are between x and z."""
+
+    inner: SPAState
+    mu_y: Float[Array, ""]  # that y_k was made with: y_k = μ_y x_k + (1 − μ_y) z_k
 
 
 def spa(
@@ -96,10 +104,11 @@ def spa(
     check_averaging(averaging)
     check_dtype(state_dtype)
     check_key(rounding_key)
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def step(state: SPAState, is_master: bool) -> Step:
         del is_master
-        eta, c = value_at(learning_rate, state.count), value_at(averaging, state.count)
+        eta, c = eta_at(state.count), c_at(state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c: as if m stood still.
         coast = (1 - c) * jnp.where(eta > 0, eta, state.coast.astype(eta.dtype))
         return Step(eta, c, coast)
@@ -256,7 +265,10 @@ def primal_averaging(
     """The transformation of one member of the family: all that a step is not told by `Step`."""
 
     def init_fn(params: PyTree) -> SPAState:
-        z = jax.tree.map(lambda x: _z_0(x, state_dtype), params)
+        if jax.tree_util.all_leaves([params]) and not is_float(params):
+            dtype = jnp.result_type(params)
+            raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
+        z = jax.tree.map(lambda x: z_0(x, state_dtype), params)
         scalars = (jnp.zeros([], jnp.float32) for _ in range(3))  # one each: all can be donated
         return SPAState(jnp.zeros([], jnp.int32), z, *scalars)
 
@@ -276,7 +288,9 @@ def primal_averaging(
             raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
         check_same_tree("updates", updates, "params", params)
         check_same_tree("state.z", state.z, "params", params)
-        updates, state, params = jax.tree.map(jnp.asarray, (updates, state, params))
+        check_none_without_z(updates, state.z)
+        state = jax.tree.map(jnp.asarray, state)
+        updates, params, _ = trained(updates, params, state.z)
         now = step(state, has_narrow(params))
         if rounding_key is not None:
             now = now._replace(key=jax.random.fold_in(rounding_key, state.count))
@@ -289,14 +303,29 @@ def primal_averaging(
 
 
 def is_float(x: Any) -> bool:
-    """Or complex; what else there may be among params stays as it is."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    """Whether a leaf is a real or complex floating-point array; other leaves are not trained."""
+    return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array or a number."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def has_narrow(params: PyTree) -> bool:
     """Whether there are params of 16 bits or fewer, beside which z is a master copy."""
-    leaves = map(jnp.asarray, jax.tree.leaves(params))
-    return any(is_float(x) and x.size and x.itemsize <= 2 for x in leaves)
+    leaves = map(jnp.asarray, filter(is_float, jax.tree.leaves(params)))
+    return any(x.size and x.itemsize <= 2 for x in leaves)
+
+
+def trained(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """The three trees as arrays, with None for params that have no z.
+
+    A model of Equinox holds functions among its params, for which `init` saw None.
+    """
+    array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
+    arrays = lambda tree: jax.tree.map(array, tree, z, is_leaf=is_none)
+    return arrays(updates), arrays(params), arrays(z)
 
 
 def wide_dtype(*arrays: Array) -> Any:
@@ -305,7 +334,8 @@ def wide_dtype(*arrays: Array) -> Any:
         return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
 
 
-def _z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
+def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
+    """A copy of a parameter, in the dtype of z."""
     dtype = jnp.result_type(x)
     if not is_float(x):
         pass

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import (
     check_above_1,
@@ -20,10 +20,11 @@ from spa_optax._checks import (
     check_steps,
     is_none,
 )
-from spa_optax._coast import value_at
-from spa_optax._convert import INJECTED, find, only
+from spa_optax._coast import at_count
+from spa_optax._convert import INJECTED, find, like, only
 from spa_optax._schedules import Hold, holding_alpha, risen
 from spa_optax._transform import (
+    GPAState,
     SPAState,
     SPATransformation,
     Step,
@@ -32,6 +33,7 @@ from spa_optax._transform import (
     is_float,
     ratios,
     spa,
+    trained,
     wide_dtype,
 )
 
@@ -138,13 +140,13 @@ def track_momentum(
       -1.000 1.000
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level and the inner product by recursion are this package's.
     """
     if not isinstance(inner, SPATransformation):
         raise ValueError(
-            "`inner` must be what `spa` or `spa_from_sgdm` returns, without a chain or a wrapper,"
-            f" got {inner!r}"
+            "`inner` must be what `spa` or `spa_from_sgdm` returns, with chains and wrappers around"
+            f" `track_momentum`, got a `{type(inner).__name__}`"
         )
     decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
 
@@ -166,15 +168,27 @@ def track_momentum(
         del extra_args
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
-        u, inner_state, now = inner.advance(updates, state.inner, params)
-        # ‖u_k‖² from z_{k+1} once more: with two uses for u XLA would write it out in full.
-        again = jax.tree.map(jnp.asarray, (updates, params, inner_state.z))
-        u_again = average(*jax.lax.optimization_barrier((*again, now)))
-        squares = _square(updates, params), _square(u_again, params)
-        return u, _track(state, inner_state, now, *squares, params, decay)
+        u, state, _ = _tracked_update(inner, decay, updates, state, params)
+        return u, state
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _tracked_update(
+    inner: SPATransformation,
+    decay: float,
+    updates: PyTree,
+    state: TrackMomentumState,
+    params: PyTree | None,
+) -> tuple[PyTree, TrackMomentumState, Bool[Array, ""]]:
+    """The update and the state; and whether this step has added to the averages."""
+    u, inner_state, now = inner.advance(updates, state.inner, params)
+    # ‖u_k‖² from z_{k+1} once more: with two uses for u XLA would write it out in full.
+    again = trained(updates, params, inner_state.z)
+    u_again = average(*jax.lax.optimization_barrier((*again, now)))
+    squares = _square(updates, params), _square(u_again, params)
+    return u, *_track(state, inner_state, now, *squares, params, decay)
 
 
 def _square(tree: PyTree, params: PyTree) -> Float[Array, ""]:
@@ -199,7 +213,7 @@ def _track(
     step: Float[Array, ""],
     params: PyTree,
     decay: float,
-) -> TrackMomentumState:
+) -> tuple[TrackMomentumState, Bool[Array, ""]]:
     """From ‖g_k‖², ‖u_k‖² and what the state has of the step before."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
     eta, c, delta = f32(now.eta), f32(now.c), f32(now.delta)
@@ -241,7 +255,7 @@ def _track(
     spread = r**2 * state.spread
     noise = c**2 * spread + (c * eta + delta) ** 2 * gradient
     spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * gradient
-    return TrackMomentumState(
+    state = TrackMomentumState(
         inner=inner,
         step=jnp.where(is_finite, step, -1),
         noise=jnp.where(is_finite, noise, state.noise),
@@ -250,6 +264,7 @@ def _track(
         alignment=alignment,
         num_skipped=state.num_skipped + jnp.where(is_finite, 0, 1),
     )
+    return state, counts & (gradient > 0)
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
@@ -289,7 +304,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       20.00 1.05 1.00
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
     state = only(opt_state, TrackMomentumState, "opt_state")
@@ -334,9 +349,10 @@ def spa_until_noise(
 
         gain ≤ (1 + tolerance) · noise level
 
-    not counting the first 5/c steps, in which the gain only settles. From then on c is multiplied
-    by `rate` at every step, until it is 1. See `momentum_report`, which reads this one's state too,
-    and `momentum_drop`, which does the same at a step that is given.
+    not counting the first 5/c steps, in which the gain only settles, nor steps that measure
+    nothing: without a gradient, after a step with η = 0, or where something is not finite. From
+    then on c is multiplied by `rate` at every step, until it is 1. See `momentum_report`, which
+    reads this one's state too, and `momentum_drop`, which does the same at a step that is given.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -373,7 +389,7 @@ def spa_until_noise(
       13 1.0
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 3 (Insight 1) and
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 3, where momentum is dropped after the first epoch.
     """
     check_rate("learning_rate", learning_rate)
@@ -387,12 +403,13 @@ def spa_until_noise(
     check_dtype(state_dtype)
     check_key(rounding_key)
     low_precision: Any = {"state_dtype": state_dtype, "rounding_key": rounding_key}
-    tracked: Any = lambda eta, c: track_momentum(spa(eta, c, **low_precision), decay)
-    init_tracked = tracked(0.0, 1.0).init
+    init_tracked = track_momentum(spa(0.0, **low_precision), decay).init
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def init_fn(params: PyTree) -> UntilNoiseState:
+        tracked: Any = init_tracked(params)
         return UntilNoiseState(
-            tracked=init_tracked(params),
+            tracked=tracked,
             num_quiet=jnp.zeros([], jnp.int32),
             dropped_at=jnp.full([], -1, jnp.int32),
         )
@@ -404,16 +421,18 @@ def spa_until_noise(
         if not isinstance(state, UntilNoiseState):
             raise ValueError(f"`state` must be an `UntilNoiseState`, got {type(state).__name__}")
         count = jnp.asarray(state.tracked.inner.count)
-        eta, before = value_at(learning_rate, count), value_at(averaging, count)
+        eta, before = eta_at(count), c_at(count)
         times = jnp.where(state.dropped_at >= 0, count - state.dropped_at + 1, 0)
         c = risen(before, times, rate)
         if hold == "alpha":
             eta = holding_alpha(eta, before, c)
-        updates, now = tracked(eta, c).update(updates, state.tracked, params)
+        inner: Any = spa(eta, c, **low_precision)
+        updates, now, measured = _tracked_update(inner, decay, updates, state.tracked, params)
         # The gain and the noise level share their denominator.
         is_quiet = now.means.iterate <= (1 + tolerance) * now.means.noise
         is_quiet &= count.astype(before.dtype) * before >= 5
         num_quiet = jnp.where(is_quiet, state.num_quiet + 1, 0)
+        num_quiet = jnp.where(measured, num_quiet, state.num_quiet)
         drops = (state.dropped_at < 0) & (num_quiet >= patience)
         dropped_at = jnp.where(drops, jnp.asarray(now.inner.count), state.dropped_at)
         return updates, UntilNoiseState(now, num_quiet, dropped_at)
@@ -473,16 +492,17 @@ def release_momentum(
             "`params` and z must have more than 16 bits, got narrower ones: without z, or on from"
             " its rounding, the iterates would not be the same"
         )
-    c = spa_state.c
+    (c,) = jax.tree.leaves(spa_state.c)  # under Flax nnx a variable
     if isinstance(c, Tracer):
         raise ValueError("`opt_state` must be concrete, not traced: what is returned depends on c")
-    if not jnp.all(jnp.asarray(c) == 1):
+    if not jnp.all(c == 1):
         raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
     tx: Any = optax.sgd(learning_rate)
     sgd_state = tx.init(params)
     if callable(learning_rate):
-        sgd_state = optax.tree.set(sgd_state, count=jnp.array(spa_state.count, copy=True))
-    kinds = (UntilNoiseState, TrackMomentumState, SPAState)
+        count = like(spa_state.count, [jnp.array(*jax.tree.leaves(spa_state.count), copy=True)])
+        sgd_state = optax.tree.set(sgd_state, count=count)
+    kinds = (UntilNoiseState, TrackMomentumState, GPAState, SPAState)
     holds = lambda node: isinstance(node, kinds)
     state = jax.tree.map(lambda node: sgd_state if holds(node) else node, opt_state, is_leaf=holds)
     return tx, state

@@ -11,7 +11,7 @@ the inequalities themselves bear out, and the docstrings say where.
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
-from spa_optax._checks import check_averaging, check_rate
-from spa_optax._coast import look_ahead, value_at
+from spa_optax._checks import check_averaging, check_rate, check_steps
+from spa_optax._coast import at_count, foreseen_momentum, foreseen_rate, look_ahead
 from spa_optax._convert import Foreseen
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."
       1.5 inf
 
     References:
-      arXiv:2010.00406, Section 5 and appendix "Telescoping", which print (2 − c)/(L c (1 − c)), and
+      arXiv:2010.00406, Section 6 and appendix "Telescoping", which print (2 − c)/(L c (1 − c)), and
       Section 4, 2c(2 − c)/(L(1 − c)). Appendix "Augmented Lyapunov" has it right.
     """
     c, L = _array(c, smoothness)
@@ -222,7 +222,7 @@ def max_decay_ratio(
       1.0569
 
     References:
-      arXiv:2010.00406, Section 5 (Insight 3), where 4(1 − c)c is printed under the root for
+      arXiv:2010.00406, Section 6 (Insight 3), where 4(1 − c)c is printed under the root for
       4(1 − c): that would be 0.29 in the example.
     """
     eta, c, L = _array(eta, c, smoothness)
@@ -255,7 +255,7 @@ def balanced_averaging(c: ArrayLike, factor: ArrayLike) -> Float[Array, "..."]:
       0.5
 
     References:
-      arXiv:2010.00406, Section 4 (Insight 2), whose title, "Reduce c_k", should read "increase".
+      arXiv:2010.00406, Section 5 (Insight 2), whose title, "Reduce c_k", should read "increase".
     """
     c, factor = _array(c, factor)
     return c * factor / (c * factor + 1 - c)
@@ -642,7 +642,8 @@ def estimate_smoothness(
       An estimate of max |λ|.
 
     Raises:
-      ValueError: if `num_iterations` is less than 1.
+      ValueError: if `num_iterations` is not an integer ≥ 1, or `params` are not real floating-point
+        arrays.
 
     Examples:
       ½(3x² − 5y²):
@@ -657,9 +658,14 @@ def estimate_smoothness(
     References:
       Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
-    if num_iterations < 1:
-        raise ValueError(f"`num_iterations` must be >= 1, got {num_iterations!r}")
+    num_iterations = check_steps("num_iterations", num_iterations)
     params = jax.tree.map(jnp.asarray, params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            at = jax.tree_util.keystr(path) or "its root"
+            raise ValueError(
+                f"`params` must be real floating-point arrays, got {leaf.dtype} at {at}"
+            )
 
     def iterate(v: PyTree, _: None) -> tuple[PyTree, Float[Array, ""]]:
         hessian_v = jax.jvp(jax.grad(loss), (params,), (v,))[1]
@@ -740,7 +746,9 @@ class Audit(NamedTuple):
         before, after = self.alpha[:-2], self.alpha[2:]
         spike = np.zeros(len(self.alpha), bool)
         spike[1:-1] = (self.alpha[1:-1] > 2 * before) & (self.alpha[1:-1] > 2 * after)
+        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
         found = {
+            "η or c is NaN or out of range": ~in_range,  # NaN fails every comparison
             "α spikes to over twice its neighbours": spike,
             "β is 1 or more": self.beta >= 1,
             "β is negative": self.beta < 0,
@@ -754,7 +762,11 @@ class Audit(NamedTuple):
 
     def report(self) -> str:
         """The audit in words: what is beyond doubt first, then what rests on the bound."""
-        span = lambda values: f"{np.nanmin(values):.4g} to {np.nanmax(values):.4g}"
+
+        def span(values: np.ndarray) -> str:
+            known = values[~np.isnan(values)]
+            return f"{known.min():.4g} to {known.max():.4g}" if len(known) else "undefined"
+
         lines = [
             f"{len(self.eta):,} steps: η {span(self.eta)}, c {span(self.c)}",
             f"as SGD+M: α {span(self.alpha)}, β {span(self.beta)}",
@@ -762,18 +774,21 @@ class Audit(NamedTuple):
         lines += self._anticipations()
         by_size = {"first": self.remainder_x, "second": self.remainder_z}
         found = self.breaches()
-        for name, steps in list(found.items())[:5]:
+        out_of_range = next(iter(found.values()))
+        num_beyond_doubt = len(found) - (0 if self.step_weight is None else 2)
+        for name, steps in list(found.items())[:num_beyond_doubt]:
             if steps.any():
                 line = _told(name, steps)
                 if name.startswith("R_k"):
                     line += f", largest at {int(np.argmax(by_size[name.split()[1]])):,}"
                 lines.append(line)
-        if self.max_decay_ratio is not None:
+        if self.max_decay_ratio is not None and not out_of_range.all():
             lines += [
                 "By the bound, with this smoothness. Its conditions are sufficient, for the worst",
                 "case: recipes that train well have had 3 to 77 times the limit on η.",
             ]
-            broken = [(name, steps) for name, steps in list(found.items())[5:] if steps.any()]
+            rest = list(found.items())[num_beyond_doubt:]
+            broken = [(name, steps) for name, steps in rest if steps.any()]
             for name, steps in broken:
                 lines.append(f"- {_told(name, steps)}")
                 k = int(np.argmax(steps))
@@ -781,33 +796,45 @@ class Audit(NamedTuple):
                     ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
                     lines[-1] += f"; η is divided by {ratio:.4g} there, {allowed:.4g} is allowed"
             if not broken:
-                lines.append("- they hold at every step")
+                other = "other " if out_of_range.any() else ""
+                lines.append(f"- they hold at every {other}step")
         return "\n".join(lines)
 
-    def _anticipations(self) -> list[str]:
-        """Where α drops by half or more and c has been rising ahead of it."""
-        before = self.alpha[:-1]
-        drops = 1 + np.flatnonzero((self.alpha[1:] < before / 2) & (before > 1e-3 * before.max()))
-        lines = []
-        for k in drops:
+    def _drops(self) -> list[tuple[int, int]]:
+        """The steps at which α drops by half or more, and those at which c begins to rise ahead."""
+        before = np.nan_to_num(self.alpha[:-1])
+        largest = before.max(initial=0)
+        drops = 1 + np.flatnonzero((self.alpha[1:] < before / 2) & (before > 1e-3 * largest))
+        found = []
+        for k in drops.tolist():
             ahead = self.c[max(k - 20_000, 0) : k]
             # Rising without a break up to the drop, from where it had stood.
             falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
             begin = falls[-1] + 1 if len(falls) else 0
-            steps = len(ahead) - begin - 1
-            if steps > 2 and ahead[-1] > 1.1 * ahead[begin]:  # a change all at once is no foresight
-                lines.append(
-                    f"c anticipates the drop of α at step {k:,}: over {steps} steps it rises from "
-                    f"{ahead[begin]:.3g} to {ahead[-1]:.3g}"
-                )
+            # A change all at once is no foresight.
+            if len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]:
+                found.append((k, k - len(ahead) + int(begin)))
+        return found
+
+    def _anticipations(self) -> list[str]:
+        lines = [
+            f"c anticipates the drop of α at step {k:,}: over {k - 1 - begin} steps it rises from "
+            f"{self.c[begin]:.3g} to {self.c[k - 1]:.3g}"
+            for k, begin in self._drops()
+        ]
         more = [f"and so it does at {len(lines) - 3} more drops"] if len(lines) > 3 else []
         return lines[:3] + more
 
     def plot(self) -> "Figure":
-        """η, c, α and β over the steps, those that break a condition marked (needs matplotlib)."""
+        """η, c, α and β over the steps, and α and c close to the first drop that c anticipates.
+
+        Steps that break a condition are marked. Needs matplotlib.
+        """
         import matplotlib.pyplot as plt
 
-        figure, axes = plt.subplots(2, 2, figsize=(9, 5), sharex=True, layout="constrained")
+        drops = self._drops()
+        size: Any = {"ncols": 3, "figsize": (13, 5)} if drops else {"ncols": 2, "figsize": (9, 5)}
+        figure, axes = plt.subplots(2, sharex="col", layout="constrained", **size)
         # At most some thousand points, but every one at which something changes.
         steps = np.arange(len(self.eta))
         changes = np.abs(np.diff(self.alpha, prepend=self.alpha[0])) > 1e-3 * self.alpha
@@ -815,7 +842,7 @@ class Audit(NamedTuple):
         if keep.sum() > 100_000:
             keep = steps % (len(steps) // 50_000) == 0
         values = {"η": self.eta, "c": self.c, "α = ηc": self.alpha, "β": self.beta}
-        for axis, (name, value) in zip(axes.T.ravel(), values.items(), strict=True):
+        for axis, (name, value) in zip(axes[:, :2].T.ravel(), values.items(), strict=True):
             axis.plot(steps[keep], value[keep], color="C0")
             axis.set_ylabel(name)
             positive = value[value > 0]
@@ -823,11 +850,19 @@ class Audit(NamedTuple):
                 axis.set_yscale("log")
             else:
                 axis.set_ylim(bottom=0)
-        spikes, overs = list(self.breaches().values())[:2]
+        _, spikes, overs, *_ = self.breaches().values()
         axes[0, 1].plot(steps[spikes], self.alpha[spikes], "o", color="C3")
         axes[1, 1].plot(steps[overs], self.beta[overs], "o", color="C3")
         for axis in axes[1]:
             axis.set_xlabel("step")
+        if drops:
+            k, begin = drops[0]
+            near = slice(max(begin - 20, 0), k + 20)
+            for axis, name in zip(axes[:, 2], ("α = ηc", "c"), strict=True):
+                axis.plot(steps[near], values[name][near], marker=".", color="C0")
+                axis.set_ylabel(name)
+                axis.set_ylim(bottom=0)
+            axes[0, 2].set_title(f"close to the drop at step {k:,}")
         return figure
 
 
@@ -864,7 +899,7 @@ def audit(
       An `Audit`, with `report()` and `plot()`.
 
     Raises:
-      ValueError: if a number is out of range.
+      ValueError: if a number is out of range, or `num_steps` is not an integer.
 
     Examples:
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.
@@ -878,30 +913,32 @@ def audit(
       R_k's second coefficient (SGD's too) is positive: first at step 20, 1 in all, largest at 20
 
     References:
-      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 4 and 5.
+      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
     """
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    if num_steps < 1:
-        raise ValueError(f"`num_steps` must be >= 1, got {num_steps!r}")
+    num_steps = check_steps("num_steps", num_steps)
     if smoothness is not None and not 0 < smoothness < float("inf"):
         raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
     counts = jnp.arange(num_steps, dtype=jnp.int32)
-    over = lambda h: np.broadcast_to(
-        np.asarray(jax.jit(jax.vmap(lambda k: value_at(h, k)))(counts), np.float64), num_steps
-    )
+
+    def over(name: str, h: optax.ScalarOrSchedule) -> np.ndarray:
+        return np.asarray(jax.jit(jax.vmap(at_count(name, h)))(counts), np.float64)
+
     of_sgdm = [h.sgdm for h in (learning_rate, averaging) if isinstance(h, Foreseen)]
     if len(of_sgdm) == 2 and of_sgdm[0] is of_sgdm[1]:
         rates, momenta = of_sgdm[0]
-        alpha, beta = over(rates), over(momenta)
+        alpha, beta = over("learning_rate", rates), over("momentum", momenta)
         w = float(jax.jit(lambda k: look_ahead(rates, momenta, k).coast)(counts[-1]))
-        # η_k = α_k + w_{k+1}, w_k = β_k η_k: backward, which is stable.
-        products = zip(reversed(alpha.tolist()), reversed(beta.tolist()), strict=True)
+        # η_k = α_k + w_{k+1}, w_k = β_k (α_k + w_{k+1}): backward, which is stable. What lies ahead
+        # of a step counts as the look-ahead counts it.
+        ahead = (foreseen_rate(jnp.asarray(alpha)), foreseen_momentum(jnp.asarray(beta)))
+        products = zip(*(np.asarray(h, float)[::-1].tolist() for h in ahead), strict=True)
         coasts = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
         eta = alpha + np.array(list(coasts))[-2::-1]
-        c = np.where(alpha > 0, alpha / np.where(alpha > 0, eta, 1), 0)
+        c = alpha / np.where(eta == 0, 1, eta)
     else:
-        eta, c = over(learning_rate), over(averaging)
+        eta, c = over("learning_rate", learning_rate), over("averaging", averaging)
         alpha, beta = eta * c, None
     c_now = np.concatenate([c[:1], c[:-1]])  # c_k, with c_0 = c_1
     c_prev = np.concatenate([c_now[:1], c_now[:-1]])

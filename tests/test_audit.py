@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, table, x64
+from helpers import lenient, table, unchecked, x64
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, spa, stagewise, theory
 
@@ -95,6 +95,44 @@ def test_the_report_begins_with_what_is_beyond_doubt() -> None:
     assert "sufficient, for the worst" in report
 
 
+def test_a_schedule_that_is_nan_or_out_of_range_is_told() -> None:
+    nan = lambda k: jnp.where(k < 50, 0.1, jnp.nan)
+    for learning_rate, averaging in (
+        (nan, 0.1),
+        (0.1, nan),
+        (lambda k: 0.1 - 1e-2 * k.astype(float), 0.1),
+    ):
+        audit = theory.audit(learning_rate, averaging, 100, smoothness=1.0)
+        report = audit.report()
+        assert "η or c is NaN or out of range: first at step" in report
+        assert "hold at every step" not in report
+    audit = theory.audit(lambda k: jnp.full_like(k, jnp.nan, float), 0.1, 100, smoothness=1.0)
+    assert "η undefined, c 0.1 to 0.1" in audit.report()
+    assert "100 in all" in audit.report()
+    assert "By the bound" not in audit.report()
+    assert "out of range" not in theory.audit(0.01, 0.1, 100, smoothness=1.0).report()
+
+
+@pytest.mark.parametrize("nan", [True, False], ids=["NaN", "negative"])
+def test_a_recipe_past_the_end_of_its_schedule(nan: bool) -> None:
+    """What lies ahead counts as the look-ahead counts it, so that the hyper-parameters agree."""
+    root = lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 60.5)
+    line = lambda k: 0.1 * (1 - k.astype(float) / 60.5)
+    hyperparams = hyperparams_from_sgdm(root if nan else line, 0.9)
+    audit = theory.audit(*hyperparams, 80)
+    counts = np.arange(80)
+    for found, schedule in zip((audit.eta, audit.c), hyperparams, strict=True):
+        np.testing.assert_allclose(found, schedule(counts), rtol=1e-5)
+    assert "η or c is NaN or out of range: first at step 61, 19 in all" in audit.report()
+    assert np.isfinite(audit.eta[:60]).all()
+
+
+def test_one_step() -> None:
+    audit = theory.audit(1.0, 0.1, 1, smoothness=1.0)
+    assert audit.report().startswith("1 steps: η 1 to 1, c 0.1 to 0.1")
+    assert "β undefined" in audit.report()  # β_0 is free
+
+
 def test_a_million_steps() -> None:
     """O(n) in time and memory at any β: not a window of 18,412 steps at each."""
     schedule = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5_000, 10**6))
@@ -112,12 +150,28 @@ def test_plot() -> None:
     spikes = [line for line in figure.axes[1].lines if line.get_marker() == "o"]
     assert spikes[0].get_xdata().tolist() == [19]
     plt.close(figure)
+    # A rise of c over 42 steps of 100,000 is less than a pixel wide: α and c there once more.
+    schedule = lambda k: jnp.where(k < 50_000, 0.1, 0.01)
+    figure = theory.audit(*hyperparams_from_sgdm(schedule, 0.9), 100_000).plot()
+    assert [axis.get_ylabel() for axis in figure.axes] == ["η", "α = ηc", "α = ηc", "c", "β", "c"]
+    ((x, y),) = (line.get_data() for line in figure.axes[5].lines)
+    assert len(x) < 200
+    assert x[y.argmax()] == 49_999
+    plt.close(figure)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory.audit(1.0, 0.1, 0), "`num_steps` must be >= 1, got 0"),
+        (lambda: theory.audit(1.0, 0.1, 0), "`num_steps` must be a concrete integer >= 1, got 0"),
+        (
+            lambda: unchecked(theory.audit)(1.0, 0.1, 1e2),
+            "`num_steps` must be a concrete integer >= 1, got 1",
+        ),
+        (
+            lambda: unchecked(theory.audit)(1.0, 0.1, 2.5),
+            "`num_steps` must be a concrete integer >= 1, got 2",
+        ),
         (lambda: theory.audit(1.0, 0.1, 9, smoothness=0.0), "`smoothness` must be None or finite"),
         (lambda: theory.audit(-1.0, 0.1, 9), "`learning_rate` must be finite and >= 0, got -1.0"),
         (lambda: theory.audit(1.0, 1.1, 9), "`averaging` must be in [0, 1], got 1.1"),

@@ -3,22 +3,29 @@
 import re
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from helpers import unchecked
 
 from spa_optax import (
+    gpa,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     spa,
+    spa_adamw,
     spa_from_sgdm,
+    stagewise,
     state_from_sgdm,
     state_to_sgdm,
     theory,
 )
 from spa_optax._checks import check_count, check_horizon
+from spa_optax.diagnostics import spa_until_noise
 
 NAN, INF = float("nan"), float("inf")
 
@@ -37,6 +44,36 @@ NAN, INF = float("nan"), float("inf")
         (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be None or a real floating"),
         (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be None or a real floating"),
         (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be None or a real"),
+        (lambda: spa(1.0, state_dtype=jnp.float8_e8m0fnu), "`state_dtype` must be None or a real"),
+        (
+            lambda: spa(10**400),
+            "`learning_rate` must be finite and >= 0, got an integer of 1329 bits",
+        ),
+        (lambda: spa(-(10**5_000)), "`learning_rate` must be finite and >= 0, got an integer of"),
+        (lambda: stagewise(1.0, 0.1, [10**5_000]), "`boundaries` must be below 2^31"),
+        (lambda: stagewise(1.0, 0.1, [1], 10**400), "`factor` must be finite and > 1, got an int"),
+        (
+            lambda: unchecked(spa)(1.0, rounding_key=jnp.zeros(5, jnp.uint32)),
+            "`rounding_key` must be None or one key of `jax.random`, got an array of shape (5,)",
+        ),
+        (
+            lambda: unchecked(spa)(1.0, rounding_key=jax.random.split(jax.random.key(0))),
+            "`rounding_key` must be None or one key of `jax.random`, got an array of shape (2,)",
+        ),
+        (
+            lambda: optax.inject_hyperparams(spa)(1.0, state_dtype=jnp.bfloat16).init(jnp.ones(3)),
+            "got an array: name it in the `static_args` of `optax.inject_hyperparams`",
+        ),
+        (
+            lambda: spa(0.1).init(3),
+            "`params` must be floating-point arrays, got one of dtype int32",
+        ),
+        (
+            lambda: theory.estimate_smoothness(
+                lambda p: p["a"] ** 2, {"a": 1.0, "n": 3}, key=jax.random.key(0)
+            ),
+            "`params` must be real floating-point arrays, got int32 at ['n']",
+        ),
         (lambda: spa_from_sgdm(-1), "`learning_rate` must be finite and >= 0, got -1"),
         (lambda: spa_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
         (lambda: spa_from_sgdm(0.1, -0.1), "`momentum` must be in [0, 1), got -0.1"),
@@ -110,6 +147,47 @@ def test_trees_that_differ(tx: Any, grads: Any, message: str) -> None:
             update(grads, tx.init(PARAMS), PARAMS)
 
 
+def test_a_mismatch_of_a_large_tree_has_a_short_message() -> None:
+    params = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(3_000)}
+    tx = spa(0.1)
+    frozen = flax.core.freeze(params)
+    with pytest.raises(ValueError, match=r"`params`: a FrozenDict against a dict$"):
+        tx.update(frozen, tx.init(params), params)
+    reverse = nnx.State(dict(list(params.items())[::-1]))
+    for other in (list(params.values()), {**params, "one": 1.0}, reverse):
+        with pytest.raises(ValueError, match="`updates` must have the structure") as error:
+            tx.update(other, tx.init(params), params)
+        assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (spa, "learning_rate"),
+        (lambda h: spa(0.1, h), "averaging"),
+        (spa_from_sgdm, "learning_rate"),
+        (lambda h: spa_from_sgdm(0.1, h), "momentum"),
+        (lambda h: gpa(0.1, 0.1, h), "interpolation"),
+        (spa_until_noise, "learning_rate"),
+        (spa_adamw, "learning_rate"),
+    ],
+)
+def test_schedules_that_are_not_scalar(make: Any, name: str, shape: Any) -> None:
+    """A rate for each column would train, and change the shapes of the state."""
+    params = jnp.ones((4, 3))
+    match = re.escape(f"`{name}` must be a scalar or a schedule of scalars, got an array of shape")
+    tx = make(lambda count: jnp.full(shape, 0.1))
+    with pytest.raises(ValueError, match=match):
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(
+        ValueError, match="`learning_rate` must be a scalar or a schedule of scalars"
+    ):
+        hyperparams_from_sgdm(lambda count: jnp.full(shape, 0.1), 0.9).learning_rate(3)
+    with pytest.raises(ValueError, match="`averaging` must be a scalar or a schedule of scalars"):
+        theory.audit(0.1, lambda count: jnp.full(shape, 0.1), 10)
+
+
 def test_params_missing_or_of_another_model() -> None:
     tx = spa(0.1)
     with pytest.raises(ValueError, match="`params` must be passed to `update`"):
@@ -145,18 +223,19 @@ def test_a_horizon_that_is_injected() -> None:
 def test_states_that_are_not_there() -> None:
     sgd = optax.sgd(0.1, 0.9).init(PARAMS)
     from_ = lambda state, **kw: state_from_sgdm(state, PARAMS, momentum=0.9, **kw)
-    with pytest.raises(ValueError, match="`sgd_state` must hold one `TraceState`, got 0"):
+    with pytest.raises(ValueError, match=r"momentum buffer, .* got 0: was `optax.sgd` made with"):
         from_(optax.sgd(0.1).init(PARAMS), learning_rate=0.1)
-    with pytest.raises(ValueError, match="`sgd_state` must hold one `TraceState`, got 2"):
+    with pytest.raises(ValueError, match=r"`sgd_state` must hold one momentum buffer, .* got 2"):
         from_((sgd, sgd), learning_rate=0.1)
     with pytest.raises(ValueError, match="`count` must be given where `sgd_state` does not hold"):
         from_(sgd, learning_rate=lambda _: 0.1)
     _, moving = optax.sgd(0.1, 0.9).update(PARAMS, sgd)
     with pytest.raises(ValueError, match="`count` must be >= 1 where `sgd_state` holds momentum"):
         from_(moving, learning_rate=0.1, count=0)
-    with pytest.raises(ValueError, match=r"`sgd_state\.trace` must have the structure"):
+    with pytest.raises(ValueError, match=r"`sgd_state` must have leaves of the paths and shapes"):
         state_from_sgdm(sgd, PARAMS["layer"], learning_rate=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="`spa_state` must hold one `SPAState`, got 0"):
         state_to_sgdm(sgd, PARAMS)
-    with pytest.raises(ValueError, match=re.escape("`spa_state.z` must have the structure")):
+    at = re.escape("got (3,) at ['layer']['bias']")
+    with pytest.raises(ValueError, match=f"`spa_state` must have leaves of .* each once, {at}"):
         state_to_sgdm(spa(0.1).init(PARAMS), PARAMS["layer"])

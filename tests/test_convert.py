@@ -25,6 +25,7 @@ from spa_optax import (
     SGDMHyperparams,
     SPAHyperparams,
     SPAState,
+    gpa,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     reanchor,
@@ -34,6 +35,7 @@ from spa_optax import (
     state_to_sgdm,
     theory,
 )
+from spa_optax._convert import find
 
 
 def test_numbers_in_numbers_out() -> None:
@@ -191,14 +193,18 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
 
         params, sgd_state = _run(sgd, None, slice(there), dtype)
         state = state_from_sgdm(
-            sgd_state, params, learning_rate=ALPHA, momentum=0.9, nesterov=nesterov
+            sgd_state,
+            params,
+            learning_rate=ALPHA,
+            momentum=0.9,
+            nesterov=nesterov,
+            into=tx.init(params),
         )
-        assert state.count == there
-        params, state = _run(tx, (params, (optax.EmptyState(), state)), slice(there, back), dtype)
+        assert state[1].count == there
+        params, state = _run(tx, (params, state), slice(there, back), dtype)
         assert state[1].count == back
-        sgd_state = optax.tree.set(
-            sgd.init(params), trace=state_to_sgdm(state, params), count=state[1].count
-        )
+        sgd_state = state_to_sgdm(state, params, into=sgd.init(params))
+        assert optax.tree.get(sgd_state, "count") == back
         params, _ = _run(sgd, (params, sgd_state), slice(back, None), dtype)
         assert relative_difference(params, never_moved) < tolerance
 
@@ -237,6 +243,107 @@ def test_the_buffer_is_found_in_any_wrapper(wrap: str) -> None:
         state, params, learning_rate=lambda _: 0.5, momentum=0.5
     )
     chex.assert_trees_all_close(again, moved)
+
+
+def _step(tx: Any, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    with jax.numpy_dtype_promotion("standard"):  # for `MultiSteps`
+        updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+INTO = {
+    "chain": lambda tx: optax.chain(optax.clip(1e3), tx),
+    "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
+    "partition": lambda tx: optax.partition(
+        {"it": tx, "other": optax.set_to_zero()}, {"a": "it", "b": "other"}
+    ),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e3)), ("it", tx)),
+    "flatten inside": lambda tx: optax.chain(optax.flatten(optax.clip(1e3)), tx),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_whole_states_move(name: str) -> None:
+    """Into wrappers, and out of them: the run goes on as if it had never moved."""
+    alpha = lambda k: 0.1 / (k + 1).astype(float)
+    sgd, tx = INTO[name](optax.sgd(alpha, 0.5)), INTO[name](spa_from_sgdm(alpha, 0.5))
+    params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}
+    gradient = lambda params, k: jax.tree.map(lambda p: jnp.cos(p + k), params)
+    x, sgd_state = params, sgd.init(params)
+    y, state, moved = params, sgd.init(params), sgd
+    for k in range(12):
+        if k == 4:
+            state = state_from_sgdm(state, y, learning_rate=alpha, momentum=0.5, into=tx.init(y))
+            assert jax.tree.structure(state) == jax.tree.structure(tx.init(y))
+            moved = tx
+        if k == 8:
+            state = state_to_sgdm(state, y, into=sgd.init(y))
+            assert jax.tree.structure(state) == jax.tree.structure(sgd.init(y))
+            moved = sgd
+        x, sgd_state = _step(sgd, x, sgd_state, gradient(x, k))
+        y, state = _step(moved, y, state, gradient(y, k))
+    # Rounding of x − z over w ≥ 0.01, twice, in m; and of 12 steps.
+    chex.assert_trees_all_close(y, x, atol=4 * 6e-8 / 0.01 * 0.1)
+
+
+def test_injected_states_move() -> None:
+    """Their wrapper counts the steps for the schedules."""
+    alpha = lambda k: 0.1 / (k + 1).astype(float)
+    make = lambda factory: optax.inject_hyperparams(factory)(learning_rate=alpha, momentum=0.5)
+    sgd, tx = make(optax.sgd), make(spa_from_sgdm)
+    x = y = jnp.array([1.0, -2.0])
+    sgd_state = state = sgd.init(x)
+    for k in range(8):
+        if k == 4:
+            kwargs: Any = {"learning_rate": alpha, "momentum": 0.5, "into": tx.init(y)}
+            state = state_from_sgdm(state, y, **kwargs)
+            assert state.count == state.inner_state.count == 4
+        x, sgd_state = _step(sgd, x, sgd_state, jnp.cos(x))
+        y, state = _step(sgd if k < 4 else tx, y, state, jnp.cos(y))
+    np.testing.assert_allclose(y, x, rtol=1e-6)
+    assert state_to_sgdm(state, y, into=sgd.init(y)).count == 8
+
+
+def test_a_state_keeps_the_dtype_of_z() -> None:
+    params = jnp.ones(3)
+    sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9, state_dtype=jnp.bfloat16)
+    _, sgd_state = sgd.update(params, sgd.init(params))
+    state = state_from_sgdm(
+        sgd_state, params, learning_rate=0.1, momentum=0.9, into=tx.init(params)
+    )
+    assert state.z.dtype == jnp.bfloat16
+
+
+def test_states_that_do_not_fit() -> None:
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    masked = lambda tx: optax.masked(tx, {"a": True, "b": False})
+    sgd = optax.sgd(0.1, 0.9)
+    move = lambda state, into: state_from_sgdm(
+        state, params, learning_rate=0.1, momentum=0.9, into=into
+    )
+    for into in (masked(spa_from_sgdm(0.1)).init(params), gpa(0.1).init(params)):
+        with pytest.raises(ValueError, match="`into` must be a state of `spa_from_sgdm` for the"):
+            move(sgd.init(params), into)
+    with pytest.raises(ValueError, match="`into` must hold one `SPAState`, got 0"):
+        move(sgd.init(params), sgd.init(params))
+    with pytest.raises(ValueError, match="`into` must hold one `TraceState`, got 0"):
+        state_to_sgdm(spa(0.1).init(params), params, into=optax.sgd(0.1).init(params))
+    with pytest.raises(ValueError, match="`into` must have momentum for the params that"):
+        state_to_sgdm(spa(0.1).init(params), params, into=masked(sgd).init(params))
+
+
+def test_the_way_back_is_lossy_where_alpha_has_all_but_vanished() -> None:
+    """In float32 too: m = (x − z)/w to within ulp(x)/w, 0.8 % two steps before the end."""
+    schedule = lenient(optax.cosine_decay_schedule(0.1, NUM_STEPS))
+    params, state = _run(spa_from_sgdm(schedule, 0.9), None, slice(NUM_STEPS - 2), "float32")
+    _, sgd_state = _run(optax.sgd(schedule, 0.9), None, slice(NUM_STEPS - 2), "float32")
+    trace = np.asarray(optax.tree.get(sgd_state, "trace"))
+    error = np.abs(np.asarray(state_to_sgdm(state, params)) - trace)
+    assert np.linalg.norm(error) > 1e-3 * np.linalg.norm(trace)
+    ulp = float(jnp.finfo(jnp.float32).eps) * np.abs(params).max()
+    assert error.max() < 4 * ulp / float(state.coast) + 1e-4 * np.abs(trace).max()
 
 
 def test_constants_need_no_count() -> None:
@@ -323,12 +430,72 @@ def test_states_of_nnx(wrt: Any) -> None:
     m = state_to_sgdm(optimizer.opt_state, params)
     np.testing.assert_allclose(jax.tree.leaves(m)[0], 0.1, rtol=1e-5)  # one gradient
     pruned = jax.tree.map(lambda p: 0 * p, params)
+    before = jax.tree.map(jnp.copy, params)
     optimizer.opt_state = reanchor(optimizer.opt_state, params, pruned)
     nnx.update(model, pruned)
+    # In the other order `params`, live variables, would hold the new values already.
+    with pytest.raises(ValueError, match="`new_params` must not be the arrays of `old_params`"):
+        reanchor(optimizer.opt_state, params, pruned)
+    shifted = reanchor(optimizer.opt_state, before, pruned)  # a copy is safe in any order
+    assert relative_difference(shifted[1].z, optimizer.opt_state[1].z) > 0.1
     optimizer.update(model, grads)
     # m = 1.5 g: x goes on from 0 by −α m.
     for leaf in jax.tree.leaves(nnx.state(model, wrt)):
         np.testing.assert_allclose(leaf, -0.5 * 0.15, rtol=1e-5)
+
+
+def test_a_run_of_nnx_moves() -> None:
+    """To SPA, back, and as if never moved; jitted, in a chain, under a schedule."""
+    alpha = lambda k: 0.1 / (k + 1).astype(float)
+    chain = lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx)
+    sgd, tx = chain(optax.sgd(alpha, 0.5)), chain(spa_from_sgdm(alpha, 0.5))
+    inputs = jnp.ones((2, 3))
+    gradient = nnx.grad(lambda model: jnp.mean((model(inputs) - 1) ** 2))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, gradient(model))
+
+    def train(moves: bool) -> Any:
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, sgd, wrt=nnx.Param)
+        for k in range(9):
+            if moves and k in (3, 6):
+                params, old = nnx.state(model, nnx.Param), optimizer.opt_state
+                optimizer = nnx.Optimizer(model, tx if k == 3 else sgd, wrt=nnx.Param)
+                new = optimizer.opt_state
+                if k == 3:
+                    kwargs: Any = {"learning_rate": alpha, "momentum": 0.5}
+                    optimizer.opt_state = state_from_sgdm(old, params, **kwargs, into=new)
+                else:
+                    optimizer.opt_state = state_to_sgdm(old, params, into=new)
+            step(model, optimizer)
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    chex.assert_trees_all_close(train(True), train(False), atol=4 * 6e-8 / 0.01 * 0.1)
+
+
+@pytest.mark.parametrize("share", ["masked", "partition", "several"])
+def test_reanchor_of_some_params(share: str) -> None:
+    """As `eval_params` does: params of another optimizer, or of none, have no z."""
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+    edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
+    labels = {"a": "it", "b": "other"}
+    tx = {
+        "masked": lambda: optax.masked(gpa(0.1, 0.1, 0.5), {"a": True, "b": False}),
+        "partition": lambda: optax.partition({"it": spa(0.1), "other": optax.sgd(0.1)}, labels),
+        "several": lambda: optax.partition({"it": spa(0.1), "other": gpa(0.2)}, labels),
+    }[share]()
+    state = reanchor(tx.init(params), params, edited)
+    z = [s.z for s in find(state, SPAState)]
+    np.testing.assert_array_equal(z[0]["a"], edited["a"])
+    if share == "several":
+        np.testing.assert_array_equal(z[1]["b"], edited["b"])
+    chex.assert_trees_all_equal_structs(state, tx.init(params))
+    with pytest.raises(ValueError, match="`spa_state` must have leaves of the paths and shapes of"):
+        reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
+    with pytest.raises(ValueError, match="`new_params` must have the structure of `old_params`"):
+        reanchor(tx.init(params), params, {"a": edited["a"]})
 
 
 def test_beta_has_no_nan_at_c_of_1() -> None:

@@ -1,5 +1,6 @@
 """The gauge, against iterates kept in float64 and against noise; and acting on what it says."""
 
+import gc
 import math
 import re
 from typing import Any
@@ -13,7 +14,15 @@ import pytest
 from flax import nnx
 from helpers import batches, lenient, logistic_regression, relative_difference
 
-from spa_optax import momentum_drop, spa, spa_from_sgdm, stagewise, state_from_sgdm
+from spa_optax import (
+    gpa,
+    hyperparams_from_sgdm,
+    momentum_drop,
+    spa,
+    spa_from_sgdm,
+    stagewise,
+    state_from_sgdm,
+)
 from spa_optax.diagnostics import (
     TrackMomentumState,
     UntilNoiseState,
@@ -340,6 +349,46 @@ def test_a_gain_that_rises_again_starts_the_count_anew() -> None:
     assert state.dropped_at > 60 + 30 + 20 or state.dropped_at == -1
 
 
+@pytest.mark.parametrize("nothing", ["gradients", "rate"])
+def test_nothing_measured_is_not_quiet(nothing: str) -> None:
+    """0 ≤ 0: 200 steps without a gradient, or with a rate of 0, say nothing about momentum."""
+    noise = jax.random.normal(jax.random.key(0), (200, 1_000))
+    silence = jnp.zeros((200, 1_000)) if nothing == "gradients" else noise
+    eta = 1.0 if nothing == "gradients" else lambda k: jnp.where(k < 200, 0.0, 1.0)
+    tx = spa_until_noise(eta, 0.1, tolerance=0.2, patience=20)
+    (params, state), _ = trained(tx, silence, jnp.zeros(1_000))
+    assert (int(state.dropped_at), int(state.num_quiet)) == (-1, 0)
+    for g in noise:
+        updates, state = jax.jit(tx.update)(g, state, params)
+        params = params + updates
+    assert 220 <= state.dropped_at < 400  # and then it is measured
+
+
+def test_a_gap_in_what_is_measured_keeps_the_count() -> None:
+    """As does a step whose gradient is not finite."""
+    noise = jax.random.normal(jax.random.key(0), (60, 1_000))
+    tx = spa_until_noise(1.0, 0.1, tolerance=0.2, patience=20)
+    (params, state), _ = trained(tx, noise, jnp.zeros(1_000))
+    assert 0 < state.num_quiet < 20
+    for g in (jnp.zeros(1_000), jnp.full(1_000, jnp.nan)):
+        _, after = tx.update(g, state, params)
+        assert (after.num_quiet, after.dropped_at) == (state.num_quiet, -1)
+
+
+def test_dropped_under_a_cosine_that_ends_at_0() -> None:
+    """By then c has been multiplied by 1.01 some 99,900 times, and α is 0 in float32."""
+    hyperparams = hyperparams_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100_000)), 0.9)
+    tx, params = spa_until_noise(*hyperparams), jnp.ones(3)
+    _, state = tx.update(params, tx.init(params), params)
+    inner = state.tracked.inner._replace(count=jnp.array(99_985, jnp.int32))
+    state = state._replace(tracked=state.tracked._replace(inner=inner), dropped_at=jnp.array(150))
+    for _ in range(25):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        params = params + updates
+        assert np.isfinite(params).all()
+    assert state.tracked.inner.c == 0
+
+
 def chain(tx: Any) -> Any:
     return optax.chain(optax.add_decayed_weights(1e-3), tx)
 
@@ -350,8 +399,9 @@ def chain(tx: Any) -> Any:
         lambda eta: spa(*momentum_drop(eta, 0.1, 50)),
         lambda eta: track_momentum(spa(*momentum_drop(eta, 0.1, 50))),
         lambda eta: spa_until_noise(eta, 0.1, tolerance=9.0, patience=1, rate=1.2),
+        lambda eta: gpa(*momentum_drop(eta, 0.1, 50), 0.9),
     ],
-    ids=["spa", "track", "until noise"],
+    ids=["spa", "track", "until noise", "gpa"],
 )
 @pytest.mark.parametrize("eta", [0.5, COSINE], ids=["constant", "cosine"])
 def test_release(make: Any, eta: Any) -> None:
@@ -381,10 +431,37 @@ def test_release(make: Any, eta: Any) -> None:
     assert size(released) <= 8
 
 
+@pytest.mark.parametrize("eta", [0.5, COSINE], ids=["constant", "cosine"])
+def test_release_under_nnx(eta: Any) -> None:
+    inputs = jnp.ones((2, 3))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.mean((model(inputs) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    def train(releases: bool) -> Any:
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, chain(spa(eta, 1.0)), wrt=nnx.Param)
+        for k in range(20):
+            if releases and k == 10:
+                params = nnx.state(model, nnx.Param)
+                sgd, state = release_momentum(optimizer.opt_state, params, eta)
+                optimizer = nnx.Optimizer(model, chain(sgd), wrt=nnx.Param)
+                optimizer.opt_state = state
+            step(model, optimizer)
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    released, kept = train(True), train(False)
+    # Each of 10 more steps rounds x and z, which here are below 2, to an ulp.
+    chex.assert_trees_all_close(released, kept, atol=10 * 2 * 1.2e-7)
+
+
 def test_release_frees_memory() -> None:
     """Measured on arrays that are alive, not computed."""
     alive = lambda: sum(array.nbytes for array in jax.live_arrays())
     tx, params = spa(0.1, 1.0), jnp.ones(1_000_000)
+    gc.collect()  # what other tests have left
     before = alive()
     _, state = tx.update(params, tx.init(params), params)
     del _
@@ -455,7 +532,10 @@ def test_bad_input() -> None:
     one_step = lambda c, params: spa(1.0, c).update(params, spa(1.0, c).init(params), params)[1]
     for call, message in [
         (lambda: track_momentum(optax.sgd(0.1)), "`inner` must be what `spa` or `spa_from_sgdm`"),
-        (lambda: track_momentum(chain(spa(1.0))), "without a chain or a wrapper, got Grad"),
+        (
+            lambda: track_momentum(chain(spa(1.0))),
+            "with chains and wrappers around `track_momentum`, got a",
+        ),
         (lambda: track_momentum(tracked), "`inner` must be what"),
         (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
         (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),

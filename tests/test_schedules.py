@@ -1,5 +1,7 @@
 """`stagewise` and `momentum_drop`, to the step."""
 
+import itertools
+import math
 import re
 from typing import Any
 
@@ -8,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, x64
+from helpers import apply, lenient, unchecked, x64
 
 from spa_optax import (
     SPAHyperparams,
+    hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
     spa,
@@ -49,6 +52,12 @@ def numpy_gradual(boundaries: list[int], factor: float, rate: float, num_steps: 
 @pytest.mark.parametrize("boundaries", [[20], [20, 60], [20, 25, 90], [1, 2, 3]])
 @pytest.mark.parametrize("rate", [1.01, 1.1, 1.7, 50.0])
 def test_gradual_stages_to_the_step(boundaries: list[int], rate: float) -> None:
+    gaps = [after - before for before, after in itertools.pairwise(boundaries)]
+    num_steps = math.ceil(math.log(10) / math.log(rate))
+    if min(gaps, default=num_steps) < num_steps:
+        with pytest.raises(ValueError, match=r"`rate` must be at least .* to arrive between"):
+            stagewise(1.0, 0.03, boundaries, rate=rate)
+        return
     expected = numpy_gradual(boundaries, 10.0, rate, 1_500)
     eta, c = values(stagewise(1.0, 0.03, boundaries, rate=rate), 1_499)
     np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
@@ -60,10 +69,10 @@ def test_gradual_stages_to_the_step(boundaries: list[int], rate: float) -> None:
 @pytest.mark.parametrize("rate", [None, 1.1])
 def test_balance_keeps_the_first_coefficient_of_the_remainder_at_0(rate: float | None) -> None:
     """Insight 2: (1/c_k − 1)/η_k does not change, η_k and c_k being the paper's."""
-    eta, c = values(stagewise(0.7, 0.1, [10, 20], averaging_rule="balance", rate=rate), 200)
+    eta, c = values(stagewise(0.7, 0.1, [10, 50], averaging_rule="balance", rate=rate), 200)
     ratio = (1 / c[:-1] - 1) / eta[1:]  # c_k is `averaging` at count k − 1
     np.testing.assert_allclose(ratio, ratio[0], rtol=1e-9)
-    eta, c = values(stagewise(0.7, 0.1, [10, 20], rate=rate), 200)
+    eta, c = values(stagewise(0.7, 0.1, [10, 50], rate=rate), 200)
     ratio = (1 / c[:-1] - 1) / eta[1:]
     assert ratio.max() > 1.5 * ratio.min()
 
@@ -157,6 +166,33 @@ def test_no_averaging_has_no_nan() -> None:
     assert np.isfinite([eta, c]).all()
 
 
+def test_no_averaging_has_no_nan_where_the_factor_overflows() -> None:
+    """In float32 e^89 is inf, and a ratio of 10^-46 is 0."""
+    for rule in ("constant", "scale", "balance"):
+        for c in (0.0, 1e-30, 0.1):
+            hyperparams = stagewise(1.0, c, range(10, 900, 10), averaging_rule=rule)
+            _, found = (h(np.array([5, 500, 1_000])) for h in hyperparams)
+            np.testing.assert_allclose(found[0], c, rtol=1e-6)
+            np.testing.assert_allclose(found[2], c if rule == "constant" else c > 0, rtol=1e-6)
+    for hold in ("eta", "alpha"):
+        eta, c = (h(300) for h in momentum_drop(1.0, 0.0, 1, rate=1.5, hold=hold))
+        assert (eta, c) == (1, 0)
+        eta, c = (h(300) for h in momentum_drop(1.0, 1e-30, 1, rate=1.5, hold=hold))
+        assert c == 1
+        np.testing.assert_allclose(eta, 1 if hold == "eta" else 1e-30, rtol=1e-6)
+
+
+def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
+    """α and c are 0 in float32 for the last steps, and 1.01^99,000 is inf."""
+    hyperparams = hyperparams_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100_000)), 0.9)
+    counts = np.arange(99_980, 100_010)
+    assert (hyperparams.averaging(counts) == 0).any()
+    for hold in ("eta", "alpha"):
+        eta, c = (h(counts) for h in momentum_drop(*hyperparams, 1_000, rate=1.01, hold=hold))
+        assert np.isfinite([eta, c]).all()
+        assert set(np.asarray(c).tolist()) <= {0.0, 1.0}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -164,6 +200,27 @@ def test_no_averaging_has_no_nan() -> None:
         (lambda: stagewise(1.0, 1.1, [5]), "`averaging` must be in [0, 1], got 1.1"),
         (lambda: stagewise(1.0, 0.1, [0]), "`boundaries` must be a concrete integer >= 1, got 0"),
         (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
+        (
+            lambda: unchecked(stagewise)(1.0, 0.1, 5),
+            "`boundaries` must be a sequence of steps, got 5",
+        ),
+        (
+            lambda: unchecked(stagewise)(1.0, 0.1, "5"),
+            "`boundaries` must be a sequence of steps, got '5'",
+        ),
+        (
+            lambda: unchecked(stagewise)(1.0, 0.1, [2.5]),
+            "`boundaries` must be a concrete integer >= 1, got 2",
+        ),
+        (
+            lambda: unchecked(stagewise)(1.0, 0.1, {5: 0.1, 9: 0.5}),
+            "`factor` is the same at all of them, got {5: 0.1, 9: 0.5}",
+        ),
+        (
+            lambda: stagewise(1.0, 0.1, [110, 165], rate=1.0005),
+            "`rate` must be at least 1.042754, to arrive between boundaries 110 and 165, got 1.0005"
+            ", at which a factor of 10 takes 4,607 steps",
+        ),
         (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),
         (lambda: stagewise(1.0, 0.1, [5], rate=0.9), "`rate` must be finite and > 1, got 0.9"),
         (lambda: momentum_drop(1.0, 0.1, 0), "`step` must be a concrete integer >= 1, got 0"),

@@ -455,7 +455,7 @@ def test_estimate_smoothness() -> None:
         np.testing.assert_allclose(jax.vmap(jitted)(many), [estimate] * 2, rtol=1e-6)
         flat_loss = theory.estimate_smoothness(lambda p: 0.0 * loss(p), params, key=key)
         assert flat_loss == 0
-    with pytest.raises(ValueError, match="`num_iterations` must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="`num_iterations` must be a concrete integer >= 1, got 0"):
         theory.estimate_smoothness(loss, params, key=key, num_iterations=0)
 
 
