@@ -199,9 +199,9 @@ def check_same_tree(
         if odd or same_nodes:
             raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
     for i, (leaf, other) in enumerate(zip(leaves, like_leaves, strict=True)):
-        if leaf is not None and other is not None and jnp.shape(leaf) != jnp.shape(other):
+        if leaf is not None and other is not None and np.shape(leaf) != np.shape(other):
             at = _leaves_with_path(tree)[i][0] or "its root"
-            what = f"{jnp.shape(leaf)} against {jnp.shape(other)} at {at}"
+            what = f"{np.shape(leaf)} against {np.shape(other)} at {at}"
             raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {what}")
 
 

@@ -57,9 +57,15 @@ def gpa(
 
         y_{k+1} = y_k + c_{k+1} (z_{k+1} − y_k) − δ_k d_k      δ_k = γ_k (1 − c_{k+1}) (1 − μ_y)
 
-    What else it is: `spa` at μ_y = 1; Nesterov momentum β at μ_x = μ_y = β with γ = α/(1 − β);
-    Schedule-Free with averaging(k) = 1/(k + 1); the direction's own method, z = x = y, at c = 1;
-    and for constants quasi-hyperbolic momentum, with β = μ_x and ν = μ_y.
+    What else it is:
+
+    - `spa` at μ_y = 1, and the direction's own method, z = x = y, at c = 1.
+    - Nesterov momentum β in the form of Keras, at μ_x = μ_y = β with γ = α/(1 − β). For constants
+      this is `optax.sgd` with Nesterov momentum, too.
+    - Quasi-hyperbolic momentum with β = μ_x and ν = μ_y, for constants.
+    - Schedule-Free at a constant rate with averaging(k) = 1/(k + 1). Where the rate changes,
+      Schedule-Free weights z_{k+1} by the square of the largest rate so far: c_{k+1} is its share
+      in the sum of weights. (Under x64 write `1 / (k + 1.0)`: `1 / (k + 1)` is a float32.)
 
     It smooths what DiLoCo does with one worker, whose slow weights take a step of momentum μ every
     H steps: momentum that decays by μ in H steps is μ_x = μ^(1/H). With its usual μ = 0.9
@@ -166,8 +172,16 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
-    Under `spa` and `spa_from_sgdm` they are `params` themselves, and so they are for parameters
-    that another optimizer of `optax.partition` has, or none. (μ_y is kept as a float32.)
+    Under `spa` and `spa_from_sgdm` they are `params` themselves. Parameters of another optimizer,
+    or of none, are returned unchanged. (μ_y is kept as a float32.)
+
+    With Flax nnx evaluate a clone. `nnx.state` and `nnx.split` return live variables, so that there
+    would be no way back from x to y in the model itself:
+
+        average = nnx.clone(model)
+        x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+        nnx.update(average, x)
+        average.eval()
 
     Args:
       opt_state: a state that holds one of the family, or several that share the params among them,
@@ -255,8 +269,9 @@ def spa_adamw(
     1 − b1, and steps for the mean of the last 1/c directions, times the learning rate.
 
     In memory it has z in the place of the first moment and, for params of 16 bits or fewer, of the
-    float32 master copy too: with a float32 ν 10 bytes a parameter, where AdamW takes 14 (float32
-    master copy and moments), and 12, as AdamW, for float32 params.
+    float32 master copy too: 10 bytes a parameter with a float32 ν, 8 with z in bfloat16, and 12 for
+    float32 params. AdamW takes 14 with a master copy, 12 with float32 params, and 10 with float32
+    params and `mu_dtype=jnp.bfloat16`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -317,9 +332,11 @@ def gpa_adamw(
     """AdamW with its first moment by generalized primal averaging: `gpa` of Adam's direction.
 
     The direction is that of `spa_adamw`, at y, and the rest is `gpa`. With averaging(k) = 1/(k + 1)
-    and a constant rate it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y. The authors' own
-    GPA-AdamW has Adam's first moment as well, a buffer more:
-    `optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-4), gpa(1e-3))`.
+    and a constant rate it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y.
+
+    The authors' own GPA-AdamW differs twice. It has Adam's first moment as well, a buffer more,
+    which `optax.chain(optax.scale_by_adam(), gpa(1e-3))` has too. And it decays z, by
+    z ← (1 − γλ) z, where here λ y is part of the direction: these are different iterates.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.

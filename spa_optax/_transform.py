@@ -73,8 +73,12 @@ def spa(
         fewer, so that z is their float32 master copy and the momentum at once.
       rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
         or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
-        follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
-        it, as `state_dtype`, in the `static_args` of `optax.inject_hyperparams`.
+        follow from the key, k and the place in the array, under any sharding by `jax.jit`. Under
+        `jax.vmap` and inside `jax.shard_map` the places start anew in each replica and shard, which
+        so share their bits: pass each a key of its own where that matters, for shards
+        `jax.random.fold_in(key, jax.lax.axis_index(axis))` (never along an axis on which params are
+        replicated). Complex values are rounded to nearest. Name it, as `state_dtype`, in the
+        `static_args` of `optax.inject_hyperparams`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -166,10 +170,7 @@ def spa_from_sgdm(
         `optax.inject_hyperparams`.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer, so that z is their float32 master copy and the momentum at once.
-      rounding_key: a key of `jax.random`, for stochastic rounding of all that is rounded to params
-        or to z: up or down at random, right in the mean. None rounds to nearest. The bits of step k
-        follow from the key and k, under any sharding. Complex values are rounded to nearest. Name
-        it, as `state_dtype`, in the `static_args` of `optax.inject_hyperparams`.
+      rounding_key: for stochastic rounding, as for `spa`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have

@@ -92,6 +92,57 @@ def test_schedule_free(b1: float, weight_lr_power: float) -> None:
     assert (np.abs(x - y).max() > 1e-3) == (b1 < 1)
 
 
+def test_schedule_free_under_warm_up() -> None:
+    """It weights z by the square of the largest rate so far: no mean with equal weights then."""
+    warm_up = lenient(optax.linear_schedule(0.0, 0.5, 100))
+    with x64():
+        counts = jnp.arange(NUM_STEPS, dtype=jnp.int32)
+        # optax reads the rate of the next step for its weights.
+        weights = np.maximum.accumulate(np.asarray(jax.vmap(warm_up)(counts + 1), float)) ** 2
+        shares = jnp.asarray(weights / np.cumsum(weights))
+        reference = optax.contrib.schedule_free(optax.sgd(warm_up), warm_up, 0.9)
+        evaluate = optax.contrib.schedule_free_eval_params
+        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
+        y, x = trajectory(gpa(warm_up, lambda k: shares[k], 0.9), eval_params, jnp.float64)
+        equal, _ = trajectory(gpa(warm_up, UNIFORM, 0.9), eval_params, jnp.float64)
+    # Rates and weights are float32 in optax: 6e-8 each.
+    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-6)
+    assert relative_difference(equal[-1], y_reference[-1]) > 0.01
+
+
+def test_an_integer_count_divides_to_a_float32() -> None:
+    """Also under x64, as the docstring of `gpa` says."""
+    with x64():
+        k = jnp.array(2, jnp.int32)
+        assert (1 / (k + 1)).dtype == jnp.float32
+        with jax.numpy_dtype_promotion("standard"):
+            assert (1 / (k + 1.0)).dtype == jnp.float64
+
+
+def test_nesterov_momentum_of_keras() -> None:
+    """v ← βv − αg, x ← x + βv − αg, under a schedule: NumPy; and not the form of optax."""
+    alphas = 0.2 * np.abs(np.sin(np.arange(NUM_STEPS) / 40)) + 0.01
+    images, labels = digits()
+    x, v, xs = np.full((65, 10), 0.1), 0.0, []
+    for alpha, batch in zip(alphas, batches(NUM_STEPS), strict=True):
+        logits = images[batch] @ x
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        g = images[batch].T @ (p - labels[batch]) / len(batch) + 2e-4 * x
+        v = 0.9 * v - alpha * g
+        x = x + 0.9 * v - alpha * g
+        xs.append(x)
+    itself = lambda state, params: params
+    with x64():
+        alpha = lambda k: jnp.asarray(alphas)[k]
+        eta = lambda k: jnp.asarray(alphas / (1 - 0.9))[k]
+        y, _ = trajectory(gpa(eta, 1 - 0.9, 0.9), itself, jnp.float64)
+        other, _ = trajectory(optax.sgd(alpha, 0.9, nesterov=True), itself, jnp.float64)
+    np.testing.assert_allclose(y, xs, rtol=0, atol=1e-12)
+    assert relative_difference(other[-1], xs[-1]) > 0.01
+
+
 def test_schedule_free_adamw() -> None:
     with x64():
         kwargs: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
@@ -315,8 +366,37 @@ def test_eval_params_of_nnx() -> None:
     y, state = apply(tx, start, [grads] * 3)
     expected = eval_params(state, y)
     chex.assert_trees_all_close(nnx.to_pure_dict(x), expected, rtol=1e-6)
-    nnx.update(model, x)  # the model to evaluate
+    nnx.update(model, x)
     np.testing.assert_allclose(model.kernel[...], expected["kernel"], rtol=1e-6)
+
+
+def test_evaluating_a_model_of_nnx_between_steps() -> None:
+    """By the recipe of the docstring training goes on as if nothing had been evaluated."""
+
+    def train(evaluates: bool, restores: bool = False) -> Any:
+        model = nnx.Sequential(
+            nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        )
+        optimizer = nnx.Optimizer(model, gpa(0.1, 0.1, 0.5), wrt=nnx.Param)
+        inputs = jax.random.normal(jax.random.key(0), (8, 3))
+        loss = lambda model: jnp.mean((model(inputs) - 1) ** 2)
+        for _ in range(6):
+            optimizer.update(model, nnx.grad(loss)(model))
+            y = nnx.state(model, nnx.Param)
+            x = eval_params(optimizer.opt_state, y)
+            if evaluates:
+                average = nnx.clone(model)
+                nnx.update(average, x)
+                average.eval()
+                assert jnp.isfinite(loss(average))
+            if restores:  # does not: y is live, and holds x by now
+                nnx.update(model, x)
+                nnx.update(model, y)
+        return nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+
+    expected = train(False)
+    assert relative_difference(train(True), expected) < 1e-6
+    assert relative_difference(train(False, restores=True), expected) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,17 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from spa_optax import SPAState, gpa, gpa_adamw, spa, spa_adamw, spa_from_sgdm
+from spa_optax import (
+    SPAState,
+    eval_params,
+    gpa,
+    gpa_adamw,
+    reanchor,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    state_to_sgdm,
+)
 from spa_optax.diagnostics import (
     TrackMomentumState,
     UntilNoiseState,
@@ -441,6 +452,45 @@ def test_nnx_optimizer(make: Any) -> None:
     for _ in range(2):
         params, state = step_of(tx, pure_loss)(params, state)
     chex.assert_trees_all_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params, rtol=1e-5)
+
+
+@every_transform
+def test_equinox(make: Any) -> None:
+    """The model itself as params, with functions and integers among them, as much code has it."""
+    model = equinox.nn.MLP(2, 2, 4, 1, activation=jax.nn.relu, key=jax.random.key(0))
+    model = (model, jnp.arange(3), "a name")
+    is_trained = equinox.is_inexact_array
+    gradient = equinox.filter_grad(lambda m: jnp.sum(jax.vmap(m[0])(jnp.ones((3, 2))) ** 2))
+    tx = make()
+    state, filtered = tx.init(equinox.filter(model, is_trained)), equinox.filter(model, is_trained)
+    for params in (model, filtered):
+        _, expected = tx.update(gradient(model), state, filtered)
+        updates, after = tx.update(gradient(model), state, params)
+        chex.assert_trees_all_equal(after, expected)
+        trained = equinox.apply_updates(model, updates)
+        assert trained[1:] == model[1:] or np.array_equal(trained[1], model[1])
+        x = eval_params(after, trained)
+        assert equinox.tree_equal(jax.tree.structure(x), jax.tree.structure(trained))
+        m = state_to_sgdm(after, equinox.filter(trained, is_trained))
+        chex.assert_trees_all_equal(state_to_sgdm(after, trained), m)
+
+    @equinox.filter_jit
+    def step(model: Any, state: Any) -> Any:
+        updates, state = tx.update(gradient(model), state, model)
+        return equinox.apply_updates(model, updates), state
+
+    for _ in range(3):
+        model, state = step(model, state)
+    moved = jax.tree.map(lambda p: p + 1, equinox.filter(model, is_trained))
+    moved = equinox.combine(moved, model)
+    assert spa_state(reanchor(state, model, moved)).count == 3
+
+
+def test_a_gradient_that_init_did_not_see() -> None:
+    params = {"w": jnp.ones(2), "late": jnp.ones(3)}
+    tx = spa(0.1)
+    with pytest.raises(ValueError, match=r"`updates` must be None where `state.z` is, .*'late'"):
+        tx.update(params, tx.init({"w": params["w"], "late": None}), params)
 
 
 @every_transform

@@ -294,6 +294,34 @@ def test_any_sharding_gives_the_same_bits(make: Any) -> None:
             assert not COLLECTIVE.search(text)
 
 
+def test_shards_and_replicas_share_their_bits_unless_each_has_a_key() -> None:
+    """As the docstring says: within `shard_map` and `vmap` places start anew."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    shard_map = getattr(jax, "shard_map", None)
+    if shard_map is None:
+        from jax.experimental.shard_map import shard_map
+    n = 4_096
+    x = jnp.ones((8, n), BF16)  # z goes to 1 − 2^-10, and x a quarter of the way to 1 − 2^-8
+
+    def step(x: Array, key: Array) -> Array:
+        tx = spa(1.0, 1.0, rounding_key=key)
+        g = jnp.full_like(x, 2.0**-10)
+        return tx.update(g, tx.init(x), x)[0]
+
+    def sharded(x: Array) -> Array:
+        return step(x, jax.random.fold_in(KEY, jax.lax.axis_index("data")))
+
+    spec = PartitionSpec("data")
+    split = lambda f: jax.jit(shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    for shared in (split(lambda x: step(x, KEY)), jax.vmap(step, (0, None))(x, KEY)):
+        np.testing.assert_array_equal(shared, jnp.broadcast_to(shared[:1], shared.shape))
+    for own in (split(sharded), jax.vmap(step)(x, jax.random.split(KEY, 8))):
+        signs = 2.0 * (np.asarray(own, np.float32) < 0) - 1
+        np.testing.assert_allclose(signs.mean(1), -0.5, atol=5 / np.sqrt(n))
+        correlation = np.cov(signs)
+        assert np.abs(correlation - np.diag(np.diag(correlation))).max() < 5 / np.sqrt(n)
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 7), reason="XLA made two kernels of it")
 def test_no_temporary_of_parameter_size() -> None:
     params = [jnp.ones((64, 64, 3, 3), BF16) for _ in range(4)]
