@@ -217,8 +217,8 @@ def check_none_without_z(updates: PyTree, z: PyTree) -> None:
 
 def check_arrays_differ(name: str, tree: PyTree, other_name: str, other: PyTree) -> None:
     """Raises ValueError if two trees hold the very same arrays, all of them."""
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
-    if pairs and all(leaf is other_leaf for leaf, other_leaf in pairs):
+    leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
+    if leaves and all(map(operator.is_, leaves, other_leaves)):
         raise ValueError(
             f"`{other_name}` must not be the arrays of `{name}` themselves. `nnx.state` and"
             " `nnx.split` return live variables: call this before `nnx.update`, or copy the old"

@@ -386,11 +386,11 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       [3. 0.]
     """
     check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
-    check_arrays_differ("old_params", old_params, "new_params", new_params)
-    states = find(spa_state, SPAState)
-    if not states:
+    zs = [state.z for state in find(spa_state, SPAState)]
+    if not zs:
         raise ValueError("`spa_state` must hold an `SPAState`, got none")
-    keys = iter(keys_of("spa_state", [state.z for state in states], old_params))
+    keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
+    check_arrays_differ("old_params", old_params, "new_params", new_params)
     old, new = by_path(old_params), by_path(new_params)
 
     def shifted(key: str, z: Array) -> Array:

@@ -746,9 +746,11 @@ class Audit(NamedTuple):
         before, after = self.alpha[:-2], self.alpha[2:]
         spike = np.zeros(len(self.alpha), bool)
         spike[1:-1] = (self.alpha[1:-1] > 2 * before) & (self.alpha[1:-1] > 2 * after)
+        # Written so that NaN fails. β_0 is free.
         in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
+        in_range[1:] &= ~np.isnan(self.beta[1:])
         found = {
-            "η or c is NaN or out of range": ~in_range,  # NaN fails every comparison
+            "a hyper-parameter is NaN or out of range": ~in_range,
             "α spikes to over twice its neighbours": spike,
             "β is 1 or more": self.beta >= 1,
             "β is negative": self.beta < 0,

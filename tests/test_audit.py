@@ -104,8 +104,11 @@ def test_a_schedule_that_is_nan_or_out_of_range_is_told() -> None:
     ):
         audit = theory.audit(learning_rate, averaging, 100, smoothness=1.0)
         report = audit.report()
-        assert "η or c is NaN or out of range: first at step" in report
+        assert "a hyper-parameter is NaN or out of range: first at step" in report
         assert "hold at every step" not in report
+    momentum = lambda k: jnp.where(k < 50, 0.9, jnp.nan)
+    report = theory.audit(*hyperparams_from_sgdm(0.1, momentum), 100).report()
+    assert "a hyper-parameter is NaN or out of range: first at step 50, 50 in all" in report
     audit = theory.audit(lambda k: jnp.full_like(k, jnp.nan, float), 0.1, 100, smoothness=1.0)
     assert "η undefined, c 0.1 to 0.1" in audit.report()
     assert "100 in all" in audit.report()
@@ -123,7 +126,7 @@ def test_a_recipe_past_the_end_of_its_schedule(nan: bool) -> None:
     counts = np.arange(80)
     for found, schedule in zip((audit.eta, audit.c), hyperparams, strict=True):
         np.testing.assert_allclose(found, schedule(counts), rtol=1e-5)
-    assert "η or c is NaN or out of range: first at step 61, 19 in all" in audit.report()
+    assert "a hyper-parameter is NaN or out of range: first at step 61, 19 in all" in audit.report()
     assert np.isfinite(audit.eta[:60]).all()
 
 
