@@ -137,29 +137,23 @@ def random_crop(width: int, height: int, rng: np.random.Generator) -> tuple[int,
     return left, upper, left + w, upper + h
 
 
-def read(path: Path) -> bytes:
-    """The content of a file, tried again on failure: a network's disk may come back."""
-    for wait in WAITS:
-        with contextlib.suppress(OSError):
-            return path.read_bytes()
-        time.sleep(wait)
-    try:
-        return path.read_bytes()
-    except OSError as error:  # an error after opening does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.ndarray:
     """An image (size, size, 3) uint8: cropped and flipped at random, or with no `rng` the middle.
 
     That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224. An alpha
     channel is dropped. The orientation that EXIF tells is ignored, as in torchvision.
     """
-    with Image.open(io.BytesIO(content), formats=FORMATS) as file:
+    try:
+        file = Image.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"must be a JPEG or PNG, got {content[:12]} at its start") from None
+    with file:
         width, height = file.size
         # Pillow warns of these, and raises for twice as many.
         if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
-            raise ValueError(f"{width}×{height} is more than {Image.MAX_IMAGE_PIXELS:,} pixels")
+            raise ValueError(
+                f"must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {width}×{height}"
+            )
         if rng is None:
             side = min(width, height) * 7 / 8
             left, upper = (width - side) / 2, (height - side) / 2
@@ -199,7 +193,7 @@ class Reader:
         """
         self.files, self.size, self.order, self.places = files, size, order, places
         self.seed = seed
-        self.lock = threading.Lock()
+        self.lock, self.has_failed = threading.Lock(), False
 
     def __len__(self) -> int:
         """Of the order."""
@@ -212,7 +206,9 @@ class Reader:
             seeds = None if self.seed is None else (*self.seed, int(self.places[k]))
             rng = None if seeds is None else np.random.default_rng(seeds)
             path = self.files.paths[index]
-            content = read(path)  # a failure here says nothing about the image, and is an error
+            content = self.read(
+                path
+            )  # a failure here says nothing about the image, and is an error
             try:
                 image = decode(content, self.size, rng)
             except MemoryError:  # the size of images is limited, so this machine has too little
@@ -228,12 +224,25 @@ class Reader:
             "labels": np.int32(-1),
         }
 
+    def read(self, path: Path) -> bytes:
+        """The content of a file, tried again on failure: a network's disk may come back.
+
+        After the first final failure nothing waits any more, and the threads end soon.
+        """
+        for wait in WAITS:
+            with contextlib.suppress(OSError):
+                return path.read_bytes()
+            if not self.has_failed:
+                time.sleep(wait)
+        try:
+            return path.read_bytes()
+        except OSError as error:  # an error after opening does not name the file
+            self.has_failed = True
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
     def leave_out(self, path: Path, error: Exception) -> None:
         """Reports the first files, each once."""
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, UnidentifiedImageError):  # whose text is the address of some bytes
-            reason = f"it must be a {' or '.join(FORMATS)}"
-        left_out = self.files.left_out
+        left_out, reason = self.files.left_out, f"{type(error).__name__}: {error}"
         with self.lock:
             if path in left_out:
                 return

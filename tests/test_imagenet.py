@@ -12,6 +12,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_decode_of_other_modes(mode: str) -> None:
     assert np.corrcoef(near.ravel(), pixels.mean(2).ravel())[0, 1] > 0.7
 
 
-@pytest.mark.parametrize(("mode", "transparency"), [("RGB", (9, 9, 9)), ("P", bytes(99)), ("L", 7)])
+@pytest.mark.parametrize(("mode", "transparency"), [("RGB", (9, 9, 9)), ("P", b"\0"), ("L", 7)])
 def test_decode_drops_alpha(mode: str, transparency: Any) -> None:
     image = Image.fromarray(load_sample_images().images[1][:60, :80]).convert(mode)
     files = [saved(image, format="PNG")]
@@ -325,7 +326,7 @@ def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (batch,) = read(files, order, len(order))
     decoded = {name for name, label in zip(contents, batch["labels"], strict=True) if label == 0}
     assert decoded <= {"JPEG", "PNG", "MPO"}
-    assert set(files.left_out.values()) == {"it must be a JPEG or PNG"}
+    assert all("must be a JPEG or PNG, got b" in reason for reason in files.left_out.values())
     assert not started
 
 
@@ -340,7 +341,7 @@ def test_large_images(tmp_path: Path) -> None:
         (batch,) = read(files, [0, 1, 2], 3)
     assert (batch["labels"] == -1).all()
     first, *others = (files.left_out[path] for path in files.paths)
-    assert first == "ValueError: 89478486×1 is more than 89,478,485 pixels"
+    assert first == "ValueError: must have at most 89,478,485 pixels, got 89478486×1"
     assert all(other.startswith("DecompressionBombError") for other in others)
 
 
@@ -395,7 +396,10 @@ def test_first_warnings(tree: Path, tmp_path: Path) -> None:
         warnings.simplefilter("always")
         read(files, [*range(30), *range(30)], 20)
     texts = [str(warning.message) for warning in found]
-    assert sum("is left out: it must be a JPEG or PNG" in text for text in texts) == 10
+    assert (
+        sum("is left out: ValueError: must be a JPEG or PNG, got b''" in text for text in texts)
+        == 10
+    )
     assert len(set(texts)) == len(texts) == 11
     assert texts.count("more files are left out; metrics.jsonl has their number") == 1
     assert len(files.left_out) == 30
@@ -449,6 +453,19 @@ def test_files_that_cannot_be_read(number: int, tree: Path, monkeypatch: Any) ->
     assert error.value.errno == number
     assert len(attempts) == 4
     assert not files.left_out
+
+
+def test_the_first_file_that_cannot_be_read_ends_all(tree: Path, monkeypatch: Any) -> None:
+    """A process ends after its threads, and each of them has a queue of files to try."""
+    files = imagenet.find(tree / "train")
+    files = files._replace(paths=[path.with_suffix(".gone") for path in files.paths])
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    reader = imagenet.Reader(files, 16, np.arange(36), np.arange(36), (0, 1))
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(reader.__getitem__, k) for k in range(36)]
+    assert all(isinstance(future.exception(), FileNotFoundError) for future in futures)
+    assert len(imagenet.WAITS) <= len(waits) <= 2 * len(imagenet.WAITS)
 
 
 def test_normalize() -> None:
