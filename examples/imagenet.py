@@ -46,8 +46,7 @@ from tqdm import tqdm
 EPOCHS, DROPS = 100, (30, 60, 90)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue, from 0 to 1
 SUFFIXES = {".jpeg", ".jpg", ".png"}
-# Whatever the suffix. Pillow knows others, some of which start programs (EPS: Ghostscript).
-FORMATS = ("JPEG", "PNG")
+FORMATS = ("JPEG", "PNG")  # of the content; other formats may start programs (EPS: Ghostscript)
 MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK"}  # of 8 bits or fewer, as Pillow has them
 WAITS = (0.1, 1.0, 5.0)  # seconds, before a file that cannot be read is tried again
 MAX_LEFT_OUT = 0.01
@@ -63,7 +62,7 @@ class Files(NamedTuple):
     paths: list[Path]
     labels: np.ndarray  # (n,) int32, the places of their folders in the order of names
     classes: list[str]
-    left_out: dict[Path, str]  # why each of those that were read could not be decoded
+    left_out: dict[Path, str]  # files that this process could not decode, and why
 
 
 def entries(folder: Path | str) -> list[os.DirEntry[str]]:
@@ -140,8 +139,8 @@ def random_crop(width: int, height: int, rng: np.random.Generator) -> tuple[int,
 def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.ndarray:
     """An image (size, size, 3) uint8: cropped and flipped at random, or with no `rng` the middle.
 
-    That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224. An alpha
-    channel is dropped. The orientation that EXIF tells is ignored, as in torchvision.
+    That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224. Alpha is
+    dropped and EXIF orientation is ignored, both as in torchvision.
     """
     try:
         file = Image.open(io.BytesIO(content), formats=FORMATS)
@@ -173,7 +172,7 @@ def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.nda
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The same with 8 bits a channel, without alpha."""
-    if image.mode == "I;16":  # a gray PNG of 16 bits, of which `convert` would make white
+    if image.mode == "I;16":  # a gray PNG of 16 bits; `convert` clips at 255 instead of scaling
         image = Image.fromarray(((np.asarray(image, np.uint32) + 128) // 257).astype(np.uint8))
     if image.mode not in MODES:
         raise ValueError(f"the mode must be one of {', '.join(sorted(MODES))}, got {image.mode}")
@@ -206,9 +205,7 @@ class Reader:
             seeds = None if self.seed is None else (*self.seed, int(self.places[k]))
             rng = None if seeds is None else np.random.default_rng(seeds)
             path = self.files.paths[index]
-            content = self.read(
-                path
-            )  # a failure here says nothing about the image, and is an error
+            content = self.read(path)  # not in `try`: if this fails the image may still be good
             try:
                 image = decode(content, self.size, rng)
             except MemoryError:  # the size of images is limited, so this machine has too little
@@ -360,7 +357,7 @@ class Program(NamedTuple):
 
 
 def check_left_out(files: Files, part: str, num: int, total: int, max_left_out: float) -> None:
-    """Raises if too many are left out by all processes together, which so all stop."""
+    """Raises if too many are left out. `num` is of all processes, so all of them stop."""
     if num > max_left_out * total:
         examples = (f"{path}: {reason}" for path, reason in files.left_out.items())
         raise ValueError(
