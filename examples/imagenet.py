@@ -11,16 +11,19 @@ of 8 × 32, with BatchNorm within each 32. On several hosts start it on each, wi
     python examples/photographs.py photographs
     python examples/imagenet.py --data-dir photographs --model small --scale-epochs 0.05
 
-A file that cannot be decoded does not count in the loss (BatchNorm takes it as black), and is told
-of and counted; a class without images is an error. A run that was stopped, however, is taken up
-again by the same command and ends as if it had not been. Command line, results and optimizers are
-those of `cifar10.py`.
+Images are JPEGs and PNGs. One that cannot be decoded is left out of the loss (BatchNorm sees a
+black image), reported and counted. It is an error if their share exceeds --max-left-out, if a class
+has no images, or if a file cannot be read. However a run was interrupted, the same command resumes
+it, with the same result. Command line, results and optimizers are those of `cifar10.py`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import math
 import os
+import threading
 import time
 import warnings
 from collections import Counter
@@ -37,13 +40,17 @@ import numpy as np
 from cifar10 import State, convolution
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 EPOCHS, DROPS = 100, (30, 60, 90)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue, from 0 to 1
 SUFFIXES = {".jpeg", ".jpg", ".png"}
-UNDECODABLE = (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError)
+FORMATS = ("JPEG", "PNG")  # of the content; other formats may start programs (EPS: Ghostscript)
+MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK"}  # of 8 bits or fewer, as Pillow has them
+WAITS = (0.1, 1.0, 5.0)  # seconds, before a file that cannot be read is tried again
+MAX_LEFT_OUT = 0.01
+NUM_REPORTED = 10  # files that are left out; further ones are only counted
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -55,14 +62,28 @@ class Files(NamedTuple):
     paths: list[Path]
     labels: np.ndarray  # (n,) int32, the places of their folders in the order of names
     classes: list[str]
+    left_out: dict[Path, str]  # files that this process could not decode, and why
+
+
+def entries(folder: Path | str) -> list[os.DirEntry[str]]:
+    """What a folder has in the order of names, except for hidden names.
+
+    An entry knows its type. To ask the disk about each of a million files takes minutes.
+    """
+    with os.scandir(folder) as found:
+        visible = (entry for entry in found if not entry.name.startswith("."))
+        result = sorted(visible, key=lambda entry: entry.name)
+    for entry in result:
+        if not (entry.is_file() or entry.is_dir()):  # reading from a pipe would not end
+            raise ValueError(f"{entry.path} must be a file, a folder or a link to one, got neither")
+    return result
 
 
 def find(folder: Path, classes: list[str] | None = None) -> Files:
     """The images in the folders of their classes, all in the order of names."""
     if not folder.is_dir():
         raise ValueError(f"--data-dir must have a folder {folder.name}, got none at {folder}")
-    visible = lambda path: not path.name.startswith(".")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and visible(path))
+    found = [entry.name for entry in entries(folder) if entry.is_dir()]
     if not found:
         raise ValueError(f"{folder} must have a folder of images for each class, got none")
     if classes is None:
@@ -72,13 +93,16 @@ def find(folder: Path, classes: list[str] | None = None) -> Files:
             raise ValueError(f"{folder} must have the training classes, got {problem} {min(names)}")
     paths, labels = [], []
     for label, name in enumerate(classes):
-        inside = filter(visible, (folder / name).iterdir())
-        of_class = sorted(path for path in inside if path.suffix.lower() in SUFFIXES)
+        suffix = lambda entry: os.path.splitext(entry.name)[1].lower()
+        of_class = [entry for entry in entries(folder / name) if suffix(entry) in SUFFIXES]
         if not of_class:
             raise ValueError(f"{folder / name} must have images ({', '.join(sorted(SUFFIXES))})")
-        paths += of_class
+        for entry in of_class:
+            if entry.is_dir():
+                raise ValueError(f"{entry.path} must be a file, got a folder")
+            paths.append(Path(entry.path))
         labels += [label] * len(of_class)
-    return Files(paths, np.array(labels, np.int32), classes)
+    return Files(paths, np.array(labels, np.int32), classes, {})
 
 
 def digest(*parts: Files) -> str:
@@ -112,28 +136,48 @@ def random_crop(width: int, height: int, rng: np.random.Generator) -> tuple[int,
     return left, upper, left + w, upper + h
 
 
-def decode(path: Path, size: int, rng: np.random.Generator | None) -> np.ndarray:
+def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.ndarray:
     """An image (size, size, 3) uint8: cropped and flipped at random, or with no `rng` the middle.
 
-    That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224.
+    That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224. Alpha is
+    dropped and EXIF orientation is ignored, both as in torchvision.
     """
-    with Image.open(path) as file:
+    try:
+        file = Image.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"must be a JPEG or PNG, got {content[:12]} at its start") from None
+    with file:
+        width, height = file.size
+        # Pillow warns of these, and raises for twice as many.
+        if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
+            raise ValueError(
+                f"must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {width}×{height}"
+            )
         if rng is None:
-            side = min(file.size) * 7 / 8
-            left, upper = ((length - side) / 2 for length in file.size)
+            side = min(width, height) * 7 / 8
+            left, upper = (width - side) / 2, (height - side) / 2
             box, flip = (left, upper, left + side, upper + side), False
         else:
-            box, flip = random_crop(*file.size, rng), rng.random() < 0.5
+            box, flip = random_crop(width, height, rng), rng.random() < 0.5
         # JPEGs are decoded at a half, a quarter or an eighth where that is still large enough.
-        width, height = file.size
         wanted = (width * size / (box[2] - box[0]), height * size / (box[3] - box[1]))
         drafted = file.draft("RGB", (math.ceil(wanted[0]), math.ceil(wanted[1])))
         _, (_, _, across, down) = drafted or (None, (0, 0, width, height))  # what they are now
         across, down = across / width, down / height
         box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-        image = file.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box)
+        image = to_rgb(file).resize((size, size), Image.Resampling.BILINEAR, box)
         pixels = np.asarray(image)
     return pixels[:, ::-1] if flip else pixels
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The same with 8 bits a channel, without alpha."""
+    if image.mode == "I;16":  # a gray PNG of 16 bits; `convert` clips at 255 instead of scaling
+        image = Image.fromarray(((np.asarray(image, np.uint32) + 128) // 257).astype(np.uint8))
+    if image.mode not in MODES:
+        raise ValueError(f"the mode must be one of {', '.join(sorted(MODES))}, got {image.mode}")
+    image.info.pop("transparency", None)  # `convert` warns of some kinds
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 class Reader:
@@ -148,28 +192,63 @@ class Reader:
         """
         self.files, self.size, self.order, self.places = files, size, order, places
         self.seed = seed
+        self.lock, self.has_failed = threading.Lock(), False
 
     def __len__(self) -> int:
         """Of the order."""
         return len(self.order)
 
     def __getitem__(self, k: Any) -> dict[str, Any]:
-        """Image and label, −1 for none and for what cannot be read: it does not count."""
+        """Image and label, −1 for none and for what cannot be decoded: it does not count."""
         index = int(self.order[k])
         if index >= 0:
             seeds = None if self.seed is None else (*self.seed, int(self.places[k]))
             rng = None if seeds is None else np.random.default_rng(seeds)
             path = self.files.paths[index]
+            content = self.read(path)  # not in `try`: if this fails the image may still be good
             try:
-                image = decode(path, self.size, rng)
-            except UNDECODABLE as error:
-                warnings.warn(f"{path} is left out: {error}", stacklevel=1)
+                image = decode(content, self.size, rng)
+            except MemoryError:  # the size of images is limited, so this machine has too little
+                raise
+            except Exception as error:
+                # A decoder may raise anything for a broken file. A mistake in `decode` itself would
+                # leave out all files, which `check_left_out` does not allow.
+                self.leave_out(path, error)
             else:
                 return {"images": image, "labels": self.files.labels[index]}
         return {
             "images": np.zeros((self.size, self.size, 3), np.uint8),
             "labels": np.int32(-1),
         }
+
+    def read(self, path: Path) -> bytes:
+        """The content of a file, tried again on failure: a network's disk may come back.
+
+        After the first final failure nothing waits any more, and the threads end soon.
+        """
+        for wait in WAITS:
+            with contextlib.suppress(OSError):
+                return path.read_bytes()
+            if not self.has_failed:
+                time.sleep(wait)
+        try:
+            return path.read_bytes()
+        except OSError as error:  # an error after opening does not name the file
+            self.has_failed = True
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+    def leave_out(self, path: Path, error: Exception) -> None:
+        """Reports the first files, each once."""
+        left_out, reason = self.files.left_out, f"{type(error).__name__}: {error}"
+        with self.lock:
+            if path in left_out:
+                return
+            left_out[path] = reason
+            number = len(left_out)
+        if number <= NUM_REPORTED:
+            warnings.warn(f"{path} is left out: {reason}", stacklevel=1)
+        elif number == NUM_REPORTED + 1:
+            warnings.warn("more files are left out; metrics.jsonl has their number", stacklevel=1)
 
 
 def batches(
@@ -277,13 +356,30 @@ class Program(NamedTuple):
     to_devices: Callable[[Any], Any]
 
 
+def check_left_out(files: Files, part: str, num: int, total: int, max_left_out: float) -> None:
+    """Raises if too many are left out. `num` is of all processes, so all of them stop."""
+    if num > max_left_out * total:
+        examples = (f"{path}: {reason}" for path, reason in files.left_out.items())
+        raise ValueError(
+            f"--data-dir must have at most {100 * max_left_out:.3g} % of {part} images that cannot"
+            f" be decoded (--max-left-out), got {num:,} of {total:,} ({100 * num / total:.3g} %),"
+            f" such as {next(examples, 'those that another process reports')}"
+        )
+
+
 def make_program(
-    config: Config, train: Files, test: Files, mesh: Mesh, num_threads: int
+    config: Config,
+    train: Files,
+    test: Files,
+    mesh: Mesh,
+    num_threads: int,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> Program:
     """Data-parallel over a mesh; images are split among the devices, and the state is on each.
 
     The order of images, and what is random about them, follow from seed and epoch, whatever the
-    number of processes and devices.
+    number of processes and devices. Epoch 1 begins with an evaluation: errors in the validation
+    images show before any training.
     """
     cifar10.check_batch(config, mesh)
     of_processes = Counter(device.process_index for device in mesh.devices.flat)
@@ -317,17 +413,21 @@ def make_program(
         return put(batch["images"]), put(batch["labels"])
 
     def epoch(seed: int, state: State, number: int, bar: tqdm) -> Any:
+        if number == 1:
+            evaluate(state)
         order = np.random.default_rng((seed, number)).permutation(len(train.paths))
         order = np.resize(order, steps_per_epoch * config.batch)
-        of_steps, seeds = [], (seed, number)
+        of_steps, seeds, left_out = [], (seed, number), 0
         for batch in batches(train, order, config.batch, config.image_size, seeds, num_threads):
             state, metrics = step(state, *to_devices(batch))
             of_steps.append(metrics)
-            jax.block_until_ready(of_steps[-2:][0])  # no more than two batches on the devices
+            for before in of_steps[-2:-1]:  # waits: no more than two batches on the devices
+                left_out += int(before["left_out"])
+                check_left_out(train, "train", left_out, len(order), max_left_out)
             bar.update()
         metrics = jax.tree.map(lambda *values: np.stack(values), *jax.device_get(of_steps))
-        if metrics["left_out"].sum() == len(order):
-            raise ValueError("--data-dir must have training images that can be decoded, got none")
+        left_out = int(metrics["left_out"].sum())
+        check_left_out(train, "train", left_out, len(order), max_left_out)
         return state, metrics
 
     def evaluate(state: State) -> dict[str, float]:
@@ -338,12 +438,12 @@ def make_program(
             parts.append(totals(state.params, state.batch_stats, *to_devices(batch)))
             jax.block_until_ready(parts[-2:][0])
         loss, correct, count = np.sum(jax.device_get(parts), 0)
-        if not count:
-            raise ValueError("--data-dir must have val images that can be decoded, got none")
+        left_out = len(test.paths) - int(count)
+        check_left_out(test, "val", left_out, len(test.paths), max_left_out)
         return {
             "test_loss": float(loss / count),
             "test_accuracy": float(correct / count),
-            "test_left_out": len(test.paths) - int(count),
+            "test_left_out": left_out,
         }
 
     init = jax.jit(steps.init, out_shardings=replicated)
@@ -387,10 +487,18 @@ def main(argv: Sequence[str] | None = None) -> str:
     # Those that this process may use, where the system can tell.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--threads", type=int, default=cpus, help="that decode images, a process")
+    add(
+        "--max-left-out",
+        type=float,
+        default=MAX_LEFT_OUT,
+        help="the share of images that may be left out because they cannot be decoded",
+    )
     add("--measure", action="store_true", help="how fast images are read and trained on, no more")
     arguments = cifar10.parse_arguments(parser, argv)
     if arguments.batch_norm_group < 0:
         parser.error(f"--batch-norm-group must be >= 0, got {arguments.batch_norm_group}")
+    if not 0 <= arguments.max_left_out < 1:
+        parser.error(f"--max-left-out must be >= 0 and < 1, got {arguments.max_left_out}")
     cifar10.join_cluster(arguments)
     training = find(arguments.data_dir / "train")
     parts = training, find(arguments.data_dir / "val", training.classes)
@@ -398,7 +506,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices), ("data",))
     configs = cifar10.make_configs(Config, arguments, EPOCHS)
-    programs = [make_program(config, *parts, mesh, arguments.threads) for config in configs]
+    limits = arguments.threads, arguments.max_left_out
+    programs = [make_program(config, *parts, mesh, *limits) for config in configs]
     if arguments.measure:
         text = measure(programs[0], configs[0], training, arguments.threads)
         if jax.process_index() == 0:

@@ -1,13 +1,18 @@
 """The ImageNet example: reading, the network, BatchNorm by groups, and that it may be stopped."""
 
 import contextlib
+import errno
+import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ import pytest
 from flax import nnx
 from helpers import free_address, last_checkpoint, metrics, num_epochs, relative_difference
 from jax.sharding import Mesh
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from sklearn.datasets import load_sample_images
 from tqdm import tqdm
 
@@ -66,6 +71,28 @@ def test_find(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "one" / "README.txt").write_text("no image")
     (tmp_path / "one" / "._0.jpg").write_text("what a Mac puts beside 0.jpg")
     with pytest.raises(ValueError, match=r"one must have images \(.jpeg, .jpg, .png\)"):
+        imagenet.find(tmp_path)
+
+
+def test_find_what_is_no_file(tree: Path, tmp_path: Path) -> None:
+    """Each would hang the reader or be missed; links to files and folders are as good as these."""
+    (tmp_path / "one").symlink_to(tree / "train" / "flower")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "0.PNG").symlink_to(tree / "train" / "flower" / "0.jpg")
+    assert len(imagenet.find(tmp_path).paths) == 13
+    odd = tmp_path / "two" / "x.jpg"
+    odd.mkdir()
+    with pytest.raises(ValueError, match=r"x\.jpg must be a file, got a folder"):
+        imagenet.find(tmp_path)
+    odd.rmdir()
+    for place in (odd, tmp_path / "three"):
+        for make in (os.mkfifo, lambda path: path.symlink_to("nowhere")):
+            make(place)
+            with pytest.raises(ValueError, match=rf"{place} must be a file, a folder or a link to"):
+                imagenet.find(tmp_path)
+            place.unlink()
+    odd.symlink_to(odd)
+    with pytest.raises(OSError, match=r"symbolic links: .*x\.jpg"):
         imagenet.find(tmp_path)
 
 
@@ -113,7 +140,7 @@ def test_decode_the_middle(tmp_path: Path) -> None:
     """As `resize(256)` of the shorter side, then the middle 224, but in one go."""
     photograph = Image.fromarray(load_sample_images().images[0])
     photograph.save(tmp_path / "it.png")
-    found = imagenet.decode(tmp_path / "it.png", 224, None).astype(float)
+    found = imagenet.decode((tmp_path / "it.png").read_bytes(), 224, None).astype(float)
     width, height = photograph.size
     resized = photograph.resize((round(256 * width / height), 256), Image.Resampling.BILINEAR)
     left = (resized.width - 224) // 2
@@ -125,7 +152,7 @@ def test_decode_the_middle(tmp_path: Path) -> None:
     photograph.save(tmp_path / "it.jpg", quality=95)
     for size in (32, 224):
         of_png, of_jpg = (
-            imagenet.decode(tmp_path / name, size, None).astype(float)
+            imagenet.decode((tmp_path / name).read_bytes(), size, None).astype(float)
             for name in ("it.png", "it.jpg")
         )
         error = lambda shift: np.abs(of_png - np.roll(of_jpg, shift, 1)).mean()  # noqa: B023
@@ -134,20 +161,97 @@ def test_decode_the_middle(tmp_path: Path) -> None:
 
 
 def test_decode_at_random(tree: Path) -> None:
-    path = imagenet.find(tree / "train").paths[0]
-    decode = lambda seed: imagenet.decode(path, 32, np.random.default_rng(seed))
+    content = imagenet.find(tree / "train").paths[0].read_bytes()
+    decode = lambda seed: imagenet.decode(content, 32, np.random.default_rng(seed))
     np.testing.assert_array_equal(decode(1), decode(1))
     images = [decode(seed) for seed in range(20)]
     assert len({image.tobytes() for image in images}) == 20
     assert all(image.shape == (32, 32, 3) and image.dtype == np.uint8 for image in images)
 
 
+def saved(image: Image.Image, **kwargs: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, **kwargs)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "1"])
-def test_decode_of_other_modes(mode: str, tmp_path: Path) -> None:
+def test_decode_of_other_modes(mode: str) -> None:
     """ImageNet has grey and CMYK files, and a PNG that is called JPEG."""
+    image = Image.fromarray(load_sample_images().images[1][:60, :80])
+    format = "JPEG" if mode in ("L", "CMYK") else "PNG"
+    pixels = imagenet.decode(saved(image.convert(mode), format=format), 24, None)
+    assert pixels.shape == (24, 24, 3)
+    near = imagenet.decode(saved(image, format="PNG"), 24, None).mean(2)
+    assert np.corrcoef(near.ravel(), pixels.mean(2).ravel())[0, 1] > 0.7
+
+
+@pytest.mark.parametrize(("mode", "transparency"), [("RGB", (9, 9, 9)), ("P", b"\0"), ("L", 7)])
+def test_decode_drops_alpha(mode: str, transparency: Any) -> None:
     image = Image.fromarray(load_sample_images().images[1][:60, :80]).convert(mode)
-    image.save(tmp_path / "it.JPEG", format="JPEG" if mode in ("L", "CMYK") else "PNG")
-    assert imagenet.decode(tmp_path / "it.JPEG", 24, None).shape == (24, 24, 3)
+    files = [saved(image, format="PNG")]
+    files.append(saved(image, format="PNG", transparency=transparency))
+    if mode != "P":
+        image.putalpha(7)
+        files.append(saved(image, format="PNG"))
+    first, *others = (imagenet.decode(file, 24, None) for file in files)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def png(size: tuple[int, int], bits: int, color: int, rows: bytes) -> bytes:
+    """Width and height, and the colour type of the specification."""
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", *size, bits, color, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+
+
+@pytest.mark.parametrize(("channels", "color"), [(1, 0), (2, 4), (3, 2), (4, 6)])
+def test_decode_of_sixteen_bits(channels: int, color: int) -> None:
+    """PNG scales linearly, 65535 to 255, so that 257 × an image of 8 bits is the same image."""
+    photograph = load_sample_images().images[1][:60, :80]
+    pixels = np.concatenate([photograph, photograph[:, :, :1] // 2], 2)[:, :, :channels]
+    images = []
+    for bits, values in ((8, pixels), (16, pixels.astype(">u2") * np.array(257, ">u2"))):
+        rows = b"".join(b"\0" + row.tobytes() for row in values.astype(f">u{bits // 8}"))
+        images.append(imagenet.decode(png((80, 60), bits, color, rows), 24, None))
+    assert np.ptp(images[0]) > 50
+    np.testing.assert_array_equal(*images)
+
+
+def test_decode_rounds_sixteen_bits() -> None:
+    for value in (0, 128, 129, 32_767, 65_406, 65_407, 65_535):
+        rows = 8 * (b"\0" + 8 * struct.pack(">H", value))
+        pixels = imagenet.decode(png((8, 8), 16, 0, rows), 4, None)
+        np.testing.assert_array_equal(pixels, round(value / 257))
+
+
+def test_decode_refuses_unknown_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imagenet, "FORMATS", ("TIFF",))
+    for mode in ("F", "I"):  # of values that may go from anywhere to anywhere
+        content = saved(Image.new(mode, (9, 9)), format="TIFF")
+        with pytest.raises(ValueError, match=rf"the mode must be one of 1, CMYK, .*, got {mode}"):
+            imagenet.decode(content, 4, None)
+
+
+def test_decode_takes_the_first_picture_as_it_is_stored() -> None:
+    """Phones put two into a JPEG, and tell by EXIF how to turn it."""
+    image = Image.fromarray(load_sample_images().images[1][:60, :80])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90°
+    files = [saved(image, format="JPEG"), saved(image, format="JPEG", exif=exif)]
+    other = Image.new("RGB", (80, 60))
+    files.append(saved(image, format="MPO", save_all=True, append_images=[other]))
+    assert b"MPF" in files[2]
+    pixels = [imagenet.decode(file, 24, None) for file in files]
+    np.testing.assert_array_equal(pixels[0], pixels[1])
+    np.testing.assert_array_equal(pixels[0], pixels[2])
 
 
 def read(files: Any, order: Any, batch: int, **kwargs: Any) -> list[Any]:
@@ -191,6 +295,177 @@ def test_a_broken_file_does_not_count(content: Any, tree: Path, tmp_path: Path) 
     np.testing.assert_array_equal(batch["labels"], [0, -1, 0, -1])
     assert batch["images"][0].any()
     assert not batch["images"][1].any()
+
+
+def written(folder: Path, contents: list[bytes]) -> imagenet.Files:
+    """Images of one class."""
+    paths = [folder / f"{i}.jpg" for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    return imagenet.Files(paths, np.zeros(len(paths), np.int32), ["it"], {})
+
+
+def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Pillow's formats that are neither JPEG nor PNG are no images, whatever their names.
+
+    For an EPS Pillow would start Ghostscript.
+    """
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **_: started.append(a))
+    Image.init()
+    contents = {}
+    for name in Image.SAVE:
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            contents[name] = saved(Image.new("RGB", (64, 64), (9, 9, 9)), format=name)
+    assert len(contents) > 15
+    assert contents["EPS"].startswith(b"%!PS")
+    files = written(tmp_path, list(contents.values()))
+    order = range(len(contents))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        (batch,) = read(files, order, len(order))
+    decoded = {name for name, label in zip(contents, batch["labels"], strict=True) if label == 0}
+    assert decoded <= {"JPEG", "PNG", "MPO"}
+    assert all("must be a JPEG or PNG, got b" in reason for reason in files.left_out.values())
+    assert not started
+
+
+def test_large_images(tmp_path: Path) -> None:
+    """One pixel more than Pillow's limit is as bad as twice the limit."""
+    limit = Image.MAX_IMAGE_PIXELS
+    sizes = [(limit + 1, 1), (30_000, 30_000), (2**31 - 1, 2**31 - 1)]
+    files = written(tmp_path, [png(size, 8, 0, b"") for size in sizes])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        (batch,) = read(files, [0, 1, 2], 3)
+    assert (batch["labels"] == -1).all()
+    first, *others = (files.left_out[path] for path in files.paths)
+    assert first == "ValueError: must have at most 89,478,485 pixels, got 89478486×1"
+    assert all(other.startswith("DecompressionBombError") for other in others)
+
+
+def test_too_little_memory(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says nothing about the image."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(imagenet, "decode", fail)
+    with pytest.raises(MemoryError):
+        read(imagenet.find(tree / "train"), [0, 1], 2)
+
+
+def test_any_damage(tmp_path: Path) -> None:
+    """Files with some bytes changed, added, lost or cut off decode, or are left out."""
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(load_sample_images().images[1][:40, :50])
+    originals = [
+        saved(image, format="JPEG"),
+        saved(image, format="JPEG", progressive=True),
+        saved(image.convert("CMYK"), format="JPEG"),
+        saved(image, format="PNG"),
+        saved(image.convert("P"), format="PNG", transparency=bytes(256)),
+        saved(Image.fromarray(np.asarray(image)[:, :, 0] * np.uint16(257)), format="PNG"),
+    ]
+    contents = []
+    for i in range(300):
+        content = bytearray(originals[i % len(originals)])
+        for _ in range(rng.integers(1, 4)):
+            at = min(rng.integers(len(content)), rng.integers(len(content)))  # headers, above all
+            how = rng.integers(4)
+            if how == 0:
+                del content[at : at + rng.integers(1, 50)]
+            else:
+                end = at + (rng.integers(1, 5) if how == 1 else 0)
+                content[at:end] = rng.bytes(rng.integers(1, 5))
+        contents.append(bytes(content[: rng.integers(len(content))] if i % 5 == 0 else content))
+    files = written(tmp_path, contents)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = read(files, range(300), 50)
+    num_left_out = sum(int((batch["labels"] < 0).sum()) for batch in batches)
+    assert num_left_out == len(files.left_out)
+    assert 0 < num_left_out < 300
+
+
+def test_first_warnings(tree: Path, tmp_path: Path) -> None:
+    """Ten files are named, once each, and no more."""
+    files = written(tmp_path, 30 * [b""])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        read(files, [*range(30), *range(30)], 20)
+    texts = [str(warning.message) for warning in found]
+    assert (
+        sum("is left out: ValueError: must be a JPEG or PNG, got b''" in text for text in texts)
+        == 10
+    )
+    assert len(set(texts)) == len(texts) == 11
+    assert texts.count("more files are left out; metrics.jsonl has their number") == 1
+    assert len(files.left_out) == 30
+
+
+# ------------------------------------------------------------------------- files that go and come
+
+
+@pytest.fixture
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imagenet, "WAITS", (0.01, 0.01, 0.01))
+
+
+@pytest.mark.usefixtures("_short_waits")
+def test_data_gone_for_a_moment(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """No image is taken for broken."""
+    files = imagenet.find(tree / "train")
+    moved = tmp_path / "moved.jpg"
+    content = files.paths[1].read_bytes()
+    files.paths[1] = tmp_path / "1.jpg"
+    moved.write_bytes(content)
+    sleep = time.sleep
+
+    def back(seconds: float) -> None:
+        if seconds == 0.01 and moved.exists():
+            moved.rename(files.paths[1])
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", back)
+    (batch,) = read(files, [1, 0], 2)
+    np.testing.assert_array_equal(batch["labels"], [0, 0])
+    assert batch["images"][0].any()
+
+
+@pytest.mark.usefixtures("_short_waits")
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_files_that_cannot_be_read(number: int, tree: Path, monkeypatch: Any) -> None:
+    """An error that names the file, after some attempts; also for one that breaks off."""
+    files = imagenet.find(tree / "train")
+    read_bytes, attempts = Path.read_bytes, []
+
+    def fail(path: Path) -> bytes:
+        if path != files.paths[5]:
+            return read_bytes(path)
+        attempts.append(path)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match=rf"{os.strerror(number)}: .*/{files.paths[5].name}") as error:
+        read(files, [1, 5, 0, 2], 2)
+    assert error.value.errno == number
+    assert len(attempts) == 4
+    assert not files.left_out
+
+
+def test_the_first_file_that_cannot_be_read_ends_all(tree: Path, monkeypatch: Any) -> None:
+    """A process ends after its threads, and each of them has a queue of files to try."""
+    files = imagenet.find(tree / "train")
+    files = files._replace(paths=[path.with_suffix(".gone") for path in files.paths])
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    reader = imagenet.Reader(files, 16, np.arange(36), np.arange(36), (0, 1))
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(reader.__getitem__, k) for k in range(36)]
+    assert all(isinstance(future.exception(), FileNotFoundError) for future in futures)
+    assert len(imagenet.WAITS) <= len(waits) <= 2 * len(imagenet.WAITS)
 
 
 def test_normalize() -> None:
@@ -319,24 +594,75 @@ def test_evaluation(tree: Path) -> None:
     model = imagenet.MODELS["small"](num_classes=3, rngs=nnx.Rngs(1))
     nnx.update(model, state.params, state.batch_stats)
     model.eval()
-    images = np.stack([imagenet.decode(path, 32, None) for path in files[1].paths])
-    loss, correct = cifar10.sums(model(imagenet.normalize(images)), files[1].labels)
+    images = [imagenet.decode(path.read_bytes(), 32, None) for path in files[1].paths]
+    loss, correct = cifar10.sums(model(imagenet.normalize(np.stack(images))), files[1].labels)
     expected = {"test_loss": loss / 21, "test_accuracy": correct / 21, "test_left_out": 0}
     chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
 
 
-def test_nothing_to_decode(tree: Path) -> None:
-    files = [imagenet.find(tree / part) for part in ("train", "val")]
-    none = [part._replace(paths=[tree / "none.jpg"] * len(part.paths)) for part in files]
+@pytest.fixture
+def broken(tree: Path, tmp_path: Path) -> Path:
+    """A tree with one broken file of 36 to train on, and one of 21 to validate on."""
+    for path in tree.rglob("*.*"):
+        copy = tmp_path / "broken" / path.relative_to(tree)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        is_broken = path.match("train/flower/4.jpg") or path.match("val/flower/2.jpg")
+        copy.write_bytes(path.read_bytes()[: 500 if is_broken else None])
+    return tmp_path / "broken"
+
+
+def test_too_many_left_out(tree: Path) -> None:
+    """The share of images that may be left out is --max-left-out, and not one more."""
+    files = imagenet.find(tree / "val")
+    imagenet.check_left_out(files, "val", 1, 21, 1 / 21)
+    message = r"at most 1.5 % of val images that cannot be decoded \(--max-left-out\), got 1 of 21"
+    with pytest.raises(ValueError, match=rf"{message} \(4.76 %\), such as those that another pro"):
+        imagenet.check_left_out(files, "val", 1, 21, 0.015)
+    files.left_out[files.paths[3]] = "OSError: it is cut"
+    with pytest.raises(
+        ValueError, match=rf"{message} .*, such as {files.paths[3]}: OSError: it is"
+    ):
+        imagenet.check_left_out(files, "val", 1, 21, 0.015)
+
+
+@pytest.mark.filterwarnings("ignore:.* left out:UserWarning")
+def test_too_many_left_out_in_the_last_step(broken: Path) -> None:
+    files = [imagenet.find(broken / part) for part in ("train", "val")]
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    program = imagenet.make_program(config(), *none, mesh, 2)
-    state = program.init(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with pytest.raises(ValueError, match="must have val images that can be decoded, got none"):
-            program.evaluate(state)
-        with pytest.raises(ValueError, match="must have training images that can be decoded"):
-            program.epoch(0, state, 1, tqdm(disable=True))
+    program = imagenet.make_program(config(batch=4), *files, mesh, 2)
+    (index,) = (i for i, path in enumerate(files[0].paths) if path.match("flower/4.jpg"))
+    last = lambda epoch: np.random.default_rng((0, epoch)).permutation(36)[-4:]
+    epoch = next(epoch for epoch in range(2, 1_000) if index in last(epoch))
+    with pytest.raises(ValueError, match=r"train images .*, got 1 of 36 .*/train/flower/4.jpg: "):
+        program.epoch(0, program.init(0), epoch, tqdm(disable=True))
+
+
+@pytest.mark.filterwarnings("ignore:.* left out:UserWarning")
+def test_too_many_left_out_is_found_early(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of the training images within the epoch; of val before any training."""
+    files = [imagenet.find(tree / part) for part in ("train", "val")]
+    (tmp_path / "0.jpg").write_bytes(b"")
+    nothing = [part._replace(paths=[tmp_path / "0.jpg"] * len(part.paths)) for part in files]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    batches, of_train = imagenet.batches, []
+
+    def count(files: Any, *arguments: Any) -> Iterator[Any]:
+        for batch in batches(files, *arguments):
+            if files.paths == nothing[0].paths:
+                of_train.append(batch)
+            yield batch
+
+    monkeypatch.setattr(imagenet, "batches", count)
+    program = imagenet.make_program(config(batch=4), nothing[0], files[1], mesh, 2)
+    with pytest.raises(
+        ValueError, match=r"at most 1 % of train images .*, got 4 of 36 .*, such as"
+    ):
+        program.epoch(0, program.init(0), 1, tqdm(disable=True))
+    assert len(of_train) == 2  # of 9: one more is on its way
+    program = imagenet.make_program(config(batch=4), *nothing, mesh, 2)
+    with pytest.raises(ValueError, match=r"at most 1 % of val images .*, got 21 of 21 \(100 %\)"):
+        program.epoch(0, program.init(0), 1, tqdm(disable=True))
+    assert len(of_train) == 2
 
 
 @pytest.mark.parametrize(
@@ -380,18 +706,15 @@ def final(run: Path, tree: Path) -> Any:
     return last_checkpoint(run, imagenet.make_program(config(), *files, mesh, 1).init(0))
 
 
-def test_command_line(tree: Path, tmp_path: Path) -> None:
+def test_command_line(broken: Path, tmp_path: Path) -> None:
     """End to end, with two broken files."""
-    broken = tmp_path / "tree"
-    for path in tree.rglob("*.*"):
-        copy = broken / path.relative_to(tree)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        is_broken = path.match("train/flower/4.jpg") or path.match("val/flower/2.jpg")
-        copy.write_bytes(path.read_bytes()[: 500 if is_broken else None])
     arguments = [*SMALL, "--data-dir", str(broken), "--out", str(tmp_path / "out")]
     arguments += ["--scale-epochs", "0.02", "--batch", "16"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(ValueError, match=r"at most 1 % of val images .*, got 1 of 21"):
+            imagenet.main(arguments)
+        arguments += ["--max-left-out", "0.05"]  # with which the same run goes on
         text = imagenet.main(arguments)
     lines = metrics(tmp_path / "out" / "spa-gradual" / "seed0")
     assert [line["epoch"] for line in lines] == [1, 2]
@@ -441,6 +764,8 @@ def test_measure(tree: Path, capsys: Any) -> None:
         (["--image-size", "0"], "--image-size must be finite and > 0, got 0"),
         (["--threads", "0"], "--threads must be finite and > 0, got 0"),
         (["--weight-decay", "nan"], "--weight-decay must be finite and >= 0, got nan"),
+        (["--max-left-out", "1"], "--max-left-out must be >= 0 and < 1, got 1.0"),
+        (["--max-left-out", "nan"], "--max-left-out must be >= 0 and < 1, got nan"),
         (["--batch-norm-group", "-1"], "--batch-norm-group must be >= 0, got -1"),
         (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
         (["--optimizer", "adam"], "invalid choice: 'adam'"),
@@ -503,3 +828,15 @@ def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     assert relative_difference(*(state.params for state in states)) < 1e-4
     losses = [[line["losses"] for line in metrics(run)] for run in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-2)  # of one other label: 3e-2
+
+
+def test_two_processes_stop_alike(broken: Path, tmp_path: Path) -> None:
+    """They decide on what all have left out, also where one of them has left out nothing."""
+    processes = cluster(broken, tmp_path / "out", tmp_path)
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    message = "at most 1 % of val images that cannot be decoded (--max-left-out), got 1 of 21"
+    assert all(message in output for output in outputs), outputs
+    examples = "such as those that another process reports", "val/flower/2.jpg: OSError"
+    for example, output in zip(examples, outputs, strict=True):
+        assert example in output
