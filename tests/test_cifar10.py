@@ -544,7 +544,10 @@ def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
         ("metrics.jsonl", None, "must have the 2 epochs of the last checkpoint beside it"),
         ("metrics.jsonl", lines[: lines.index("\n") + 1], "metrics.jsonl must have the 2 epochs"),
         ("metrics.jsonl", 5 * lines, "or up to 2 more, got 10"),
-        ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl must be JSON"),
+        ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl, line 2, must be JSON"),
+        ("metrics.jsonl", "[1]" + lines[lines.index("\n") :], "line 1, must be a JSON object"),
+        ("metrics.jsonl", lines.replace('"epoch": 2', '"epoch": 1'), "2, must be of epoch 2, got 1"),
+        ("metrics.jsonl", lines.replace("test_acc", "tEst_acc"), "1, must have test_accuracy, got"),
     ]:
         whole = (run / name).read_text()
         (run / name).unlink()
