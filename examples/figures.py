@@ -201,7 +201,7 @@ def table_of_figure_2(runs: list[list[dict[str, Any]]]) -> str:
     titles = ("gain", "noise level", "gain/noise level", "alignment")
     rows = [f"{'step':>6}" + "".join(f"{title:>19}" for title in titles)]
     wanted = {1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, gain.shape[1] - 1}
-    for step in sorted(wanted.intersection(range(gain.shape[1]))):  # a short run has fewer
+    for step in sorted(wanted.intersection(range(1, gain.shape[1]))):  # a short run has fewer
         columns = (gain, level, gain / level, alignment)
         row = "  ".join(with_error(column[:, step]) for column in columns)
         rows.append(f"{step:6} {row}")
