@@ -899,20 +899,20 @@ def draw(runs: Runs, path: Path) -> None:
             axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
-    log_scale(axes[0])
+    if name_lost_curves(axes[0]):
+        axes[0].set_yscale("log")
     axes[1].legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def log_scale(axis: Any) -> None:
-    """Curves without a value to draw are named: the loss of a run that diverged is NaN."""
-    lines = axis.get_lines()
-    lost = [line.get_label() for line in lines if not (np.asarray(line.get_ydata()) > 0).any()]
-    if len(lost) < len(lines):
-        axis.set_yscale("log")
+def name_lost_curves(axis: Any) -> bool:
+    """Names curves without a finite value, as those of runs that diverged; is another left?"""
+    curves = {line.get_label(): np.asarray(line.get_ydata()) for line in axis.get_lines()}
+    lost = [name for name, values in curves.items() if not np.isfinite(values).any()]
     if lost:
-        axis.text(0.02, 0.02, f"not finite: {', '.join(lost)}", transform=axis.transAxes)
+        axis.text(0.02, 0.02, f"not finite: {', '.join(lost)}", transform=axis.transAxes, wrap=True)
+    return len(lost) < len(curves)
 
 
 # -------------------------------------------------------------------------------------------- main

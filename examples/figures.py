@@ -166,20 +166,19 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
             axis.plot(steps, mean, label=name.replace("_", " "))
             axis.fill_between(steps, mean - error, mean + error, alpha=0.2)
         axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
-        if axis in axes[:2]:
-            cifar10.log_scale(axis)
+        if cifar10.name_lost_curves(axis) and axis in axes[:2]:
+            axis.set_yscale("log")
+            ticks = (0.1, 0.2, 0.5, 1, 2, 5)
+            axis.set_yticks(ticks, [str(tick) for tick in ticks])
+            axis.set_yticks([], minor=True)
         for epoch in cifar10.DROPS:
             drop = epoch / cifar10.EPOCHS * len(steps)
             axis.axvline(drop, color="0.8", linewidth=0.8, zorder=0)
         axis.legend(frameon=False)
-    axes[0].set_ylabel("squared norm")
+    axes[0].set_ylabel("moving average")
     axes[1].set_ylabel("iterate term / gradient term")
     axes[2].set_ylabel("gain / noise level")
     axes[3].set_ylabel("cosine between −gradient and last step")
-    for axis in axes[:2]:
-        ticks = (0.1, 0.2, 0.5, 1, 2, 5)
-        axis.set_yticks(ticks, [str(tick) for tick in ticks])
-        axis.set_yticks([], minor=True)
     axes[2].axhline(1, color="0.8", linewidth=0.8, zorder=0)
     axes[3].axhline(0, color="0.8", linewidth=0.8, zorder=0)
     figure.suptitle(f"{over(runs)}; η drops at the grey lines")
@@ -199,7 +198,7 @@ def table_of_figure_2(runs: list[list[dict[str, Any]]]) -> str:
     alignment = of_steps(runs, "alignment")
     drop = first_drop(gain.shape[1])
     titles = ("gain", "noise level", "gain/noise level", "alignment")
-    rows = [f"{'step':>6}" + "".join(f"{title:>19}" for title in titles)]
+    rows = [f"{'step':>6} " + "  ".join(f"{title:>16}" for title in titles)]
     wanted = {1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, gain.shape[1] - 1}
     for step in sorted(wanted.intersection(range(1, gain.shape[1]))):  # a short run has fewer
         columns = (gain, level, gain / level, alignment)
@@ -230,6 +229,9 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
             axis.fill_between(epochs, mean - spread, mean + spread, alpha=0.2)
         columns |= {f"{name} loss": loss, f"{name} loss error": loss_error}
         columns |= {f"{name} test error": curves[1][0], f"{name} test error error": curves[1][1]}
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    cifar10.name_lost_curves(axes[0])
     axes[0].set(xlabel="epoch", ylabel="training loss")
     axes[1].set(xlabel="epoch", ylabel="test error, %")
     axes[1].legend(frameon=False)
@@ -241,7 +243,8 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
 
 def table_of_figure_3(runs: cifar10.Runs) -> str:
     """Means ± standard errors over seeds; differences are taken seed by seed."""
-    rows = [f"{'last epoch':30} {'training loss':>17} {'test error, %':>18} {'− kept':>18}"]
+    titles = ("training loss", "test error, %", "− kept")
+    rows = [f"{'last epoch':30} " + "  ".join(f"{title:>16}" for title in titles)]
     for name, label in DROPPED.items():
         error = 100 - last(runs, name, 100)
         kept = 100 - last(runs, "spa-eta", 100)
@@ -281,13 +284,14 @@ def table_of_figure_4(runs: cifar10.Runs) -> str:
     windows = [(a, b) for a, b in WINDOWS if steps[0] <= a and b - 1 <= steps[-1]]
     titles = [f"{start} to {end}" for start, end in windows]
     rows = ["training loss, mean over steps from the first drop, and its peak in the first 20"]
-    rows.append(" " * 12 + "".join(f"{title:>17}" for title in [*titles, "peak"]))
+    rows.append(" " * 12 + "".join(f"{title:>18}" for title in [*titles, "peak"]))
     for name, losses in around.items():
         means = [losses[:, (steps >= a) & (steps < b)].mean(1) for a, b in windows]
         peak = losses[:, (steps >= 0) & (steps < 20)].max(1)
         rows.append(f"{name:12}" + "".join(f"  {with_error(m)}" for m in [*means, peak]))
     rows.append("")
-    rows.append(f"{'last epoch':13} {'training loss':>17} {'test accuracy, %':>18} {'− sgdm':>18}")
+    titles = ("training loss", "test accuracy, %", "− sgdm")
+    rows.append(f"{'last epoch':13}" + "  ".join(f"{title:>16}" for title in titles))
     for name in runs:
         accuracy = last(runs, name, 100)
         columns = (last(runs, name, key="train_loss"), accuracy, accuracy - last(runs, "sgdm", 100))
@@ -309,6 +313,7 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
         smooth = np.convolve(losses.mean(0), np.full(smoothed, 1 / smoothed), mode="valid")
         axes[0].plot(steps, smooth, color=color[name], label=name)
     write_csv(out / "figure4_loss.csv", "step", steps, columns)
+    cifar10.name_lost_curves(axes[0])
     axes[0].axvline(0, color="0.8", linewidth=0.8, zorder=0)
     axes[0].set(
         xlabel="steps from the first drop",
@@ -328,8 +333,10 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
         else:
             place = np.clip(difference, -0.9 * LIMIT, 0.9 * LIMIT)
             text = f"{'+' if difference > 0 else ''}{plus_minus(difference, error, '.1f')}"
-            axes[2].text(place, i, text, color=color[name], va="center", ha="left")
+            side = "left" if difference < 0 else "right"
+            axes[2].text(place, i, text, color=color[name], va="center", ha=side)
     write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
     axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title=f"mean over {seeds}")
     axes[1].legend(frameon=False, fontsize=8)
     axes[2].set(
@@ -356,6 +363,17 @@ def audit_of_the_usual_recipe() -> theory.Audit:
     return theory.audit(*hyperparams_from_sgdm(recipe, 0.9), 300 * 391)
 
 
+def figures_of_runs(runs: cifar10.Runs, tracked: cifar10.Runs, out: Path) -> None:
+    """Figures 3 and 4 of all optimizers, and Figure 2 of spa-eta, where these are given."""
+    if runs:
+        figure_3(runs, out)
+        figure_4(runs, out)
+        print(f"\n{table_of_figure_3(runs)}\n\n{table_of_figure_4(runs)}")
+    if tracked:
+        figure_2(tracked["spa-eta"], out)
+        print(f"\n{table_of_figure_2(tracked['spa-eta'])}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
@@ -372,6 +390,7 @@ def main(argv: list[str] | None = None) -> None:
         runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
     if arguments.tracked:
         tracked = cifar10.read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)
+        of_steps(tracked["spa-eta"], "gain")
     arguments.out.mkdir(parents=True, exist_ok=True)
     panels = figure_1()
     draw_figure_1(panels, arguments.out / "figure1.png")
@@ -386,13 +405,7 @@ def main(argv: list[str] | None = None) -> None:
     figure.savefig(arguments.out / "audit.png", dpi=150)
     plt.close(figure)
     print(audit.report())
-    if runs:
-        figure_3(runs, arguments.out)
-        figure_4(runs, arguments.out)
-        print(f"\n{table_of_figure_3(runs)}\n\n{table_of_figure_4(runs)}")
-    if tracked:
-        figure_2(tracked["spa-eta"], arguments.out)
-        print(f"\n{table_of_figure_2(tracked['spa-eta'])}")
+    figures_of_runs(runs, tracked, arguments.out)
     print(f"\nThe figures are in {arguments.out}")
 
 

@@ -662,7 +662,7 @@ def test_a_folder_in_use(tmp_path: Path) -> None:
     assert num_epochs(run) == 4
 
 
-def test_runs_that_diverged(tmp_path: Path, capsys: Any) -> None:
+def test_runs_that_diverged(tmp_path: Path, monkeypatch: Any) -> None:
     """A table and a picture of what there is, without a warning."""
     runs = {}
     for seed, losses in enumerate([lambda _: np.nan, lambda epoch: 1 / epoch]):
@@ -674,9 +674,16 @@ def test_runs_that_diverged(tmp_path: Path, capsys: Any) -> None:
     assert "±" not in "".join(rows)  # of one seed
     assert rows[1].split()[:3] == ["seed", "0", "nan"]
     assert rows[2].split()[:3] == ["seed", "1", "0.2500"]
+    drawn: list[Any] = []
+    monkeypatch.setattr(cifar10.plt, "close", drawn.append)
     for names in (["seed 0"], ["seed 0", "seed 1"]):
         cifar10.draw({name: runs[name] for name in names}, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    losses = [figure.axes[0] for figure in drawn]
+    assert [axis.get_yscale() for axis in losses] == ["linear", "log"]
+    assert [[t.get_text() for t in axis.texts] for axis in losses] == [["not finite: seed 0"]] * 2
+    monkeypatch.undo()
+    cifar10.plt.close("all")
     both = cifar10.read_runs(tmp_path, ["spa-gradual"], 2)
     assert cifar10.table(both).splitlines()[1].split()[1] == "nan"
 
@@ -901,8 +908,8 @@ def fake_runs(
     num_steps: int = 200,
     num_epochs: int = 6,
     diverged: bool = False,
-) -> list[str]:
-    """Runs of all optimizers whose numbers are known, and the arguments for `figures.main`.
+) -> cifar10.Runs:
+    """Runs of all optimizers whose numbers are known, read back from a folder.
 
     The drop is in the middle, as it is of all of `cifar10`'s.
     """
@@ -930,13 +937,14 @@ def fake_runs(
                         "momentum": {**gauge, "c": c[steps].tolist()},
                     }
                     file.write(json.dumps(line) + "\n")
-    out = str(runs.parent / "out")
-    return ["--runs", str(runs), "--tracked", str(runs), "--seeds", str(num_seeds), "--out", out]
+    return cifar10.read_runs(runs, list(cifar10.OPTIMIZERS), num_seeds)
 
 
 def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
-    out, arguments = tmp_path / "out", fake_runs(tmp_path / "runs")
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    fake_runs(runs)
+    arguments = ["--runs", str(runs), "--tracked", str(runs), "--seeds", "2", "--out", str(out)]
     figures.main(arguments)
     for i in (2, 3, 4):
         assert (out / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
@@ -971,8 +979,9 @@ def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
 
 def test_figures_of_short_runs(tmp_path: Path, capsys: Any) -> None:
     """40 steps, with the drop at step 20: the tables have the rows that exist."""
-    figures.main(fake_runs(tmp_path / "runs", num_steps=20, num_epochs=2))
-    loss = np.genfromtxt(tmp_path / "out" / "figure4_loss.csv", delimiter=",", names=True)
+    runs = fake_runs(tmp_path / "runs", num_steps=20, num_epochs=2)
+    figures.figures_of_runs(runs, runs, tmp_path)
+    loss = np.genfromtxt(tmp_path / "figure4_loss.csv", delimiter=",", names=True)
     assert list(loss["step"]) == list(range(-20 + figures.SMOOTHED - 1, 20))
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
@@ -980,14 +989,15 @@ def test_figures_of_short_runs(tmp_path: Path, capsys: Any) -> None:
     steps = [int(row[0]) for row in rows if row and row[0].isdigit() and row[1] != "to"]
     assert steps == [1, 2, 5, 10, 19, 20, 39]  # the last before the drop, and of all
     for i in (2, 3, 4):
-        assert (tmp_path / "out" / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (2, 1), (3, 2), (200, 6)])
 def test_figures_of_one_seed(steps: tuple[int, int], tmp_path: Path, capsys: Any) -> None:
     """However short."""
     num_steps, num_epochs = steps
-    figures.main(fake_runs(tmp_path / "runs", 1, num_steps=num_steps, num_epochs=num_epochs))
+    runs = fake_runs(tmp_path / "runs", 1, num_steps=num_steps, num_epochs=num_epochs)
+    figures.figures_of_runs(runs, runs, tmp_path)
     text = capsys.readouterr().out
     assert "±" not in text.replace("mean ± standard error", "")
     assert "nan" not in text
@@ -995,18 +1005,20 @@ def test_figures_of_one_seed(steps: tuple[int, int], tmp_path: Path, capsys: Any
 
 def test_figures_of_runs_that_diverged(tmp_path: Path, capsys: Any) -> None:
     """All losses are null; a warning would be an error."""
-    figures.main(fake_runs(tmp_path / "runs", diverged=True))
+    runs = fake_runs(tmp_path / "runs", diverged=True)
+    figures.figures_of_runs(runs, runs, tmp_path)
     assert "nan" in capsys.readouterr().out
     for i in (2, 3, 4):
-        assert (tmp_path / "out" / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figures_have_labels(tmp_path: Path, monkeypatch: Any) -> None:
     """Every axis says what is on it, and every curve which it is."""
     drawn = {}
     monkeypatch.setattr(figures.plt, "close", lambda figure: drawn.update({len(drawn): figure}))
-    figures.main(fake_runs(tmp_path / "runs"))
-    *_, figure_3, figure_4, figure_2 = drawn.values()
+    runs = fake_runs(tmp_path / "runs")
+    figures.figures_of_runs(runs, runs, tmp_path)
+    figure_3, figure_4, figure_2 = drawn.values()
     assert all(axis.get_ylabel() for axis in figure_2.axes)
     assert "2 seeds" in figure_3.get_suptitle()
     assert not any(axis.get_title() for axis in figure_3.axes)
@@ -1019,5 +1031,6 @@ def test_figures_have_labels(tmp_path: Path, monkeypatch: Any) -> None:
 def test_figures_of_runs_that_were_not_tracked(tmp_path: Path) -> None:
     tiny_run(tmp_path / "runs" / "spa-eta" / "seed0")
     arguments = ["--tracked", str(tmp_path / "runs"), "--seeds", "1", "--out", str(tmp_path)]
-    with pytest.raises(ValueError, match="must have iterate_term of every step: train with --trac"):
+    with pytest.raises(ValueError, match="runs must have gain of every step: train with --track"):
         figures.main(arguments)
+    assert not (tmp_path / "figure1.png").exists()
