@@ -730,7 +730,7 @@ def restore(manager: ocp.CheckpointManager, init: Callable[[], State]) -> tuple[
                 raise UserError("its content does not have the checksum that it was saved with")
         except Exception as error:  # damage shows in many ways
             damaged[epoch] = error
-            reason = str(error).partition("\n")[0][:200]
+            reason = str(error).partition("\n")[0][:100]
             say(f"{manager.directory / str(epoch)} is damaged: {type(error).__name__}: {reason}")
         else:
             return found["state"], epoch
