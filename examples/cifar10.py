@@ -6,10 +6,11 @@ downloads CIFAR-10 into `data`, trains on all devices, and prints a table. The r
 (Defazio, arXiv:2010.00406, "Details of experiments"): 300 epochs, batches of 128, weight decay
 1e-4, η = 1 and c = 0.1 (α = 0.1, β = 0.9), η ÷ 10 at epochs 150 and 225, flips and crops. On a CPU:
 
-    python examples/cifar10.py --model small --scale-epochs 0.04
+    python examples/cifar10.py --model small --epochs 12
 
 However a run was interrupted, the same command resumes it, and it ends as if it had not been
-interrupted. --help says what the optimizers are.
+interrupted. If the newest checkpoint is damaged, the one before is resumed. --help says what the
+optimizers are.
 """
 
 import argparse
@@ -310,7 +311,7 @@ OPTIMIZERS = {
     "spa_from_sgdm": "the same, as primal averaging",
     "spa-eta": "primal averaging, η ÷ 10 at the drops",
     "spa-abrupt": "η ÷ 10 and c × 10, at once",
-    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where --scale-epochs is below 1)",
+    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where the schedule is shortened)",
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
     "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
     "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",

@@ -488,7 +488,7 @@ def test_evaluation() -> None:
 @pytest.mark.parametrize("label", [10, -1])
 def test_labels_that_the_head_does_not_have(part: str, label: int, tmp_path: Path) -> None:
     """Their cross entropy would be NaN, or left out."""
-    cfg, mesh = config(batch=32), Mesh(np.array(jax.devices()[:1]), ("data",))
+    cfg, mesh = config(batch=32, epochs=2), Mesh(np.array(jax.devices()[:1]), ("data",))
     data = dict(zip(("training", "test"), small_data(), strict=True))
     data[part].labels[5] = label
     program = cifar10.make_program(cfg, len(data["training"].labels), mesh)
