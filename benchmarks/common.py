@@ -20,19 +20,27 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
+command_line = example("command_line")
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """--json and --platform, which every benchmark has."""
-    result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = command_line.make_parser(description)
     result.add_argument("--json", type=Path, metavar="OUT", help="where to write the figures")
     result.add_argument("--platform", help="cpu, gpu or tpu; by default what jax finds")
     return result
 
 
-def parse(result: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Before anything is computed, since a platform cannot be changed later."""
+def parse(
+    result: argparse.ArgumentParser, argv: list[str] | None, *positive: str
+) -> argparse.Namespace:
+    """Before anything is computed, since a platform cannot be changed later.
+
+    The options named in `positive` must be > 0 where they are given.
+    """
     arguments = result.parse_args(argv)
+    command_line.check_positive(result, arguments, *positive)
+    command_line.check_writable(result, arguments, "json")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too
     if arguments.platform:
         jax.config.update("jax_platforms", arguments.platform)
@@ -49,6 +57,7 @@ def device() -> str:
 
 def write_json(path: Path | None, figures: Any) -> None:
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
@@ -64,15 +73,24 @@ class Records:
     def __init__(self, path: Path | None, keys: tuple[str, ...]) -> None:
         """What `path` has so far; None keeps nothing."""
         self.path, self.keys = path, keys
+        self.found = {}
         lines = path.read_text().splitlines() if path and path.exists() else []
-        records = map(json.loads, lines)
-        self.found = {tuple(record[key] for key in keys): record for record in records}
+        for i, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                self.found[tuple(record[key] for key in keys)] = record
+            except (ValueError, KeyError, TypeError) as error:
+                raise command_line.UserError(
+                    f"--json must be new or of this benchmark, but line {i} of {path} is no record"
+                    f" with {', '.join(keys)}"
+                ) from error
 
     def get(self, key: tuple[Any, ...], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The record of a run, which is run if it is not there."""
         if key not in self.found:
             self.found[key] = dict(zip(self.keys, key, strict=True)) | run()
             if self.path:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as file:
                     file.write(json.dumps(self.found[key]) + "\n")
         return self.found[key]

@@ -97,10 +97,16 @@ def drifts(name: str, beta: float, num_steps: int, num_reports: int) -> dict[str
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--momentum", nargs="+", type=float, default=[0.9, 0.999])
-    parser.add_argument("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES)
-    arguments = common.parse(parser, argv)
+    add = parser.add_argument
+    add("--steps", type=int, default=1_000_000, help="of each run, a multiple of 10")
+    add("--momentum", nargs="+", type=float, default=[0.9, 0.999], help="β")
+    add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
+    arguments = common.parse(parser, argv, "steps")
+    if arguments.steps % 10:
+        parser.error(f"--steps must be a multiple of 10, got {arguments.steps}")
+    for beta in arguments.momentum:
+        if not 0 <= beta < 1:
+            parser.error(f"--momentum must be in [0, 1), got {beta}")
     figures, rows = {}, []
     header = ["SPA from SGD+M", *(f"{n} from float64" for n in ("SPA", "SGD+M", "Keras"))]
     for name, beta in itertools.product(arguments.schedule, arguments.momentum):
@@ -114,4 +120,4 @@ def main(argv: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command_line.run(main)

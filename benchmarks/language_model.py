@@ -256,7 +256,7 @@ def steps_to(record: dict[str, Any], goal: float) -> float:
 
 def mean_and_error(values: list[float]) -> str:
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):.4f} ± {error:.4f}".replace("-", "−")
+    return common.command_line.plus_minus(statistics.mean(values), error).replace("-", "−")
 
 
 def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str:
@@ -294,16 +294,24 @@ def tuning_table(tuned: dict[str, list[dict[str, Any]]]) -> str:
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
-    parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--seeds", type=int, default=3, help="how many, beside that of tuning")
-    parser.add_argument("--rounds", type=int, default=30, help="of timing; 0 for none")
-    parser.add_argument("--steps", type=int, default=1_000)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    arguments = common.parse(parser, argv)
+    add = parser.add_argument
+    add("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="what to compare")
+    add("--seeds", type=int, default=3, help="how many, beside that of tuning")
+    add("--rounds", type=int, default=30, help="of timing; 0 for none")
+    add("--steps", type=int, default=1_000, help="of each run")
+    add("--width", type=int, default=128, help="of the network")
+    add("--heads", type=int, default=4, help="of attention")
+    add("--layers", type=int, default=2, help="how many")
+    add("--length", type=int, default=128, help="of a text, in bytes")
+    add("--batch", type=int, default=8, help="texts at a step")
+    positive = ("seeds", "steps", "width", "heads", "layers", "length", "batch")
+    arguments = common.parse(parser, argv, *positive)
+    if arguments.rounds < 0:
+        parser.error(f"--rounds must be >= 0, got {arguments.rounds}")
+    if arguments.width % arguments.heads:
+        parser.error(f"--width must be a multiple of --heads, got {arguments.width}")
+    if REFERENCE not in arguments.scheme:
+        parser.error(f"--scheme must have {REFERENCE!r}, the reference, got {arguments.scheme}")
 
     records = common.Records(arguments.json, ("scheme", "rate", "momentum", "seed"))
     trainers = {name: Trainer(SCHEMES[name], arguments) for name in arguments.scheme}
@@ -325,7 +333,8 @@ def main(argv: list[str] | None = None) -> str:
         runs[name] = [run(best["rate"], best["momentum"], seed) for seed in seeds]
     bar.close()
     size = next(iter(runs.values()))[0]["params"]
-    print(f"{common.device()}; {size:,} params, {arguments.steps} steps, {len(seeds)} seeds\n")
+    num_seeds = common.command_line.count(len(seeds), "seed")
+    print(f"{common.device()}; {size:,} params, {arguments.steps} steps, {num_seeds}\n")
     times = time_steps(trainers, arguments.rounds) if arguments.rounds else {}
     text = f"{table(runs, times)}\n\nTuning, by seed 0:\n\n{tuning_table(tuned)}"
     print(text)
@@ -333,4 +342,4 @@ def main(argv: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command_line.run(main)

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from spa_optax import spa_from_sgdm
 
 cifar10, digits = common.example("cifar10"), common.example("digits")
+plus_minus = common.command_line.plus_minus
 F32, BF16 = jnp.float32, jnp.bfloat16
 MOMENTA = (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
@@ -296,15 +297,16 @@ def summary(losses: Losses) -> str:
     rows = []
     for scheme in losses.schemes:
         worst = [
-            max((losses.ratio(setting, scheme, rate) for rate in of), default=(np.nan, np.nan))
+            max((losses.ratio(setting, scheme, rate) for rate in of), default=None)
             for setting, of in rates.items()
         ]
-        cells = [f"{ratio:.3f} ± {error:.3f}" for ratio, error in worst]
+        cells = [plus_minus(*of, ".3f") if of else "" for of in worst]
         rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells])
-    header = [
-        f"{task}, β = {beta:g}, {name}, η ≤ {max(rates[task, beta, name], default=np.nan):g}"
-        for task, beta, name in losses.settings
-    ]
+    header = []
+    for task, beta, name in losses.settings:
+        of = rates[task, beta, name]
+        limit = f"η ≤ {max(of):g}" if of else "no η to compare"  # as with one seed
+        header.append(f"{task}, β = {beta:g}, {name}, {limit}")
     return common.markdown(["scheme", "bytes/param", *header], rows)
 
 
@@ -313,7 +315,7 @@ def table(losses: Losses, setting: Any) -> str:
     rows, rates = [], losses.rates[setting]
     for scheme in losses.schemes:
         ratios = [losses.ratio(setting, scheme, rate) for rate in rates]
-        cells = [f"{ratio:.3f} ± {error:.3f}" for ratio, error in ratios]
+        cells = [plus_minus(ratio, error, ".3f") for ratio, error in ratios]
         best = min(rates, key=lambda rate, scheme=scheme: losses.mean(setting, scheme, rate))
         of_best = f"{losses.mean(setting, scheme, best):.4g} at {best:g}"
         rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells, of_best])
@@ -324,16 +326,18 @@ def table(losses: Losses, setting: Any) -> str:
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
-    parser.add_argument("--task", nargs="+", choices=["digits", "images"])
-    parser.add_argument("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA)
-    parser.add_argument("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES)
-    parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--epochs", type=int, help="by default 107 of 28 steps, and 25 of 80")
-    parser.add_argument("--data-dir", type=Path, help="has CIFAR-10, binary version")
-    arguments = common.parse(parser, argv)
+    add = parser.add_argument
+    both = ["digits", "images"]
+    add("--task", nargs="+", choices=both, default=both, help="what to train on")
+    add("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA, help="β")
+    add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
+    add("--seeds", type=int, default=5, help="how many")
+    add("--epochs", type=int, help="by default 107 of 28 steps, and 25 of 80")
+    add("--data-dir", type=Path, help="has CIFAR-10, binary version")
+    arguments = common.parse(parser, argv, "seeds", "epochs")
 
     records = common.Records(arguments.json, KEYS)
-    tasks = {name: make_task(name, arguments) for name in arguments.task or ["digits", "images"]}
+    tasks = {name: make_task(name, arguments) for name in arguments.task}
     settings: Any = list(itertools.product(tasks, arguments.momentum, arguments.schedule, SCHEMES))
     seeds = range(arguments.seeds)
     bar = tqdm(total=sum(len(tasks[name].rates) * len(seeds) for name, *_ in settings))
@@ -348,9 +352,10 @@ def main(argv: list[str] | None = None) -> str:
     bar.close()
     losses = Losses(wanted)
     text = "\n\n".join([summary(losses), *(table(losses, s) for s in losses.settings)])
-    print(f"{common.device()}, {arguments.seeds} seeds\n\n{text}")
+    count = common.command_line.count(arguments.seeds, "seed")
+    print(f"{common.device()}, {count}\n\n{text}")
     return text
 
 
 if __name__ == "__main__":
-    main()
+    common.command_line.run(main)

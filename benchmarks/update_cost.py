@@ -287,10 +287,11 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
-    parser.add_argument("--tree", nargs="+", choices=TREES, default=list(TREES))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--compiles", type=int, default=3)
-    return common.parse(parser, argv)
+    add = parser.add_argument
+    add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
+    add("--rounds", type=int, default=30, help="of timing")
+    add("--compiles", type=int, default=3, help="how often to time compilation")
+    return common.parse(parser, argv, "rounds", "compiles")
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -316,4 +317,4 @@ def main(argv: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command_line.run(main)

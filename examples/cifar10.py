@@ -6,10 +6,11 @@ downloads CIFAR-10 into `data`, trains on all devices, and prints a table. The r
 (Defazio, arXiv:2010.00406, "Details of experiments"): 300 epochs, batches of 128, weight decay
 1e-4, η = 1 and c = 0.1 (α = 0.1, β = 0.9), η ÷ 10 at epochs 150 and 225, flips and crops. On a CPU:
 
-    python examples/cifar10.py --model small --scale-epochs 0.04
+    python examples/cifar10.py --model small --epochs 12
 
-A run that was stopped, however, is taken up again by the same command, and ends as if it had not
-been. --help says what the optimizers are.
+However a run was interrupted, the same command resumes it, and it ends as if it had not been
+interrupted. If the newest checkpoint is damaged, the one before is resumed. --help says what the
+optimizers are.
 """
 
 import argparse
@@ -25,17 +26,21 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import command_line
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from command_line import UserError, plus_minus
+from filelock import FileLock, Timeout
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -52,6 +57,7 @@ RATE = 1.0005  # a step, where η falls gradually: a factor of 10 takes 4,606 st
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 ARCHIVE, FOLDER = "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
+NUM_CLASSES = 10
 FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 NUM_RECORDS, RECORD = 10_000, 1 + 3 * 32 * 32  # a file's; a label, and a red, green and blue plane
 
@@ -66,16 +72,22 @@ class Images(NamedTuple):
 def parse(name: str, content: bytes) -> Images:
     """One file of the binary version."""
     if len(content) != NUM_RECORDS * RECORD:
-        raise ValueError(
+        raise UserError(
             f"{name} must be {NUM_RECORDS:,} records of {RECORD:,} bytes,"
             f" got {len(content):,} bytes"
         )
     records = np.frombuffer(content, np.uint8).reshape(NUM_RECORDS, RECORD)
     labels = records[:, 0].astype(np.int32)
-    if labels.max() > 9:
-        raise ValueError(f"{name} must have labels from 0 to 9, got {labels.max()}")
+    check_labels(name, labels)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(images), labels)
+
+
+def check_labels(name: str, labels: Any) -> None:
+    """A larger label would make the loss NaN, and −1 would not count in it."""
+    wrong = [label for label in np.unique(labels) if not 0 <= label < NUM_CLASSES]
+    if wrong:
+        raise UserError(f"{name} must have labels from 0 to {NUM_CLASSES - 1}, got {wrong[0]}")
 
 
 def load(folder: Path, md5: str = MD5) -> tuple[Images, Images]:
@@ -93,7 +105,7 @@ def load(folder: Path, md5: str = MD5) -> tuple[Images, Images]:
 def unpack(archive: Path, md5: str) -> dict[str, bytes]:
     """The files in the archive, whose checksum is checked first."""
     if not archive.exists():
-        raise ValueError(
+        raise UserError(
             f"no CIFAR-10, binary version, in {archive.parent}: no {FOLDER}, no {ARCHIVE}"
         )
     content = archive.read_bytes()
@@ -105,14 +117,14 @@ def unpack(archive: Path, md5: str) -> dict[str, bytes]:
                 file = tar.extractfile(f"{FOLDER}/{name}")
                 contents[name] = file.read() if file else b""
     except (tarfile.TarError, KeyError, EOFError, OSError) as error:
-        raise ValueError(f"{archive} is no archive of CIFAR-10, binary version: {error}") from error
+        raise UserError(f"{archive} is no archive of CIFAR-10, binary version: {error}") from error
     return contents
 
 
 def check_md5(path: Path, content: bytes, md5: str) -> None:
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
-        raise ValueError(f"{path} must have the MD5 checksum {md5}, got {found}")
+        raise UserError(f"{path} must have the MD5 checksum {md5}, got {found}")
 
 
 def download(
@@ -138,7 +150,7 @@ def download(
             time.sleep(wait)
     try:
         check_md5(part, part.read_bytes(), md5)
-    except ValueError:
+    except UserError:
         part.unlink()  # whatever this is, there is no going on from it
         raise
     part.replace(path)
@@ -259,10 +271,10 @@ class PreActResNet(nnx.Module):
                 before = blocks[-1].width_out
         self.blocks = nnx.Sequential(*blocks)
         self.norm = nnx.BatchNorm(before, momentum=0.9, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(before, 10, rngs=rngs)
+        self.head = nnx.Linear(before, NUM_CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Images (b, 32, 32, 3) to logits (b, 10)."""
+        """Images (b, 32, 32, 3) to logits (b, NUM_CLASSES)."""
         x = nnx.relu(self.norm(self.blocks(self.stem(x))))
         return self.head(x.mean((1, 2), dtype=jnp.float32))
 
@@ -299,7 +311,7 @@ OPTIMIZERS = {
     "spa_from_sgdm": "the same, as primal averaging",
     "spa-eta": "primal averaging, η ÷ 10 at the drops",
     "spa-abrupt": "η ÷ 10 and c × 10, at once",
-    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where --scale-epochs is below 1)",
+    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where the schedule is shortened)",
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
     "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
     "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
@@ -335,8 +347,9 @@ def make_optimizer(
     scale = config.epochs / epochs
     drops = [round(epoch * scale * steps_per_epoch) for epoch in epochs_of_drops]
     if drops[0] < 1 or any(after <= before for before, after in itertools.pairwise(drops)):
-        raise ValueError(
-            f"--scale-epochs must leave steps between the drops, got drops at steps {drops}"
+        raise UserError(
+            f"--epochs or --scale-epochs must leave steps between the drops,"
+            f" got drops at steps {drops}"
         )
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
     eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
@@ -354,7 +367,7 @@ def make_optimizer(
         "until-noise": lambda: diagnostics.spa_until_noise(*eta_only),
     }
     if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
-        raise ValueError(
+        raise UserError(
             f"tenth needs a first drop after epoch 1, got {config.epochs} epochs in all"
         )
     tx = make[config.optimizer]()
@@ -516,6 +529,7 @@ def make_program(
     scanned_jitted = jitted(scanned, donate_argnums=0)
 
     def epoch(state: State, images: jax.Array, labels: jax.Array, bar: tqdm) -> Any:
+        check_labels("training data", labels)
         if scan:
             state, metrics = scanned_jitted(state, images, labels)
             metrics = jax.device_get(metrics)
@@ -534,6 +548,7 @@ def make_program(
         return steps.totals(params, batch_stats, normalize(images), labels)
 
     def evaluate(params: Any, batch_stats: Any, data: Images) -> tuple[float, float]:
+        check_labels("test data", data.labels)
         size = 8 * config.batch
         parts = []
         for start in range(0, len(data.labels), size):
@@ -550,7 +565,7 @@ def make_program(
 
 def check_batch(config: Config, mesh: Mesh) -> None:
     if config.batch % mesh.size:
-        raise ValueError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
+        raise UserError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
 
 
 def on_all(arrays: Any, mesh: Mesh) -> Any:
@@ -563,6 +578,8 @@ def on_all(arrays: Any, mesh: Mesh) -> Any:
 def train(program: Program, config: Config, data: tuple[Images, Images], folder: Path) -> State:
     """Trains, or goes on from the last checkpoint in `folder`; see `run`."""
     train_data, test_data = data
+    check_labels("training data", train_data.labels)
+    check_labels("test data", test_data.labels)
     digest = hashlib.sha256()
     for array in jax.tree.leaves(data):
         digest.update(array)
@@ -599,18 +616,24 @@ def run(
     """Trains for all epochs, or goes on from the last checkpoint in `folder`.
 
     Writes `config.json`, `metrics.jsonl` with one line an epoch, and `checkpoints`. If another run
-    has been there, that is an error.
+    has been there, or is training there now, that is an error.
     """
-    check_config(config, data_digest, folder)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        first = manager.latest_step() or 0
-        lines = Lines(folder / "metrics.jsonl", first)
-        state = init()
-        if first:
-            state = manager.restore(first, args=ocp.args.StandardRestore(state))
+    with opened(config, data_digest, folder) as manager:
+        name = f"{config.optimizer}, seed {config.seed}"
+        state, first = restore(manager, init)
+        saved = manager.all_steps()
+        lines = Lines(folder / "metrics.jsonl", first, max(saved, default=0))
+        for epoch in saved:
+            if epoch > first:
+                manager.delete(epoch)  # damaged, and about to be saved again
         if first == config.epochs:
+            say(f"{name}: already done, in {folder}")
             return state
+        say(
+            f"{name}: resuming from epoch {first + 1} of {config.epochs}, in {folder}"
+            if first
+            else f"{name}: {command_line.count(config.epochs, 'epoch')}, written to {folder}"
+        )
         bar = tqdm(
             desc=f"{config.optimizer} {config.seed}",
             initial=first * steps_per_epoch,
@@ -618,6 +641,7 @@ def run(
             unit="step",
             disable=jax.process_index() > 0,
         )
+        was_finite = True
         for epoch in range(first + 1, config.epochs + 1):
             start = time.perf_counter()
             state, metrics = do_epoch(state, epoch, bar)
@@ -627,25 +651,97 @@ def run(
             eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
             left_out = metrics.pop("left_out", None)
             of_steps = {name: [as_json(v) for v in values] for name, values in metrics.items()}
+            train_loss = metrics["loss"].mean(dtype=np.float64)
+            speed = steps_per_epoch * config.batch / seconds
             line = {
                 "epoch": epoch,
-                "train_loss": as_json(metrics["loss"].mean(dtype=np.float64)),
+                "train_loss": as_json(train_loss),
                 "test_loss": as_json(tested.pop("test_loss")),
                 **tested,
                 "eta": None if eta is None else as_json(eta),
                 "c": None if c is None else as_json(c),
-                "images_per_second": as_json(steps_per_epoch * config.batch / seconds),
+                "images_per_second": as_json(speed),
                 "losses": of_steps.pop("loss"),
                 "momentum": of_steps,
             }
             if left_out is not None:
                 line["left_out"] = int(left_out.sum())
             lines.append(line)
-            manager.save(epoch, args=ocp.args.StandardSave(state))
-            shown = ("train_loss", "test_accuracy", "eta", "c", "images_per_second", "left_out")
-            bar.set_postfix({k: f"{line[k]:.4g}" for k in shown if line.get(k) is not None})
+            checksum = ocp.args.JsonSave({"sha256": sha256(state)})
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), checksum=checksum)
+            manager.save(epoch, args=args)
+            # In JSON a NaN is null, but a person should see it.
+            shown = {"train_loss": train_loss, "test_accuracy": tested["test_accuracy"]}
+            shown |= {"eta": eta, "c": c, "images_per_second": speed}
+            shown["left_out"] = line.get("left_out")
+            bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None})
+            if was_finite and not np.isfinite(train_loss):
+                say(f"{name}: the training loss of epoch {epoch} is {train_loss}")
+                was_finite = False
         bar.close()
     return state
+
+
+def say(text: str) -> None:
+    """By the first process, above a progress bar."""
+    if jax.process_index() == 0:
+        tqdm.write(text)
+
+
+@contextmanager
+def opened(config: Config, data_digest: str, folder: Path) -> Iterator[ocp.CheckpointManager]:
+    """The checkpoints of a run; no other process can open them as long as this one is alive."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ExitStack() as stack:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FileLock(folder / "lock", timeout=0))
+            except Timeout:
+                raise UserError(
+                    f"--out must not be in use: another process is training in {folder}"
+                ) from None
+        check_config(config, data_digest, folder)
+        path = (folder / "checkpoints").absolute()
+        yield stack.enter_context(ocp.CheckpointManager(path, options=options))
+
+
+def sha256(state: Any) -> str:
+    """SHA-256 of all that is in a state, with names, shapes and dtypes."""
+    result = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        leaf = np.asarray(leaf)
+        result.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        result.update(leaf.tobytes())
+    return result.hexdigest()
+
+
+def restore(manager: ocp.CheckpointManager, init: Callable[[], State]) -> tuple[State, int]:
+    """The newest checkpoint that is whole, and its epoch; without any, a new state and 0."""
+    state, damaged = init(), {}
+    args = ocp.args.Composite(
+        state=ocp.args.StandardRestore(state), checksum=ocp.args.JsonRestore()
+    )
+    for epoch in sorted(manager.all_steps(), reverse=True):
+        try:
+            found = manager.restore(epoch, args=args)
+            if found["checksum"] != {"sha256": sha256(found["state"])}:
+                raise UserError("its content does not have the checksum that it was saved with")
+        except Exception as error:  # damage shows in many ways
+            damaged[epoch] = error
+            reason = str(error).partition("\n")[0][:100]
+            say(f"{manager.directory / str(epoch)} is damaged: {type(error).__name__}: {reason}")
+        else:
+            return found["state"], epoch
+    if damaged:
+        raise UserError(
+            f"{manager.directory} must have a checkpoint that can be restored, got"
+            f" {' and '.join(map(str, damaged))}, which cannot. To train this run from its start,"
+            f" delete {manager.directory.parent}"
+        ) from next(iter(damaged.values()))
+    return state, 0
 
 
 def as_json(value: Any) -> float | None:
@@ -659,25 +755,45 @@ def check_config(config: Config, data_digest: str, folder: Path) -> None:
     path = folder / "config.json"
     if jax.process_index() == 0 and not path.exists():
         if (folder / "metrics.jsonl").exists():
-            raise ValueError(f"--out has a run without its config.json in {folder}")
+            raise UserError(f"--out has a run without its config.json in {folder}")
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(found, indent=2) + "\n")
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("config")
     if not path.exists():
-        raise ValueError(f"--out must be on a disk that all processes share, got {folder}")
-    (there,) = read_json(path, path.read_text())
+        raise UserError(f"--out must be on a disk that all processes share, got {folder}")
+    there = read_object(str(path), read(path))
     if there != found:
         keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
         differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
-        raise ValueError(f"--out has another run in {folder}, with {differences}")
+        raise UserError(f"--out has another run in {folder}, with {differences}")
 
 
-def read_json(path: Path, *texts: str) -> list[Any]:
+def read(path: Path) -> str:
+    """The text of a file, whatever it is: the checks of its content say what is wrong with it."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_object(name: str, text: str) -> dict[str, Any]:
+    """A JSON object."""
     try:
-        return [json.loads(text) for text in texts]
+        result = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON: {error}") from error
+        raise UserError(f"{name} must be JSON, got {text[:40]!r}: {error}") from error
+    if not isinstance(result, dict):
+        raise UserError(f"{name} must be a JSON object, got {text[:40]!r}")
+    return result
+
+
+def read_epochs(path: Path, lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The metrics of epochs 1, 2, 3, … in the lines of a file."""
+    epochs = [read_object(f"{path}, line {i},", line) for i, line in enumerate(lines, 1)]
+    for i, epoch in enumerate(epochs, 1):
+        if epoch.get("epoch") != i:
+            raise UserError(f"{path}, line {i}, must be of epoch {i}, got {epoch.get('epoch')}")
+        if lacking := {"train_loss", "test_accuracy", "losses"} - set(epoch):
+            raise UserError(f"{path}, line {i}, must have {min(lacking)}, got none")
+    return epochs
 
 
 def write(path: Path, text: str) -> None:
@@ -693,17 +809,22 @@ def write(path: Path, text: str) -> None:
 class Lines:
     """A file of JSON lines, one an epoch, of which the first process of a run is the keeper."""
 
-    def __init__(self, path: Path, num_epochs: int) -> None:
-        """Keeps the lines of the first `num_epochs`: what came later will come again."""
+    def __init__(self, path: Path, num_epochs: int, newest: int) -> None:
+        """Keeps the lines of the first `num_epochs`: what came later will come again.
+
+        The newest checkpoint, which may be damaged, is that of epoch `newest`.
+        """
         self.path = path
         if jax.process_index() == 0:
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = read(path).splitlines() if path.exists() else []
             # A run is stopped with an epoch or two more than its last checkpoint has.
-            if not num_epochs <= len(lines) <= num_epochs + 2:
-                raise ValueError(
+            most = newest + 2
+            if not num_epochs <= len(lines) <= most:
+                raise UserError(
                     f"{path} must have the {num_epochs} epochs of the last checkpoint beside it, or"
-                    f" up to 2 more, got {len(lines)}"
+                    f" up to {most - num_epochs} more, got {len(lines)}"
                 )
+            read_epochs(path, lines[:num_epochs])
             write(path, "".join(f"{line}\n" for line in lines[:num_epochs]))
 
     def append(self, line: dict[str, Any]) -> None:
@@ -721,34 +842,49 @@ Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of a
 
 
 def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
-    """The metrics that runs left in their folders."""
-    read = lambda path: read_json(path, *path.read_text().splitlines())
-    return {
-        name: [read(out / name / f"seed{seed}" / "metrics.jsonl") for seed in range(num_seeds)]
-        for name in names
-    }
+    """The metrics that runs left in their folders, all of equally many epochs."""
+    runs: Runs = {}
+    for name in names:
+        runs[name] = []
+        for seed in range(num_seeds):
+            path = out / name / f"seed{seed}" / "metrics.jsonl"
+            if not path.exists():
+                raise UserError(f"{out} must have a run of {name} with seed {seed}, got no {path}")
+            runs[name].append(read_epochs(path, read(path).splitlines()))
+            found, num_epochs = len(runs[name][-1]), len(runs[names[0]][0])
+            if found != num_epochs or not found:
+                raise UserError(
+                    f"{path} must have as many epochs as all runs in {out}, got {found}"
+                    f" and not {num_epochs}"
+                )
+    return runs
+
+
+def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
+    """Over seeds, the first axis, with the standard error, which is NaN for one seed."""
+    one = len(values) == 1
+    spread = np.full(values.shape[1:], np.nan) if one else values.std(0, ddof=1)
+    return values.mean(0), spread / np.sqrt(len(values))
 
 
 def over_seeds(runs: list[list[dict[str, Any]]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error over seeds of a metric, at every epoch; of one seed, NaN."""
-    values = np.array([[line[key] for line in run] for run in runs], float)
-    spread = values.std(0, ddof=1) if len(values) > 1 else np.full_like(values[0], np.nan)
-    return values.mean(0), spread / np.sqrt(len(values))
+    """Mean and standard error of a metric, at every epoch."""
+    return mean_and_error(np.array([[line[key] for line in run] for run in runs], float))
 
 
 def table(runs: Runs) -> str:
     """The last epoch: mean ± standard error over seeds."""
     rows = [f"{'':14} {'training loss':>17} {'test accuracy':>18} {'images/s':>9}"]
     for name, of_seeds in runs.items():
-        (loss, loss_error), (accuracy, accuracy_error) = (
+        loss, accuracy = (
             [values[-1] for values in over_seeds(of_seeds, key)]
             for key in ("train_loss", "test_accuracy")
         )
+        percent = plus_minus(100 * accuracy[0], 100 * accuracy[1], ".2f", " %")
         # An epoch that compiles is not typical.
         speed = [line["images_per_second"] for run in of_seeds for line in run[1:] or run]
         rows.append(
-            f"{name:14} {loss:8.4f} ± {loss_error:.4f}"
-            f" {100 * accuracy:7.2f} % ± {100 * accuracy_error:.2f} % {np.median(speed):9,.0f}"
+            f"{name:14} {plus_minus(loss[0], loss[1]):>17} {percent:>18} {np.median(speed):9,.0f}"
         )
     return "\n".join(rows)
 
@@ -764,10 +900,20 @@ def draw(runs: Runs, path: Path) -> None:
             axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
-    axes[0].set_yscale("log")
+    if name_lost_curves(axes[0]):
+        axes[0].set_yscale("log")
     axes[1].legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def name_lost_curves(axis: Any) -> bool:
+    """Names curves without a finite value, as those of runs that diverged; is another left?"""
+    curves = {line.get_label(): np.asarray(line.get_ydata()) for line in axis.get_lines()}
+    lost = [name for name, values in curves.items() if not np.isfinite(values).any()]
+    if lost:
+        axis.text(0.02, 0.02, f"not finite: {', '.join(lost)}", transform=axis.transAxes, wrap=True)
+    return len(lost) < len(curves)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -778,27 +924,28 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """What all examples of this kind have."""
     epilog = "optimizers:\n" + "\n".join(f"  {name:14} {text}" for name, text in OPTIMIZERS.items())
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser(description, epilog)
     add = parser.add_argument
-    add("--optimizer", nargs="+", action="extend", choices=[*OPTIMIZERS, "all"])
-    add("--model", choices=models, default=model)
+    optimizers = [*OPTIMIZERS, "all"]
+    add("--optimizer", nargs="+", action="extend", choices=optimizers, help="see below")
+    add("--model", choices=models, default=model, help="the network")
     add("--bfloat16", action="store_true", help="compute convolutions in bfloat16")
-    add("--scale-epochs", type=float, default=1.0, help="shortens the whole schedule")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=int, help="shortens the whole schedule to so many epochs")
+    length.add_argument(
+        "--scale-epochs", type=float, default=1.0, help="shortens it by this factor"
+    )
     add("--seeds", type=int, default=1, help="how many")
     add("--batch", type=int, default=128, help="of all devices together")
     add("--learning-rate", type=float, default=1.0, help="η; α of SGD+M is η c")
     add("--averaging", type=float, default=0.1, help="c; β of SGD+M is 1 − c")
-    add("--weight-decay", type=float, default=1e-4)
+    add("--weight-decay", type=float, default=1e-4, help="added to the gradient")
     add("--out", type=Path, default=Path(out), help="a folder for all that is written")
-    add("--track", action="store_true", help="write what track_momentum finds ")
+    add("--track", action="store_true", help="write what track_momentum finds")
     add("--distributed", action="store_true", help="one of several processes of a cluster, found")
     add("--coordinator", help="HOST:PORT of the first process, where the cluster is not found")
-    add("--num-processes", type=int)
-    add("--process-id", type=int)
+    add("--num-processes", type=int, help="of the cluster, with --coordinator")
+    add("--process-id", type=int, help="of this process, from 0, with --coordinator")
     return parser
 
 
@@ -813,12 +960,13 @@ def parse_arguments(
         parser.error("--coordinator, --num-processes and --process-id go together")
     if arguments.track and not {"sgdm", "until-noise"}.isdisjoint(arguments.optimizer):
         parser.error("--track is for primal averaging, not for sgdm, and until-noise has it anyway")
-    for name in ("scale_epochs", "seeds", "batch", "subset", "image_size", "threads"):
-        value = getattr(arguments, name, None)
-        if value is not None and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be finite and > 0, got {value}")
+    names = ("epochs", "scale_epochs", "seeds", "batch", "learning_rate", "averaging")
+    command_line.check_positive(parser, arguments, *names, "subset", "image_size", "threads")
+    if arguments.averaging > 1:
+        parser.error(f"--averaging must be <= 1, got {arguments.averaging}")
     if not 0 <= arguments.weight_decay < float("inf"):
         parser.error(f"--weight-decay must be finite and >= 0, got {arguments.weight_decay}")
+    command_line.check_writable(parser, arguments, "out", "folder")
     return arguments
 
 
@@ -836,7 +984,7 @@ def make_configs(kind: type[Config], arguments: argparse.Namespace, epochs: int)
     """One for each optimizer, for seed 0."""
     fields = {field.name for field in dataclasses.fields(kind)}
     shared = {key: value for key, value in vars(arguments).items() if key in fields}
-    shared["epochs"] = max(1, round(epochs * arguments.scale_epochs))
+    shared["epochs"] = arguments.epochs or max(1, round(epochs * arguments.scale_epochs))
     return [kind(**{**shared, "optimizer": name, "seed": 0}) for name in arguments.optimizer]
 
 
@@ -847,7 +995,8 @@ def report(arguments: argparse.Namespace, epochs: int, mesh: Mesh, picture: str)
     runs = read_runs(arguments.out, arguments.optimizer, arguments.seeds)
     text = table(runs)
     devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
-    print(f"\n{arguments.model}, {epochs} epochs, {arguments.seeds} seeds, {devices}\n{text}")
+    length, seeds = command_line.count(epochs, "epoch"), command_line.count(arguments.seeds, "seed")
+    print(f"\n{arguments.model}, {length}, {seeds}, {devices}\n{text}")
     draw(runs, arguments.out / picture)
     print(f"\nCurves: {arguments.out / picture}")
     return text
@@ -897,4 +1046,4 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -7,16 +7,18 @@ table and draws the training loss at x and at z:
     python examples/digits.py
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from command_line import plus_minus
 from flax import nnx
+from matplotlib.backend_bases import FigureCanvasBase
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -141,14 +143,18 @@ def table(results: dict[str, dict[str, np.ndarray]]) -> str:
     reference = results["optax.sgd"]["params"]
     rows = [f"{'':23} {'training loss':>19} {'test accuracy':>18} {'|x − x_sgd|/|x_sgd|':>20}"]
     for name, result in results.items():
-        loss, accuracy = result["loss at x"][:, -1], 100 * result["test accuracy"][:, -1]
+        loss = plus_minus(*mean_and_deviation(result["loss at x"][:, -1]), ".6f")
+        accuracy = mean_and_deviation(100 * result["test accuracy"][:, -1])
+        percent = plus_minus(*accuracy, ".2f", " %")
         distance = np.linalg.norm(result["params"] - reference, axis=1)
         difference = (distance / np.linalg.norm(reference, axis=1)).max()
-        rows.append(
-            f"{name:23} {loss.mean():8.6f} ± {loss.std(ddof=1):.6f}"
-            f" {accuracy.mean():7.2f} % ± {accuracy.std(ddof=1):.2f} % {difference:20.1e}"
-        )
+        rows.append(f"{name:23} {loss:>19} {percent:>18} {difference:20.1e}")
     return "\n".join(rows)
+
+
+def mean_and_deviation(values: np.ndarray) -> tuple[float, float]:
+    """Over seeds; the standard deviation of one is NaN."""
+    return values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
 
 
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
@@ -166,18 +172,24 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--picture", type=Path, default=Path("digits.png"))
+    parser = command_line.make_parser(__doc__)
+    parser.add_argument("--epochs", type=int, default=40, help="how many")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--picture", type=Path, default=Path("digits.png"), help="where to draw it")
     arguments = parser.parse_args(argv)
+    command_line.check_positive(parser, arguments, "epochs", "seeds")
+    command_line.check_writable(parser, arguments, "picture")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if arguments.picture.suffix.lower().removeprefix(".") not in formats:
+        parser.error(
+            f"--picture must end in .{', .'.join(sorted(formats))}, got {arguments.picture}"
+        )
 
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = (
@@ -194,11 +206,13 @@ def main(argv: list[str] | None = None) -> str:
     }
     text = table(results)
     num_batches = len(x_train) // BATCH
-    print(f"\n{arguments.seeds} seeds, {arguments.epochs} epochs of {num_batches} steps\n{text}")
+    seeds = command_line.count(arguments.seeds, "seed")
+    epochs = command_line.count(arguments.epochs, "epoch")
+    print(f"\n{seeds}, {epochs} of {num_batches} steps\n{text}")
     draw(results, arguments.picture)
     print(f"\nLoss curves: {arguments.picture}")
     return text
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

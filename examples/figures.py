@@ -21,17 +21,19 @@ rate, abrupt or gradual, and the test accuracy of all the optimizers of cifar10.
 paper's curves is SGD+M in PyTorch's form, as sgdm.
 """
 
-import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cifar10
+import command_line
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from cifar10 import mean_and_error
+from command_line import UserError, plus_minus
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, stagewise, theory
 
@@ -120,24 +122,28 @@ def write_csv(path: Path, index: str, counts: Sequence[int] | np.ndarray, column
 def last(
     runs: cifar10.Runs, name: str, factor: float = 1, key: str = "test_accuracy"
 ) -> np.ndarray:
-    """A metric of the last epoch, of each seed."""
-    return factor * np.array([run[-1][key] for run in runs[name]])
+    """A metric of the last epoch, of each seed; a null is NaN."""
+    return factor * np.array([run[-1][key] for run in runs[name]], float)
 
 
 def of_steps(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
     """What was written at every step, (seeds, steps): the loss, or what `momentum_report` said."""
     values = lambda line: line["losses"] if key == "loss" else line["momentum"][key]
-    return np.array([[v for line in run for v in values(line)] for run in runs], float)
-
-
-def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
-    """Over seeds, the first axis, with the standard error."""
-    return values.mean(0), values.std(0, ddof=1) / np.sqrt(len(values))
+    try:
+        return np.array([[v for line in run for v in values(line)] for run in runs], float)
+    except KeyError:
+        raise UserError(f"runs must have {key} of every step: train with --track") from None
 
 
 def with_error(values: np.ndarray) -> str:
-    mean, error = mean_and_error(values)
-    return f"{mean:7.4f} ± {error:.4f}"
+    """Mean ± standard error over seeds, in 16 places."""
+    return f"{plus_minus(*mean_and_error(values)):>16}"
+
+
+def over(runs: list[Any]) -> str:
+    """For titles."""
+    seeds = command_line.count(len(runs), "seed")
+    return f"mean over {seeds} ± standard error" if len(runs) > 1 else seeds
 
 
 def first_drop(num_steps: int) -> int:
@@ -160,24 +166,27 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
             axis.plot(steps, mean, label=name.replace("_", " "))
             axis.fill_between(steps, mean - error, mean + error, alpha=0.2)
         axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
+        if cifar10.name_lost_curves(axis) and axis in axes[:2]:
+            axis.set_yscale("log")
+            ticks = (0.1, 0.2, 0.5, 1, 2, 5)
+            axis.set_yticks(ticks, [str(tick) for tick in ticks])
+            axis.set_yticks([], minor=True)
         for epoch in cifar10.DROPS:
             drop = epoch / cifar10.EPOCHS * len(steps)
             axis.axvline(drop, color="0.8", linewidth=0.8, zorder=0)
         axis.legend(frameon=False)
-    for axis in axes[:2]:
-        axis.set_yscale("log")
-        ticks = (0.1, 0.2, 0.5, 1, 2, 5)
-        axis.set_yticks(ticks, [str(tick) for tick in ticks])
-        axis.set_yticks([], minor=True)
+    axes[0].set_ylabel("moving average")
+    axes[1].set_ylabel("iterate term / gradient term")
+    axes[2].set_ylabel("gain / noise level")
+    axes[3].set_ylabel("cosine between −gradient and last step")
     axes[2].axhline(1, color="0.8", linewidth=0.8, zorder=0)
     axes[3].axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    figure.suptitle(
-        f"mean over {len(found['gain'])} seeds ± standard error; η drops at the grey lines"
-    )
+    figure.suptitle(f"{over(runs)}; η drops at the grey lines")
     figure.savefig(out / "figure2.png", dpi=150)
     plt.close(figure)
     columns = {}
-    some = np.unique(np.geomspace(1, len(steps) - 1, 200).astype(int))
+    some = np.unique(np.geomspace(1, max(len(steps) - 1, 1), 200).astype(int))
+    some = some[some < len(steps)]
     for key, (mean, error) in curves.items():
         columns |= {key: mean[some], f"{key} error": error[some]}
     write_csv(out / "figure2.csv", "step", steps[some], columns)
@@ -189,8 +198,9 @@ def table_of_figure_2(runs: list[list[dict[str, Any]]]) -> str:
     alignment = of_steps(runs, "alignment")
     drop = first_drop(gain.shape[1])
     titles = ("gain", "noise level", "gain/noise level", "alignment")
-    rows = [f"{'step':>6}" + "".join(f"{title:>19}" for title in titles)]
-    for step in (1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, gain.shape[1] - 1):
+    rows = [f"{'step':>6} " + "  ".join(f"{title:>16}" for title in titles)]
+    wanted = {1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, gain.shape[1] - 1}
+    for step in sorted(wanted.intersection(range(1, gain.shape[1]))):  # a short run has fewer
         columns = (gain, level, gain / level, alignment)
         row = "  ".join(with_error(column[:, step]) for column in columns)
         rows.append(f"{step:6} {row}")
@@ -219,9 +229,13 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
             axis.fill_between(epochs, mean - spread, mean + spread, alpha=0.2)
         columns |= {f"{name} loss": loss, f"{name} loss error": loss_error}
         columns |= {f"{name} test error": curves[1][0], f"{name} test error error": curves[1][1]}
-    axes[0].set(xlabel="epoch", ylabel="training loss", title="mean over seeds ± standard error")
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    cifar10.name_lost_curves(axes[0])
+    axes[0].set(xlabel="epoch", ylabel="training loss")
     axes[1].set(xlabel="epoch", ylabel="test error, %")
     axes[1].legend(frameon=False)
+    figure.suptitle(over(runs["spa-eta"]))
     figure.savefig(out / "figure3.png", dpi=150)
     plt.close(figure)
     write_csv(out / "figure3.csv", "epoch", epochs, columns)
@@ -229,15 +243,17 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
 
 def table_of_figure_3(runs: cifar10.Runs) -> str:
     """Means ± standard errors over seeds; differences are taken seed by seed."""
-    rows = [f"{'last epoch':30} {'training loss':>17} {'test error, %':>18} {'− kept':>18}"]
+    titles = ("training loss", "test error, %", "− kept")
+    rows = [f"{'last epoch':30} " + "  ".join(f"{title:>16}" for title in titles)]
     for name, label in DROPPED.items():
         error = 100 - last(runs, name, 100)
         kept = 100 - last(runs, "spa-eta", 100)
         columns = (last(runs, name, key="train_loss"), error, error - kept)
         rows.append(f"{label:30} " + "  ".join(with_error(column) for column in columns))
     c = of_steps(runs["until-noise"], "c")
-    began = [int(np.argmax(row > row[0] * 1.0001)) for row in c]
-    rows.append(f"dropped by the gauge from steps {began} on")
+    higher = [np.flatnonzero(row > row[0] * 1.0001) for row in c]
+    began = ["never" if steps.size == 0 else str(steps[0]) for steps in higher]
+    rows.append(f"first step at which the gauge drops momentum: {', '.join(began)}")
     return "\n".join(rows)
 
 
@@ -247,24 +263,35 @@ BEFORE, AFTER, SMOOTHED = 100, 400, 10  # steps
 WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
 
 
-def losses_around_the_drop(runs: cifar10.Runs, before: int, after: int) -> dict[str, np.ndarray]:
-    """The training loss of every step around the first drop, (seeds, before + after)."""
+def losses_around_the_drop(
+    runs: cifar10.Runs, before: int, after: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The training loss around the first drop: steps from it, and losses (seeds, steps).
+
+    A short run has fewer than `before` and `after` steps.
+    """
     found = {name: of_steps(runs[name], "loss") for name in AT_THE_DROP}
-    drop = first_drop(found["sgdm"].shape[1])
-    return {name: losses[:, drop - before : drop + after] for name, losses in found.items()}
+    num_steps = found["sgdm"].shape[1]
+    drop = first_drop(num_steps)
+    steps = np.arange(max(-before, -drop), min(after, num_steps - drop))
+    return steps, {name: losses[:, steps + drop] for name, losses in found.items()}
 
 
 def table_of_figure_4(runs: cifar10.Runs) -> str:
     """Means ± standard errors over seeds; differences are taken seed by seed."""
-    titles = [f"{start} to {end}" for start, end in WINDOWS]
+    steps, around = losses_around_the_drop(runs, BEFORE, AFTER)
+    # Those that a short run has.
+    windows = [(a, b) for a, b in WINDOWS if steps[0] <= a and b - 1 <= steps[-1]]
+    titles = [f"{start} to {end}" for start, end in windows]
     rows = ["training loss, mean over steps from the first drop, and its peak in the first 20"]
-    rows.append(" " * 12 + "".join(f"{title:>17}" for title in [*titles, "peak"]))
-    for name, losses in losses_around_the_drop(runs, BEFORE, AFTER).items():
-        means = [losses[:, BEFORE + a : BEFORE + b].mean(1) for a, b in WINDOWS]
-        peak = losses[:, BEFORE : BEFORE + 20].max(1)
+    rows.append(" " * 12 + "".join(f"{title:>18}" for title in [*titles, "peak"]))
+    for name, losses in around.items():
+        means = [losses[:, (steps >= a) & (steps < b)].mean(1) for a, b in windows]
+        peak = losses[:, (steps >= 0) & (steps < 20)].max(1)
         rows.append(f"{name:12}" + "".join(f"  {with_error(m)}" for m in [*means, peak]))
     rows.append("")
-    rows.append(f"{'last epoch':13} {'training loss':>17} {'test accuracy, %':>18} {'− sgdm':>18}")
+    titles = ("training loss", "test accuracy, %", "− sgdm")
+    rows.append(f"{'last epoch':13}" + "  ".join(f"{title:>16}" for title in titles))
     for name in runs:
         accuracy = last(runs, name, 100)
         columns = (last(runs, name, key="train_loss"), accuracy, accuracy - last(runs, "sgdm", 100))
@@ -276,39 +303,46 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
     """Three panels, and the numbers in them."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     color = {name: f"C{i}" for i, name in enumerate(runs)}
-    steps = np.arange(-BEFORE, AFTER)
+    seeds = command_line.count(len(runs["sgdm"]), "seed")
     columns = {}
-    around = losses_around_the_drop(runs, BEFORE + SMOOTHED - 1, AFTER)
+    steps, around = losses_around_the_drop(runs, BEFORE + SMOOTHED - 1, AFTER)
+    smoothed = min(SMOOTHED, len(steps))
+    steps = steps[smoothed - 1 :]
     for name, losses in around.items():
-        columns[name] = losses.mean(0)[SMOOTHED - 1 :]
-        smooth = np.convolve(losses.mean(0), np.full(SMOOTHED, 1 / SMOOTHED), mode="valid")
+        columns[name] = losses.mean(0)[smoothed - 1 :]
+        smooth = np.convolve(losses.mean(0), np.full(smoothed, 1 / smoothed), mode="valid")
         axes[0].plot(steps, smooth, color=color[name], label=name)
     write_csv(out / "figure4_loss.csv", "step", steps, columns)
+    cifar10.name_lost_curves(axes[0])
     axes[0].axvline(0, color="0.8", linewidth=0.8, zorder=0)
     axes[0].set(
         xlabel="steps from the first drop",
         ylabel="training loss",
-        title=f"mean over seeds and {SMOOTHED} steps",
+        title=f"mean over {seeds} and {command_line.count(smoothed, 'step')}",
     )
     axes[0].legend(frameon=False)
     columns, epochs = {}, np.arange(1, len(runs["sgdm"][0]) + 1)
     for i, name in enumerate(runs):
         mean, error = (100 * v for v in cifar10.over_seeds(runs[name], "test_accuracy"))
         columns |= {name: mean, f"{name} error": error}
-        axes[1].plot(epochs, mean, color=color[name], marker="." if len(epochs) < 20 else "")
+        marker = "." if len(epochs) < 20 else ""
+        axes[1].plot(epochs, mean, color=color[name], marker=marker, label=name)
         difference, error = mean_and_error(last(runs, name, 100) - last(runs, "sgdm", 100))
-        if abs(difference) < LIMIT:
+        if not abs(difference) >= LIMIT:
             axes[2].errorbar(difference, i, xerr=error, color=color[name], marker="o", capsize=3)
         else:
             place = np.clip(difference, -0.9 * LIMIT, 0.9 * LIMIT)
-            text = f"{difference:+.1f} ± {error:.1f}"
-            axes[2].text(place, i, text, color=color[name], va="center", ha="left")
+            text = f"{'+' if difference > 0 else ''}{plus_minus(difference, error, '.1f')}"
+            side = "left" if difference < 0 else "right"
+            axes[2].text(place, i, text, color=color[name], va="center", ha=side)
     write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)
-    axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title="mean over seeds")
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
+    axes[1].set(xlabel="epoch", ylabel="test accuracy, %", title=f"mean over {seeds}")
+    axes[1].legend(frameon=False, fontsize=8)
     axes[2].set(
         xlabel="percentage points",
         xlim=(-LIMIT, LIMIT),
-        title="test accuracy − sgdm, ± standard error",
+        title="test accuracy − sgdm" + (", ± standard error" if len(runs["sgdm"]) > 1 else ""),
     )
     axes[2].set_yticks(range(len(runs)), runs)
     for label, name in zip(axes[2].get_yticklabels(), runs, strict=True):
@@ -329,15 +363,34 @@ def audit_of_the_usual_recipe() -> theory.Audit:
     return theory.audit(*hyperparams_from_sgdm(recipe, 0.9), 300 * 391)
 
 
+def figures_of_runs(runs: cifar10.Runs, tracked: cifar10.Runs, out: Path) -> None:
+    """Figures 3 and 4 of all optimizers, and Figure 2 of spa-eta, where these are given."""
+    if runs:
+        figure_3(runs, out)
+        figure_4(runs, out)
+        print(f"\n{table_of_figure_3(runs)}\n\n{table_of_figure_4(runs)}")
+    if tracked:
+        figure_2(tracked["spa-eta"], out)
+        print(f"\n{table_of_figure_2(tracked['spa-eta'])}")
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
     parser.add_argument("--runs", type=Path, help="the folder that cifar10.py wrote all of")
     parser.add_argument("--tracked", type=Path, help="the folder that it wrote spa-eta --track of")
     parser.add_argument("--seeds", type=int, default=5, help="how many it has of each")
     arguments = parser.parse_args(argv)
+    command_line.check_positive(parser, arguments, "seeds")
+    command_line.check_writable(parser, arguments, "out", "folder")
+    # What is wrong with runs is found before anything is drawn.
+    runs: cifar10.Runs = {}
+    tracked: cifar10.Runs = {}
+    if arguments.runs:
+        runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
+    if arguments.tracked:
+        tracked = cifar10.read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)
+        of_steps(tracked["spa-eta"], "gain")
     arguments.out.mkdir(parents=True, exist_ok=True)
     panels = figure_1()
     draw_figure_1(panels, arguments.out / "figure1.png")
@@ -352,17 +405,9 @@ def main(argv: list[str] | None = None) -> None:
     figure.savefig(arguments.out / "audit.png", dpi=150)
     plt.close(figure)
     print(audit.report())
-    if arguments.runs:
-        runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
-        figure_3(runs, arguments.out)
-        figure_4(runs, arguments.out)
-        print(f"\n{table_of_figure_3(runs)}\n\n{table_of_figure_4(runs)}")
-    if arguments.tracked:
-        tracked = cifar10.read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)["spa-eta"]
-        figure_2(tracked, arguments.out)
-        print(f"\n{table_of_figure_2(tracked)}")
+    figures_of_runs(runs, tracked, arguments.out)
     print(f"\nThe figures are in {arguments.out}")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

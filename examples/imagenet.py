@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cifar10
+import command_line
 import grain.python as grain
 import jax
 import jax.numpy as jnp
@@ -477,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     parser.set_defaults(batch=256)
     add = parser.add_argument
     add("--data-dir", type=Path, required=True, help="has train/CLASS/*.JPEG and val/CLASS/*.JPEG")
-    add("--image-size", type=int, default=224)
+    add("--image-size", type=int, default=224, help="height and width in pixels")
     add(
         "--batch-norm-group",
         type=int,
@@ -529,4 +530,4 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

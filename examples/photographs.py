@@ -5,10 +5,10 @@
 writes DIR/train and DIR/val: pieces, 500×375, of the two photographs that come with scikit-learn.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import command_line
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
@@ -32,12 +32,10 @@ def write_tree(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser = command_line.make_parser(__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
     write_tree(parser.parse_args(argv).folder, 256, 32, (375, 500), (375, 500))
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -53,7 +53,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def last_checkpoint(run: Path, target: Any) -> Any:
     """What an example's run has saved, where `target` is."""
     with ocp.CheckpointManager(run / "checkpoints") as manager:
-        state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        state = manager.restore(manager.latest_step(), args=args).state
         return state._replace(key=jax.random.key_data(state.key))
 
 

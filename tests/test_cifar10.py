@@ -6,13 +6,14 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -483,10 +484,220 @@ def test_evaluation() -> None:
     )
 
 
+@pytest.mark.parametrize("part", ["training", "test"])
+@pytest.mark.parametrize("label", [10, -1])
+def test_labels_that_the_head_does_not_have(part: str, label: int, tmp_path: Path) -> None:
+    """Their cross entropy would be NaN, or left out."""
+    cfg, mesh = config(batch=32, epochs=2), Mesh(np.array(jax.devices()[:1]), ("data",))
+    data = dict(zip(("training", "test"), small_data(), strict=True))
+    data[part].labels[5] = label
+    program = cifar10.make_program(cfg, len(data["training"].labels), mesh)
+    message = f"{part} data must have labels from 0 to 9, got {label}"
+    with pytest.raises(ValueError, match=message):
+        cifar10.train(program, cfg, tuple(data.values()), tmp_path / "run")
+    assert not any(tmp_path.iterdir())  # found before anything is trained or written
+    state = program.init(0)
+    enter = {
+        "training": lambda: program.epoch(state, *data[part], tqdm(disable=True)),
+        "test": lambda: program.evaluate(state.params, state.batch_stats, data[part]),
+    }
+    with pytest.raises(ValueError, match=message):
+        enter[part]()
+
+
 def test_batch_that_does_not_divide() -> None:
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     with pytest.raises(ValueError, match="--batch must be a multiple of 8 devices, got 20"):
         cifar10.make_program(config(batch=20), 96, mesh)
+
+
+# ------------------------------------------------------------------------- runs and their folders
+
+
+def tiny_run(
+    folder: Path,
+    *,
+    stops_in: int | None = None,
+    losses: Callable[[int], float] = lambda epoch: 1 / epoch,
+    seed: int = 0,
+) -> cifar10.State:
+    """Four epochs of arithmetic in place of training, saved as the real ones are."""
+
+    def init() -> cifar10.State:
+        params = jax.random.normal(jax.random.key(seed), (5_000,))
+        opt_state = optax.EmptyState()
+        return cifar10.State(params, {}, opt_state, jnp.int32(0), jax.random.key(seed))
+
+    def do_epoch(state: Any, epoch: int, bar: tqdm) -> Any:
+        if epoch == stops_in:
+            raise KeyboardInterrupt
+        bar.update(3)
+        state = state._replace(params=1.1 * state.params + epoch, step=state.step + 3)
+        return state, {"loss": np.full(3, losses(epoch), np.float32)}
+
+    evaluate = lambda state: {"test_loss": 1.0, "test_accuracy": float(state.params[0])}
+    cfg = config(epochs=4, seed=seed)
+    return cifar10.run(cfg, "data", folder, 3, init, do_epoch, evaluate)
+
+
+def bits(state: cifar10.State) -> Any:
+    return jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+
+
+def test_words_of_a_run(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "seed0"
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(run, stops_in=4)
+    assert capsys.readouterr().out == f"spa-gradual, seed 0: 4 epochs, written to {run}\n"
+    tiny_run(run)
+    assert f"spa-gradual, seed 0: resuming from epoch 4 of 4, in {run}" in capsys.readouterr().out
+    tiny_run(run)
+    assert capsys.readouterr().out == f"spa-gradual, seed 0: already done, in {run}\n"
+
+
+def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path, capsys: Any) -> None:
+    tiny_run(tmp_path / "run", losses=lambda epoch: 1.0 if epoch < 3 else np.nan)
+    out, err = capsys.readouterr()
+    assert "train_loss=nan" in err
+    assert out.count("nan") == 1
+    assert "spa-gradual, seed 0: the training loss of epoch 3 is nan" in out
+
+
+def damaged(how: str, content: bytes) -> bytes:
+    half = len(content) // 2
+    return {
+        "truncated": content[:half],
+        "zeroed": bytes(len(content)),
+        "flipped": content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :],
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["truncated", "zeroed", "flipped", "incomplete", "empty"])
+def test_a_damaged_checkpoint(how: str, tmp_path: Path, capsys: Any) -> None:
+    """The one before is resumed, and the run ends with the same bits."""
+    whole = tiny_run(tmp_path / "whole")
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(run, stops_in=4)
+    newest = run / "checkpoints" / "3"
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    if how == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    elif how == "incomplete":
+        shutil.rmtree(newest / "state")
+    else:
+        largest = max(files, key=lambda path: path.stat().st_size)
+        assert largest.stat().st_size > 10_000  # the params
+        largest.write_bytes(damaged(how, largest.read_bytes()))
+    capsys.readouterr()
+    chex.assert_trees_all_equal(bits(tiny_run(run)), bits(whole))
+    out = capsys.readouterr().out
+    assert f"{newest} is damaged: " in out
+    assert "resuming from epoch 3 of 4" in out
+    assert metrics(run) == metrics(tmp_path / "whole")
+    # The epoch was saved again, whole.
+    shutil.rmtree(run / "checkpoints" / "4")
+    chex.assert_trees_all_equal(bits(tiny_run(run)), bits(whole))
+    assert "resuming from epoch 4 of 4" in capsys.readouterr().out
+
+
+def test_damaged_checkpoints_only(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(run, stops_in=4)
+    for path in (run / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    there = sorted(path for path in run.rglob("*"))
+    with pytest.raises(ValueError, match=f"can be restored, got 3 and 2, .* delete {run}"):
+        tiny_run(run)
+    assert sorted(path for path in run.rglob("*")) == there
+
+
+def test_any_bit_of_the_state_is_checked(tmp_path: Path) -> None:
+    """Whatever was flipped: either the state is what was saved, or an error is found."""
+    state = {"params": jnp.arange(3.0), "half": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(3)}
+    others = [
+        {**state, "params": state["params"].at[2].set(2.0000002)},
+        {**state, "half": jnp.ones((2, 1), jnp.bfloat16)},
+        {**state, "half": jnp.ones(2, jnp.float16)},
+        {**state, "key": jax.random.key(4)},
+        {**state, "params": -state["params"]},  # a zero's sign, too
+    ]
+    found = [cifar10.sha256(tree) for tree in (state, *others)]
+    assert len(set(found)) == len(found)
+    assert cifar10.sha256(jax.tree.map(jnp.copy, state)) == found[0]
+
+
+def test_a_folder_in_use(tmp_path: Path) -> None:
+    """A second command is refused at once; and when the first is killed, nothing is left of it."""
+    run = tmp_path / "run"
+    script = """if True:
+        import sys, time
+        from pathlib import Path
+        sys.path[:0] = sys.argv[2:]
+        import cifar10, test_cifar10
+        with cifar10.opened(test_cifar10.config(epochs=4), "data", Path(sys.argv[1])):
+            print("open", flush=True)
+            time.sleep(600)
+    """
+    paths = [str(SCRIPT.parent), str(Path(__file__).parent)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(run), *paths], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(
+            ValueError, match=f"--out must not be in use: another process is training in {run}"
+        ):
+            tiny_run(run)
+        assert num_epochs(run) == 0
+        tiny_run(tmp_path / "elsewhere")
+    finally:
+        process.kill()
+        process.communicate()
+    tiny_run(run)
+    assert num_epochs(run) == 4
+
+
+def test_runs_that_diverged(tmp_path: Path, monkeypatch: Any) -> None:
+    """A table and a picture of what there is, without a warning."""
+    runs = {}
+    for seed, losses in enumerate([lambda _: np.nan, lambda epoch: 1 / epoch]):
+        folder = tmp_path / "spa-gradual" / f"seed{seed}"
+        tiny_run(folder, losses=losses, seed=seed)
+        lines = cifar10.read(folder / "metrics.jsonl").splitlines()
+        runs[f"seed {seed}"] = [cifar10.read_epochs(folder, lines)]
+    rows = cifar10.table(runs).splitlines()
+    assert "±" not in "".join(rows)  # of one seed
+    assert rows[1].split()[:3] == ["seed", "0", "nan"]
+    assert rows[2].split()[:3] == ["seed", "1", "0.2500"]
+    drawn: list[Any] = []
+    monkeypatch.setattr(cifar10.plt, "close", drawn.append)
+    for names in (["seed 0"], ["seed 0", "seed 1"]):
+        cifar10.draw({name: runs[name] for name in names}, tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    losses = [figure.axes[0] for figure in drawn]
+    assert [axis.get_yscale() for axis in losses] == ["linear", "log"]
+    assert [[t.get_text() for t in axis.texts] for axis in losses] == [["not finite: seed 0"]] * 2
+    monkeypatch.undo()
+    cifar10.plt.close("all")
+    both = cifar10.read_runs(tmp_path, ["spa-gradual"], 2)
+    assert cifar10.table(both).splitlines()[1].split()[1] == "nan"
+
+
+def test_what_is_lacking_in_runs(tmp_path: Path) -> None:
+    tiny_run(tmp_path / "spa-gradual" / "seed0")
+    with pytest.raises(
+        ValueError, match=r"a run of spa-gradual with seed 1, got no .*metrics.json"
+    ):
+        cifar10.read_runs(tmp_path, ["spa-gradual"], 2)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(tmp_path / "spa-gradual" / "seed1", stops_in=3, seed=1)
+    with pytest.raises(ValueError, match=r"seed1/.* must have as many epochs .* got 2 and not 4"):
+        cifar10.read_runs(tmp_path, ["spa-gradual"], 2)
 
 
 # -------------------------------------------------------------------------------- the command line
@@ -544,7 +755,14 @@ def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
         ("metrics.jsonl", None, "must have the 2 epochs of the last checkpoint beside it"),
         ("metrics.jsonl", lines[: lines.index("\n") + 1], "metrics.jsonl must have the 2 epochs"),
         ("metrics.jsonl", 5 * lines, "or up to 2 more, got 10"),
-        ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl must be JSON"),
+        ("metrics.jsonl", lines[:-9] + "\n", "metrics.jsonl, line 2, must be JSON"),
+        ("metrics.jsonl", "[1]" + lines[lines.index("\n") :], "line 1, must be a JSON object"),
+        (
+            "metrics.jsonl",
+            lines.replace('"epoch": 2', '"epoch": 1'),
+            "2, must be of epoch 2, got 1",
+        ),
+        ("metrics.jsonl", lines.replace("test_acc", "tEst_acc"), "1, must have test_accuracy, got"),
     ]:
         whole = (run / name).read_text()
         (run / name).unlink()
@@ -574,6 +792,12 @@ def test_tenth_needs_room() -> None:
     [
         (["--scale-epochs", "0"], "--scale-epochs must be finite and > 0, got 0.0"),
         (["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        (["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
+        (["--epochs", "-3"], "--epochs must be finite and > 0, got -3"),
+        (["--epochs", "9", "--scale-epochs", "0.1"], "not allowed with argument --epochs"),
+        (["--learning-rate", "nan"], "--learning-rate must be finite and > 0, got nan"),
+        (["--averaging", "1.5"], "--averaging must be <= 1, got 1.5"),
+        (["--out", "/dev/null/out"], "--out must be a folder that can be written, got /dev/null/"),
         (["--scale-epochs", "nan"], "--scale-epochs must be finite and > 0, got nan"),
         (["--scale-epochs", "inf"], "--scale-epochs must be finite and > 0, got inf"),
         (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
@@ -586,6 +810,31 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cifar10.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_epochs_are_the_scale() -> None:
+    """--epochs 30 is --scale-epochs 0.1 of 300."""
+    parser = cifar10.make_parser(None, ["small"], "small", "out")
+    configs = [
+        cifar10.make_configs(cifar10.Config, cifar10.parse_arguments(parser, argv), 300)
+        for argv in (["--epochs", "30"], ["--scale-epochs", "0.1"])
+    ]
+    assert configs[0] == configs[1]
+    assert configs[0][0].epochs == 30
+
+
+def test_errors_without_a_traceback(tmp_path: Path) -> None:
+    """One line that names what is wrong; and a status of failure."""
+    (tmp_path / cifar10.ARCHIVE).write_bytes(b"<html>")
+    data = ["--data-dir", str(tmp_path), "--epochs", "2"]
+    found = subprocess.run(
+        command(tmp_path / "out", *data), env=environment(), capture_output=True, text=True
+    )
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert found.stderr.splitlines()[-1].startswith(
+        f"error: {tmp_path / cifar10.ARCHIVE} must have the MD5 checksum {cifar10.MD5}, got "
+    )
 
 
 def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
@@ -653,29 +902,48 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
 GAUGE = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
 
 
-def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
-    """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
-    runs, out = tmp_path / "runs", tmp_path / "out"
+def fake_runs(
+    runs: Path,
+    num_seeds: int = 2,
+    num_steps: int = 200,
+    num_epochs: int = 6,
+    diverged: bool = False,
+) -> cifar10.Runs:
+    """Runs of all optimizers whose numbers are known, read back from a folder.
+
+    The drop is in the middle, as it is of all of `cifar10`'s.
+    """
+    drop = num_steps * num_epochs // 2
     for i, name in enumerate(cifar10.OPTIMIZERS):
-        for seed in range(2):
+        for seed in range(num_seeds):
             folder = runs / name / f"seed{seed}"
             folder.mkdir(parents=True)
-            losses = np.where(np.arange(1200) < 600, 2.0, 1.0) + seed
-            losses[600:605] += i  # the spike
-            c = np.where(np.arange(1200) < 300 + seed, 0.1, 1.0)
+            losses = np.where(np.arange(2 * drop) < drop, 2.0, 1.0) + seed
+            losses[drop : drop + 5] += i  # the spike
+            c = np.where(np.arange(2 * drop) < drop // 2 + seed, 0.1, 1.0)
+            as_json = lambda values: [None] * len(values) if diverged else values.tolist()
             with (folder / "metrics.jsonl").open("w") as file:
-                for epoch in range(1, 7):
-                    steps = slice(200 * (epoch - 1), 200 * epoch)
-                    gauge = {key: [1.0 + j + seed] * 200 for j, key in enumerate(GAUGE)}
-                    gauge["gain"][0] = None  # type: ignore[call-overload]
+                for epoch in range(1, num_epochs + 1):
+                    steps = slice(num_steps * (epoch - 1), num_steps * epoch)
+                    gauge = {key: np.full(num_steps, 1.0 + j + seed) for j, key in enumerate(GAUGE)}
+                    gauge = {key: as_json(values) for key, values in gauge.items()}
+                    if epoch == 1:
+                        gauge["gain"][0] = None  # there is no step before
                     line = {
                         "epoch": epoch,
-                        "losses": losses[steps].tolist(),
-                        "train_loss": losses[steps].mean(),
+                        "losses": as_json(losses[steps]),
+                        "train_loss": as_json(losses[steps].mean(keepdims=True))[0],
                         "test_accuracy": 0.5 + 0.01 * i + 0.02 * seed,
                         "momentum": {**gauge, "c": c[steps].tolist()},
                     }
                     file.write(json.dumps(line) + "\n")
+    return cifar10.read_runs(runs, list(cifar10.OPTIMIZERS), num_seeds)
+
+
+def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
+    """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    fake_runs(runs)
     arguments = ["--runs", str(runs), "--tracked", str(runs), "--seeds", "2", "--out", str(out)]
     figures.main(arguments)
     for i in (2, 3, 4):
@@ -703,7 +971,66 @@ def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     # Figure 3: the error of tenth, i = 7, is 5 points below that of spa-eta.
     expected = "1.5000 ± 0.5000 42.0000 ± 1.0000 -5.0000 ± 0.0000"
     assert f"kept, η ÷ 10 after epoch 1 {expected}".split() in rows
-    assert "dropped by the gauge from steps [300, 301] on" in text
+    assert "first step at which the gauge drops momentum: 300, 301" in text
     # Figure 2: the gain is 3 or 4, the noise level 4 or 5.
     expected = "3.5000 ± 0.5000 4.5000 ± 0.5000 0.7750 ± 0.0250 5.5000 ± 0.5000"
     assert f"100 {expected}".split() in rows
+
+
+def test_figures_of_short_runs(tmp_path: Path, capsys: Any) -> None:
+    """40 steps, with the drop at step 20: the tables have the rows that exist."""
+    runs = fake_runs(tmp_path / "runs", num_steps=20, num_epochs=2)
+    figures.figures_of_runs(runs, runs, tmp_path)
+    loss = np.genfromtxt(tmp_path / "figure4_loss.csv", delimiter=",", names=True)
+    assert list(loss["step"]) == list(range(-20 + figures.SMOOTHED - 1, 20))
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "to", "20", "peak"] in rows
+    steps = [int(row[0]) for row in rows if row and row[0].isdigit() and row[1] != "to"]
+    assert steps == [1, 2, 5, 10, 19, 20, 39]  # the last before the drop, and of all
+    for i in (2, 3, 4):
+        assert (tmp_path / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2, 1), (3, 2), (200, 6)])
+def test_figures_of_one_seed(steps: tuple[int, int], tmp_path: Path, capsys: Any) -> None:
+    """However short."""
+    num_steps, num_epochs = steps
+    runs = fake_runs(tmp_path / "runs", 1, num_steps=num_steps, num_epochs=num_epochs)
+    figures.figures_of_runs(runs, runs, tmp_path)
+    text = capsys.readouterr().out
+    assert "±" not in text.replace("mean ± standard error", "")
+    assert "nan" not in text
+
+
+def test_figures_of_runs_that_diverged(tmp_path: Path, capsys: Any) -> None:
+    """All losses are null; a warning would be an error."""
+    runs = fake_runs(tmp_path / "runs", diverged=True)
+    figures.figures_of_runs(runs, runs, tmp_path)
+    assert "nan" in capsys.readouterr().out
+    for i in (2, 3, 4):
+        assert (tmp_path / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_have_labels(tmp_path: Path, monkeypatch: Any) -> None:
+    """Every axis says what is on it, and every curve which it is."""
+    drawn = {}
+    monkeypatch.setattr(figures.plt, "close", lambda figure: drawn.update({len(drawn): figure}))
+    runs = fake_runs(tmp_path / "runs")
+    figures.figures_of_runs(runs, runs, tmp_path)
+    figure_3, figure_4, figure_2 = drawn.values()
+    assert all(axis.get_ylabel() for axis in figure_2.axes)
+    assert "2 seeds" in figure_3.get_suptitle()
+    assert not any(axis.get_title() for axis in figure_3.axes)
+    names = [text.get_text() for text in figure_4.axes[1].get_legend().get_texts()]
+    assert names == list(cifar10.OPTIMIZERS)
+    monkeypatch.undo()
+    figures.plt.close("all")
+
+
+def test_figures_of_runs_that_were_not_tracked(tmp_path: Path) -> None:
+    tiny_run(tmp_path / "runs" / "spa-eta" / "seed0")
+    arguments = ["--tracked", str(tmp_path / "runs"), "--seeds", "1", "--out", str(tmp_path)]
+    with pytest.raises(ValueError, match="runs must have gain of every step: train with --track"):
+        figures.main(arguments)
+    assert not (tmp_path / "figure1.png").exists()

@@ -2,13 +2,19 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
+import cifar10
+import command_line
 import digits
 import equivalence
+import figures
+import imagenet
 import jax
 import language_model
 import low_precision
+import photographs
 import pytest
 import update_cost
 
@@ -32,6 +38,109 @@ def test_digits(tmp_path: Path) -> None:
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
     assert float(rows["spa_from_sgdm"][-1]) < 1e-4
     assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + noise"][-1])
+
+
+def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "digits.png"
+    text = digits.main(["--epochs", "1", "--seeds", "1", "--picture", str(picture)])
+    assert picture.exists()
+    assert "±" not in text
+    assert "nan" not in text
+    assert "\n1 seed, 1 epoch of 22 steps\n" in capsys.readouterr().out
+
+
+SCRIPTS = {
+    module.__name__: module
+    for module in (
+        *(cifar10, digits, figures, imagenet, photographs),
+        *(equivalence, language_model, low_precision, update_cost),
+    )
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option says what it is, and what it is if not given."""
+    with pytest.raises(SystemExit, match="0"):
+        SCRIPTS[name].main(["--help"])
+    text = capsys.readouterr().out
+    options = re.split(r"\n  (?=-)", text[text.index("options:") :].partition("\n\n")[0])[1:]
+    for option in options:
+        assert re.search(r"\s{2,}\S", option), option  # a help
+        assert "None" not in option
+        assert "False" not in option
+    if name != "photographs":
+        assert any("(default:" in option for option in options)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("digits", ["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
+        ("digits", ["--seeds", "-1"], "--seeds must be finite and > 0, got -1"),
+        (
+            "digits",
+            ["--picture", "FILE/x.png"],
+            "--picture must be a file that can be written, got",
+        ),
+        ("digits", ["--picture", "FOLDER"], "FOLDER is a folder"),
+        ("digits", ["--picture", "FOLDER/x.xyz"], "--picture must end in"),
+        ("figures", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        ("figures", ["--out", "FILE"], "--out must be a folder that can be written, got"),
+        ("cifar10", ["--out", "FILE/new"], "FILE is a file"),
+        ("low_precision", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        ("low_precision", ["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
+        ("low_precision", ["--json", "FOLDER"], "--json must be a file that can be written, got"),
+        ("equivalence", ["--steps", "0"], "--steps must be finite and > 0, got 0"),
+        ("equivalence", ["--steps", "5"], "--steps must be a multiple of 10, got 5"),
+        ("equivalence", ["--momentum", "1"], "--momentum must be in [0, 1), got 1.0"),
+        ("equivalence", ["--json", "FILE/x"], "--json must be a file that can be written, got"),
+        ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
+        ("language_model", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        ("language_model", ["--rounds", "-1"], "--rounds must be >= 0, got -1"),
+        ("language_model", ["--heads", "3"], "--width must be a multiple of --heads, got 128"),
+        ("language_model", ["--scheme", "gpa_adamw, bfloat16, nearest"], "the reference, got ["),
+    ],
+)
+def test_bad_arguments(
+    name: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Found before anything is computed or written."""
+    file, folder = tmp_path / "FILE", tmp_path / "FOLDER"
+    file.write_text("")
+    folder.mkdir()
+    places = lambda text: text.replace("FILE", str(file)).replace("FOLDER", str(folder))
+    with pytest.raises(SystemExit, match="2"):
+        SCRIPTS[name].main([places(argument) for argument in arguments])
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}'])
+def test_records_of_something_else(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    good = json.dumps(dict.fromkeys(low_precision.KEYS, 1))
+    path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(ValueError, match="--json must be new or of this benchmark, but line 2 of"):
+        low_precision.main(["--json", str(path)])
+
+
+def test_errors_of_a_person_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what a person can put right comes without a traceback."""
+
+    def main(error: Exception) -> None:
+        raise error
+
+    for error in (command_line.UserError("wrong"), ConnectionError("wrong"), OSError("wrong")):
+        with pytest.raises(SystemExit, match=r"^error: wrong$"):
+            command_line.run(lambda error=error: main(error))
+    with pytest.raises(ValueError, match="a bug"):
+        command_line.run(lambda: main(ValueError("a bug")))
 
 
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +178,11 @@ def test_low_precision(tmp_path: Path) -> None:
     assert low_precision.main(arguments) == text  # nothing is run again
     assert (tmp_path / "out").read_text() == lines
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
-    ratios = {row[1]: float(row[3].split()[0]) for row in rows if "±" in row[3]}  # at η = 0.01
-    num_bytes = {row[1]: float(row[2]) for row in rows if "±" in row[3]}
+    assert "±" not in text  # of one seed
+    assert "nan" not in text
+    rows = [row for row in rows if " at " in row[-2]]  # those with a lowest loss
+    ratios = {row[1]: float(row[3]) for row in rows}  # at η = 0.01
+    num_bytes = {row[1]: float(row[2]) for row in rows}
     assert ratios["SGD+M in float32"] == 1
     for name in ("SPA, float32 z", "SPA, bfloat16 z"):
         assert abs(ratios[f"{name}, stochastic"] - 1) < 0.02

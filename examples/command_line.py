@@ -1,0 +1,76 @@
+"""What the command lines of the examples and the benchmarks share: options, errors and words."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class UserError(ValueError):
+    """An error that the person at the command line can put right; `run` shows no traceback."""
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Calls `main`, and ends with `error: …` where a person, a file or the network is the cause."""
+    try:
+        main()
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and adds defaults to the help of the options."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # "(default: None)" and "(default: False)" say nothing.
+        unset = action.default is None or action.default is False
+        return action.help if unset else super()._get_help_string(action)
+
+
+def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=description, epilog=epilog, formatter_class=HelpFormatter
+    )
+
+
+def check_positive(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str
+) -> None:
+    """Ends with an error unless each option is > 0 and finite; None is for options not given."""
+    for name in names:
+        value = getattr(arguments, name, None)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"{option(name)} must be finite and > 0, got {value}")
+
+
+def check_writable(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str, kind: str = "file"
+) -> None:
+    """Ends with an error unless the option's file or folder can be written; creates nothing."""
+    path = getattr(arguments, name)
+    if path is None:
+        return
+    there = next(place for place in (path, *path.parents) if place.exists())
+    is_folder, wanted = there.is_dir(), kind == "folder" or there != path
+    if is_folder != wanted or not os.access(there, os.W_OK):
+        problem = "read-only" if is_folder == wanted else "a folder" if is_folder else "a file"
+        parser.error(
+            f"{option(name)} must be a {kind} that can be written, got {path}: {there} is {problem}"
+        )
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def count(number: int, noun: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def plus_minus(mean: float, spread: float, spec: str = ".4f", unit: str = "") -> str:
+    """Mean ± spread; the mean alone where there is no spread, which is NaN for one seed."""
+    error = "" if math.isnan(spread) else f" ± {spread:{spec}}{unit}"
+    return f"{mean:{spec}}{unit}{error}"
