@@ -76,31 +76,39 @@ def entries(folder: Path | str) -> list[os.DirEntry[str]]:
         result = sorted(visible, key=lambda entry: entry.name)
     for entry in result:
         if not (entry.is_file() or entry.is_dir()):  # reading from a pipe would not end
-            raise ValueError(f"{entry.path} must be a file, a folder or a link to one, got neither")
+            raise cifar10.UserError(
+                f"{entry.path} must be a file, a folder or a link to one, got neither"
+            )
     return result
 
 
 def find(folder: Path, classes: list[str] | None = None) -> Files:
     """The images in the folders of their classes, all in the order of names."""
     if not folder.is_dir():
-        raise ValueError(f"--data-dir must have a folder {folder.name}, got none at {folder}")
+        raise cifar10.UserError(
+            f"--data-dir must have a folder {folder.name}, got none at {folder}"
+        )
     found = [entry.name for entry in entries(folder) if entry.is_dir()]
     if not found:
-        raise ValueError(f"{folder} must have a folder of images for each class, got none")
+        raise cifar10.UserError(f"{folder} must have a folder of images for each class, got none")
     if classes is None:
         classes = found
     for problem, names in (("no", set(classes) - set(found)), ("also", set(found) - set(classes))):
         if names:
-            raise ValueError(f"{folder} must have the training classes, got {problem} {min(names)}")
+            raise cifar10.UserError(
+                f"{folder} must have the training classes, got {problem} {min(names)}"
+            )
     paths, labels = [], []
     for label, name in enumerate(classes):
         suffix = lambda entry: os.path.splitext(entry.name)[1].lower()
         of_class = [entry for entry in entries(folder / name) if suffix(entry) in SUFFIXES]
         if not of_class:
-            raise ValueError(f"{folder / name} must have images ({', '.join(sorted(SUFFIXES))})")
+            raise cifar10.UserError(
+                f"{folder / name} must have images ({', '.join(sorted(SUFFIXES))})"
+            )
         for entry in of_class:
             if entry.is_dir():
-                raise ValueError(f"{entry.path} must be a file, got a folder")
+                raise cifar10.UserError(f"{entry.path} must be a file, got a folder")
             paths.append(Path(entry.path))
         labels += [label] * len(of_class)
     return Files(paths, np.array(labels, np.int32), classes, {})
@@ -361,7 +369,7 @@ def check_left_out(files: Files, part: str, num: int, total: int, max_left_out: 
     """Raises if too many are left out. `num` is of all processes, so all of them stop."""
     if num > max_left_out * total:
         examples = (f"{path}: {reason}" for path, reason in files.left_out.items())
-        raise ValueError(
+        raise cifar10.UserError(
             f"--data-dir must have at most {100 * max_left_out:.3g} % of {part} images that cannot"
             f" be decoded (--max-left-out), got {num:,} of {total:,} ({100 * num / total:.3g} %),"
             f" such as {next(examples, 'those that another process reports')}"
@@ -385,10 +393,12 @@ def make_program(
     cifar10.check_batch(config, mesh)
     of_processes = Counter(device.process_index for device in mesh.devices.flat)
     if len(set(of_processes.values())) > 1:
-        raise ValueError(f"processes must have equally many devices, got {dict(of_processes)}")
+        raise cifar10.UserError(
+            f"processes must have equally many devices, got {dict(of_processes)}"
+        )
     group = config.batch_norm_group or None
     if config.batch % (group or 1):
-        raise ValueError(
+        raise cifar10.UserError(
             f"--batch must be a multiple of --batch-norm-group {group}, got {config.batch}"
         )
     replicated = NamedSharding(mesh, PartitionSpec())
