@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -15,13 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
+# As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
+FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
+    pytest.param(dtype, marks=pytest.mark.float16)
+    for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
 NUM_STEPS = 2_000
 BATCH = 64
 # In compiled programs.
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
+
+
+def host_devices(num_devices: int) -> dict[str, str]:
+    """For the environment of another process: so many CPU devices, and the other flags of this."""
+    flag = f"--xla_force_host_platform_device_count={num_devices}"
+    return {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flag}", "JAX_PLATFORMS": "cpu"}
 
 
 def free_address() -> str:

@@ -30,11 +30,11 @@ from flax import nnx
 from helpers import (
     assert_apart_by_rounding,
     free_address,
+    host_devices,
     last_checkpoint,
     metrics,
     noisy_optimizers,
     num_epochs,
-    relative_difference,
 )
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -496,7 +496,7 @@ def command(out: Path, *arguments: str) -> list[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """One CPU device a process, and no more."""
-    return {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", **variables}
+    return {**os.environ, **host_devices(1), "MPLBACKEND": "agg", **variables}
 
 
 def test_a_disk_that_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
@@ -617,10 +617,17 @@ def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
 
 
 def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
-    """`jax.distributed` with one device a process is one process with one device."""
+    """`jax.distributed` with one device a process is one process with eight devices."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
     arguments += ["--learning-rate", "0.01"]
-    subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
+    in_this = lambda name: cifar10.main([*SMALL, "--out", str(tmp_path / name), *arguments])
+    one, two, noisy = (
+        tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two", "noisy")
+    )
+    in_this("one")
+    with noisy_optimizers(cifar10):
+        in_this("noisy")
+        noisy_state = final(noisy)
     cluster = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
@@ -635,14 +642,12 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert "2 × cpu" in outputs[0]
     assert "spa-gradual" not in outputs[1]
-    one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
-    one_state, two_state = (final(run) for run in (one, two))
-    assert one_state.step == two_state.step == 6
-    # Images of one colour have little variance, so that BatchNorm magnifies roundings.
-    assert relative_difference(one_state.params, two_state.params) < 1e-3
-    losses = [[line["losses"] for line in metrics(run)] for run in (one, two)]
-    np.testing.assert_allclose(*losses, rtol=1e-3)
-    assert np.shape(losses) == (2, 3, 2)
+    states = [final(two), final(one), noisy_state]
+    assert [int(state.step) for state in states] == [6, 6, 6]
+    assert_apart_by_rounding(*(state.params for state in states), at_most=1e-2)
+    losses = [[line["losses"] for line in metrics(run)] for run in (two, one, noisy)]
+    assert_apart_by_rounding(*losses, at_most=1e-2)
+    assert np.shape(losses) == (3, 3, 2)
 
 
 # ------------------------------------------------------------------------------------------ figure

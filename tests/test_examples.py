@@ -30,8 +30,9 @@ def test_digits(tmp_path: Path) -> None:
     assert float(rows["optax.sgd"][-1]) == 0
     loss = {name: float(row[row.index("±") - 1]) for name, row in rows.items()}
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
-    assert float(rows["spa_from_sgdm"][-1]) < 1e-4
-    assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + noise"][-1])
+    # `spa(η)` is another form of momentum. Rounding, which a network may amplify, is far below it.
+    for name in ("spa_from_sgdm", "sgd + noise"):
+        assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
 
 
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
