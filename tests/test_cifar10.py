@@ -446,6 +446,7 @@ def run_epochs(
     return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
 
 
+@pytest.mark.slow
 def test_other_ways_to_run_the_same() -> None:
     """Over both drops: as SPA, in a scan, and on eight devices, whose sums are in another order."""
     cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
@@ -512,6 +513,7 @@ def final(run: Path) -> Any:
     return last_checkpoint(run, cifar10.make_program(config(), 64, mesh).init(0))
 
 
+@pytest.mark.slow
 def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
     arguments = [*SMALL, *data_dir, "--scale-epochs", "0.007", "--out", str(tmp_path / "out")]
     arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
@@ -586,6 +588,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
     """SIGKILL at any moment: the params in the end are the same, to the bit."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.06", *data_dir]  # 18 epochs
@@ -616,6 +619,7 @@ def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
         assert manager.all_steps() == [17, 18]  # the others are pruned
 
 
+@pytest.mark.slow
 def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     """`jax.distributed` with one device a process is one process with eight devices."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]

@@ -19,6 +19,7 @@ def _standard_promotion() -> object:
         yield
 
 
+@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     picture = tmp_path / "digits.png"
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
@@ -35,6 +36,7 @@ def test_digits(tmp_path: Path) -> None:
         assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
 
 
+@pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
     out = tmp_path / "cost.json"
@@ -62,6 +64,7 @@ def leaves_of(shapes: object) -> list[tuple[int, ...]]:
     return jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
+@pytest.mark.slow
 def test_low_precision(tmp_path: Path) -> None:
     arguments = ["--task", "digits", "--momentum", "0.9", "--schedule", "constant"]
     arguments += ["--seeds", "1", "--epochs", "6", "--json", str(tmp_path / "out")]
@@ -80,6 +83,7 @@ def test_low_precision(tmp_path: Path) -> None:
     assert num_bytes["SPA, bfloat16 z, stochastic"] == 4
 
 
+@pytest.mark.slow
 def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "RATES", (0.004,))
     out = tmp_path / "runs"
@@ -112,6 +116,7 @@ def test_language_model_is_validated_on_other_files() -> None:
     assert not {text for text in seen & unseen if len(text) > 100}
 
 
+@pytest.mark.slow
 def test_equivalence(tmp_path: Path) -> None:
     out = tmp_path / "drift.json"
     equivalence.main(["--steps", "500", "--momentum", "0.9", "--json", str(out)])

@@ -249,6 +249,7 @@ def make_steps(group: int | None, dtype: Any = jnp.float32) -> Any:
     return cifar10.make_steps(config(), functools.partial(make_model, dtype=dtype), tx, group)
 
 
+@pytest.mark.slow
 def test_batch_norm_by_groups() -> None:
     """Each group as if it were alone; statistics are the mean of theirs.
 
@@ -270,14 +271,14 @@ def test_batch_norm_by_groups() -> None:
         as_one, _ = update(8, slice(None))
         grouped, metrics = update(4, slice(None))
         halves = [update(None, part) for part in (slice(4), slice(4, 8))]
-    close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
-    close(as_one.params, whole.params)
-    mean = lambda *values: sum(values) / 2
-    for name in kept:
-        expected = jax.tree.map(mean, *(getattr(half, name) for half, _ in halves))
-        close(getattr(grouped, name), expected)
-    close(metrics["loss"], mean(*(m["loss"] for _, m in halves)))
-    assert abs(metrics["loss"] - whole_metrics["loss"]) > 1e-4
+        close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+        close(as_one.params, whole.params)
+        mean = lambda *values: sum(values) / 2
+        for name in kept:
+            expected = jax.tree.map(mean, *(getattr(half, name) for half, _ in halves))
+            close(getattr(grouped, name), expected)
+        close(metrics["loss"], mean(*(m["loss"] for _, m in halves)))
+        assert abs(metrics["loss"] - whole_metrics["loss"]) > 1e-4
 
 
 def test_labels_that_do_not_count() -> None:
@@ -399,6 +400,7 @@ def final(run: Path, tree: Path) -> Any:
     return last_checkpoint(run, imagenet.make_program(config(), *files, mesh, 1).init(0))
 
 
+@pytest.mark.slow
 def test_command_line(tree: Path, tmp_path: Path) -> None:
     """End to end, with two broken files."""
     broken = tmp_path / "tree"
@@ -423,6 +425,7 @@ def test_command_line(tree: Path, tmp_path: Path) -> None:
         imagenet.main([*arguments, "--image-size", "24"])
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """In the middle of anything: the same bits in the end."""
     arguments = [*SMALL, "--data-dir", str(tree), "--scale-epochs", "0.03", "--out"]
@@ -445,6 +448,7 @@ def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> No
     assert len(metrics(whole)) == 3
 
 
+@pytest.mark.slow
 def test_measure(tree: Path, capsys: Any) -> None:
     imagenet.main([*SMALL, "--data-dir", str(tree), "--measure"])
     out = capsys.readouterr().out
@@ -486,6 +490,7 @@ def cluster(tree: Path, out: Path, tmp_path: Path, *arguments: str) -> list[Any]
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_killed_and_resumed(tree: Path, tmp_path: Path) -> None:
     """Two of two devices are one of eight; where one dies the other stops; a restart goes on.
 

@@ -146,6 +146,7 @@ def test_map_params_reaches_z_alone(make: Any) -> None:
     ],
     ids=["spa", "sgdm", "nesterov", "schedule", "gpa", "spa_adamw", "gpa_adamw"],
 )
+@pytest.mark.slow
 def test_30_000_steps_converge(tx: Any, loss: Any, start: list[float], goal: list[int]) -> None:
     step = step_of(tx, loss)
     params = jnp.array(start)

@@ -60,6 +60,7 @@ def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
     np.testing.assert_allclose(losses, one[2], rtol=rtol)
 
 
+@pytest.mark.slow
 def test_sharded_over_eight_devices_is_one_device() -> None:
     params, state, losses = train(mesh_of(8), optimizer())
     sharded = [x for x in jax.tree.leaves(params) if not x.sharding.is_fully_replicated]
@@ -97,6 +98,7 @@ def test_no_collective_inside_the_update(kind: str) -> None:
     assert COLLECTIVE.search(compiled.as_text())
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
     command = [sys.executable, transformer.__file__, free_address(), "2"]
     processes = [
@@ -112,6 +114,7 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
         assert_same_as_on_one_device(leaves[:half], leaves[half:], two["losses"])
 
 
+@pytest.mark.slow
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()
     *carry, first = train(mesh_of(8), tx, stop=3)
@@ -181,6 +184,7 @@ def test_a_count_at_its_end(make: Any) -> None:
     assert counts == [LAST - 1, LAST, LAST, LAST, LAST]
 
 
+@pytest.mark.slow
 def test_a_million_steps() -> None:
     """In one scan, on a quadratic with noise: SPA beside optax.sgd, and the count is exact."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.05, 10_000, 1_000_000)
