@@ -121,6 +121,8 @@ def test_equivalence(tmp_path: Path) -> None:
     out = tmp_path / "drift.json"
     equivalence.main(["--steps", "500", "--momentum", "0.9", "--json", str(out)])
     assert not jax.config.jax_enable_x64
+    # Convex: 500 steps round x by half an ulp each, 3e-5 of it if all point the same way.
+    rounding = 500 * 2.0**-24
     for drift in json.loads(out.read_text()).values():
-        assert max(drift["SPA from SGD+M"]) < 1e-5
-        assert 0 < max(drift["SPA from float64"]) < 2 * max(drift["SGD+M from float64"]) + 1e-6
+        assert max(drift["SPA from SGD+M"]) < 2 * rounding
+        assert 0 < max(drift["SPA from float64"]) < rounding

@@ -47,7 +47,7 @@ def result(params: Any, state: Any, losses: list[float]) -> tuple[Any, Any, list
 def on_one_device() -> tuple[Any, Any]:
     """The results of a run, and of one with the rounding noise of sums: some ulps."""
     noisy = optax.chain(optimizer(), rounding_noise(4))
-    return tuple(result(*train(mesh_of(1), tx)) for tx in (optimizer(), noisy))  # pyright: ignore
+    return tuple(result(*train(mesh_of(1), tx)) for tx in (optimizer(), noisy))
 
 
 def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
