@@ -4,20 +4,29 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
+# As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
+FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
+    pytest.param(dtype, marks=pytest.mark.float16)
+    for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NUM_STEPS = 2_000
 BATCH = 64
 # In compiled programs.
@@ -27,6 +36,16 @@ COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permut
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the package as users have it, without the type checker of these tests."""
     return inspect.unwrap(function)
+
+
+def host_devices(num_devices: int) -> dict[str, str]:
+    """For the environment of another process: so many CPU devices, and the other flags of this.
+
+    Without optimization XLA compiles a network several times faster.
+    """
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    flags += " --xla_backend_optimization_level=0"
+    return {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}", "JAX_PLATFORMS": "cpu"}
 
 
 def free_address() -> str:
@@ -148,6 +167,40 @@ def relative_difference(x: PyTree, reference: PyTree) -> float:
         for tree in (x, reference)
     )
     return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
+
+
+def rounding_noise(ulps: float = 1.0) -> optax.GradientTransformation:
+    """For the end of a chain: moves every parameter by some `ulps` of it, at random, every step."""
+
+    def update(updates: PyTree, count: Array, params: Any = None) -> tuple[PyTree, Array]:
+        noise = optax.tree.random_like(jax.random.fold_in(jax.random.key(0), count), params)
+        nudge = lambda u, n, p: u + ulps * float(jnp.finfo(p.dtype).eps) * n * p
+        return jax.tree.map(nudge, updates, noise, params), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
+
+
+@contextlib.contextmanager
+def noisy_optimizers(module: Any, ulps: float = 4.0) -> Iterator[None]:
+    """An example's optimizers, with the noise of sums of float32: some ulps."""
+    make = module.make_optimizer
+    noisy = lambda *arguments: optax.chain(make(*arguments), rounding_noise(ulps))
+    with mock.patch.object(module, "make_optimizer", noisy):
+        yield
+
+
+def assert_apart_by_rounding(
+    x: PyTree, reference: PyTree, noisy: PyTree, *, multiple: float = 10.0, at_most: float
+) -> None:
+    """Two ways to compute one run differ by `multiple` times what noise does to it, or less.
+
+    Networks amplify rounding, and how much depends on the processor. So the growth is measured:
+    `noisy` is the reference with `rounding_noise`. `at_most` limits the tolerance itself, so that
+    a run in which noise grows without bound does not pass for a comparison.
+    """
+    tolerance = multiple * relative_difference(noisy, reference)
+    assert 0 < tolerance < at_most
+    assert relative_difference(x, reference) < tolerance
 
 
 def lenient(schedule: optax.Schedule) -> optax.Schedule:

@@ -136,6 +136,7 @@ def test_one_step() -> None:
     assert "β undefined" in audit.report()  # β_0 is free
 
 
+@pytest.mark.slow
 def test_a_million_steps() -> None:
     """O(n) in time and memory at any β: not a window of 18,412 steps at each."""
     schedule = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5_000, 10**6))
@@ -185,6 +186,7 @@ def test_bad_input(call: Any, message: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_figure_1(tmp_path: Path) -> None:
     """The values that define each panel, from the file that the example writes."""
     with jax.numpy_dtype_promotion("standard"):  # what users have

@@ -1,5 +1,6 @@
 """The CIFAR-10 example: data, models, recipe, and that a run can be stopped and split."""
 
+import dataclasses
 import hashlib
 import http.server
 import io
@@ -27,7 +28,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import free_address, last_checkpoint, metrics, num_epochs, relative_difference
+from helpers import (
+    assert_apart_by_rounding,
+    free_address,
+    host_devices,
+    last_checkpoint,
+    metrics,
+    noisy_optimizers,
+    num_epochs,
+)
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -412,7 +421,7 @@ def test_weight_decay_is_a_gradient() -> None:
     np.testing.assert_allclose(updates, [-0.1 * (0.9 * 0.7 + 0.7)], rtol=1e-6)
 
 
-def small_data(num: int = 96) -> tuple[Any, Any]:
+def small_data(num: int = 24) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     part = lambda n: cifar10.Images(
         rng.integers(0, 256, (n, 32, 32, 3), np.uint8), rng.integers(0, 10, n).astype(np.int32)
@@ -438,32 +447,22 @@ def run_epochs(
     return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
 
 
-def assert_same_run(one: Any, other: Any) -> None:
-    """To what a few steps of a network make of float32 roundings."""
-    (x, x_losses, x_scores), (y, y_losses, y_scores) = one, other
-    assert x.step == y.step
-    for of_x, of_y in [(x.params, y.params), (x.batch_stats, y.batch_stats)]:
-        assert relative_difference(of_x, of_y) < 1e-4
-    np.testing.assert_allclose(x_losses, y_losses, rtol=1e-4)
-    np.testing.assert_allclose(x_scores, y_scores, rtol=1e-3)
-
-
-def test_spa_from_sgdm_is_sgdm() -> None:
-    """Over both drops."""
-    make = lambda name: config(name, batch=32, epochs=2, learning_rate=0.01)
-    assert_same_run(*(run_epochs(make(name)) for name in ("sgdm", "spa_from_sgdm")))
-
-
-def test_scan_is_the_loop() -> None:
-    cfg = config(batch=32, learning_rate=0.01)
-    loop, scan = (run_epochs(cfg, scan=scan) for scan in (False, True))
-    assert_same_run(loop, scan)
-
-
-def test_eight_devices_are_one() -> None:
-    cfg = config(batch=32, learning_rate=0.01)
-    one, eight = (run_epochs(cfg, num_devices) for num_devices in (1, 8))
-    assert_same_run(one, eight)  # its sums are in another order
+@pytest.mark.slow
+def test_other_ways_to_run_the_same() -> None:
+    """Over both drops: as SPA, in a scan, and on eight devices, whose sums are in another order."""
+    cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
+    reference = run_epochs(cfg)
+    with noisy_optimizers(cifar10):
+        noisy = run_epochs(cfg)
+    spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
+    for other in (run_epochs(spa), run_epochs(cfg, scan=True), run_epochs(cfg, 8)):
+        assert other[0].step == reference[0].step == 6
+        for part in (
+            lambda run: run[0].params,
+            lambda run: run[0].batch_stats,
+            lambda run: run[1:],  # losses
+        ):
+            assert_apart_by_rounding(*map(part, (other, reference, noisy)), at_most=1e-3)
 
 
 def test_evaluation() -> None:
@@ -709,7 +708,7 @@ def command(out: Path, *arguments: str) -> list[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """One CPU device a process, and no more."""
-    return {**os.environ, "XLA_FLAGS": "", "MPLBACKEND": "agg", **variables}
+    return {**os.environ, **host_devices(1), "MPLBACKEND": "agg", **variables}
 
 
 def test_a_disk_that_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
@@ -725,6 +724,7 @@ def final(run: Path) -> Any:
     return last_checkpoint(run, cifar10.make_program(config(), 64, mesh).init(0))
 
 
+@pytest.mark.slow
 def test_command_line(data_dir: list[str], tmp_path: Path, capsys: Any) -> None:
     arguments = [*SMALL, *data_dir, "--scale-epochs", "0.007", "--out", str(tmp_path / "out")]
     arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
@@ -837,6 +837,7 @@ def test_errors_without_a_traceback(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
     """SIGKILL at any moment: the params in the end are the same, to the bit."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.06", *data_dir]  # 18 epochs
@@ -867,11 +868,19 @@ def test_killed_and_resumed(data_dir: list[str], tmp_path: Path) -> None:
         assert manager.all_steps() == [17, 18]  # the others are pruned
 
 
+@pytest.mark.slow
 def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
-    """`jax.distributed` with one device a process is one process with one device."""
+    """`jax.distributed` with one device a process is one process with eight devices."""
     arguments = ["--optimizer", "spa-gradual", "--scale-epochs", "0.01", *data_dir]
     arguments += ["--learning-rate", "0.01"]
-    subprocess.run(command(tmp_path / "one", *arguments), env=environment(), check=True)
+    in_this = lambda name: cifar10.main([*SMALL, "--out", str(tmp_path / name), *arguments])
+    one, two, noisy = (
+        tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two", "noisy")
+    )
+    in_this("one")
+    with noisy_optimizers(cifar10):
+        in_this("noisy")
+        noisy_state = final(noisy)
     cluster = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
@@ -886,14 +895,12 @@ def test_two_processes(data_dir: list[str], tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert "2 × cpu" in outputs[0]
     assert "spa-gradual" not in outputs[1]
-    one, two = (tmp_path / name / "spa-gradual" / "seed0" for name in ("one", "two"))
-    one_state, two_state = (final(run) for run in (one, two))
-    assert one_state.step == two_state.step == 6
-    # Images of one colour have little variance, so that BatchNorm magnifies roundings.
-    assert relative_difference(one_state.params, two_state.params) < 1e-3
-    losses = [[line["losses"] for line in metrics(run)] for run in (one, two)]
-    np.testing.assert_allclose(*losses, rtol=1e-3)
-    assert np.shape(losses) == (2, 3, 2)
+    states = [final(two), final(one), noisy_state]
+    assert [int(state.step) for state in states] == [6, 6, 6]
+    assert_apart_by_rounding(*(state.params for state in states), at_most=1e-2)
+    losses = [[line["losses"] for line in metrics(run)] for run in (two, one, noisy)]
+    assert_apart_by_rounding(*losses, at_most=1e-2)
+    assert np.shape(losses) == (3, 3, 2)
 
 
 # ------------------------------------------------------------------------------------------ figure

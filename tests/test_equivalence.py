@@ -1,6 +1,7 @@
 """The iterates of `spa_from_sgdm` are those of `optax.sgd`: 2,000 steps on real digits."""
 
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,14 @@ from helpers import (
     RATES,
     WARMUP_COSINE,
     apply,
+    assert_apart_by_rounding,
     batches,
     digits,
     logistic_regression,
     relative_difference,
+    rounding_noise,
     sgdm,
+    slow,
     table,
     train,
     x64,
@@ -33,10 +37,10 @@ from jaxtyping import Array
 
 from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 
-# float32: each run rounds x some 2,000 times by half an ulp (6e-8), at random; contraction limits
-# what piles up to about 1e-6 of ‖x‖, in optax.sgd against itself in float64 too. β near 1 adds the
-# rounding of 1 − β, 6e-8/(1 − β) in the length of a step.
-FLOAT32_TOLERANCE = {0.95: 2e-6, 0.999: 5e-6}
+# float32: each of two runs rounds x 2,000 times, by half an ulp (6e-8) or less. At random that adds
+# up to √2 √2,000 6e-8/√3 = 2.2e-6 of ‖x‖, and twice that is allowed. β near 1 adds the rounding of
+# 1 − β, 6e-8/(1 − β) in the length of a step, and twice as much again is allowed.
+FLOAT32_TOLERANCE = {0.95: 4.4e-6, 0.999: 8.8e-6}
 FLOAT64_TOLERANCE = 1e-10
 
 injected = optax.inject_hyperparams(spa_from_sgdm)
@@ -46,11 +50,12 @@ injected = optax.inject_hyperparams(spa_from_sgdm)
 def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[..., Any]:
     """SGD+M and SPA side by side: foreseen, injected, short-sighted, and edited halfway.
 
-    Compiled once for all hyper-parameters, which come as arrays over the counts; `momentum` is a
-    number for the look-ahead over a horizon that follows from it, None for one over the default.
+    For many schedules at once, (s, n) over the counts; `momentum` is a number for the look-ahead
+    over a horizon that follows from it, None for one over the default.
     """
 
     @jax.jit
+    @jax.vmap
     def run(alphas: Array, betas: Array, edited: Array) -> list[Array]:
         alpha, beta = table(alphas), table(betas) if momentum is None else momentum
         edit = table(edited)
@@ -71,43 +76,45 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
 
 
 def assert_same_iterates(
-    dtype: str, rate: str, momentum: float | str, nesterov: bool, tolerance: float
+    dtype: str, momentum: float | None, nesterov: bool, tolerance: dict[float, float]
 ) -> None:
+    """For each of RATES and `momentum`, or each of MOMENTA; tolerances by the largest β."""
     counts = np.arange(NUM_STEPS + 100)
-    number = None if isinstance(momentum, str) else momentum
-    betas = MOMENTA[momentum](counts) if isinstance(momentum, str) else np.zeros(1)
-    # Long memories take small rates: α/(1 − β) is the length of the stride.
-    longest = np.nanmax(betas) if number is None else number
-    alphas = min(1.0, (1 - longest) / 0.05) * RATES[rate](counts)
-    edited = 3 * np.roll(alphas, 90)
-    run = digits_runs(dtype, number, nesterov)
-    sgd, foreseen, unforeseen, short, sgd_edited, edited = run(
-        jnp.asarray(alphas, dtype), jnp.asarray(betas, dtype), jnp.asarray(edited, dtype)
-    )
-    for name, x, reference in (
-        ("foreseen", foreseen, sgd),
-        ("injected", unforeseen, sgd),
-        ("horizon of 7", short, sgd),
-        ("edited", edited, sgd_edited),
-    ):
-        assert relative_difference(x, reference) < tolerance, name
+    momenta = {name: values(counts) for name, values in MOMENTA.items()}
+    momenta = momenta if momentum is None else {str(momentum): np.full(len(counts), momentum)}
+    names, alphas, betas, tolerances = [], [], [], []
+    for rate, (name, beta) in itertools.product(RATES, momenta.items()):
+        names.append(f"{rate}, β {name}")
+        # Long memories take small rates: α/(1 − β) is the length of the stride.
+        longest = np.nanmax(beta)
+        alphas.append(min(1.0, (1 - longest) / 0.05) * RATES[rate](counts))
+        betas.append(beta)
+        tolerances.append(next(allowed for to, allowed in tolerance.items() if longest <= to))
+    edited = 3 * np.roll(alphas, 90, axis=1)
+    run = digits_runs(dtype, momentum, nesterov)
+    runs = run(*(jnp.asarray(values, dtype) for values in (alphas, betas, edited)))
+    for name, allowed, *xs in zip(names, tolerances, *runs, strict=True):
+        sgd, foreseen, unforeseen, short, sgd_edited, spa_edited = xs
+        for kind, x, reference in (
+            ("foreseen", foreseen, sgd),
+            ("injected", unforeseen, sgd),
+            ("horizon of 7", short, sgd),
+            ("edited", spa_edited, sgd_edited),
+        ):
+            assert relative_difference(x, reference) < allowed, (name, kind)
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
-@pytest.mark.parametrize("momentum", [0.9, 0.999, *MOMENTA])
-@pytest.mark.parametrize("rate", RATES)
-def test_sgdm_in_float64(rate: str, momentum: float | str, nesterov: bool) -> None:
+@pytest.mark.parametrize("momentum", [0.9, slow(0.999), None])
+def test_sgdm_in_float64(momentum: float | None, nesterov: bool) -> None:
     with x64():
-        assert_same_iterates("float64", rate, momentum, nesterov, FLOAT64_TOLERANCE)
+        assert_same_iterates("float64", momentum, nesterov, {1.0: FLOAT64_TOLERANCE})
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999, *MOMENTA])
-@pytest.mark.parametrize("rate", RATES)
-def test_sgdm_in_float32(rate: str, momentum: float | str, nesterov: bool) -> None:
-    long = momentum in (0.999, "up to 0.995")
-    tolerance = FLOAT32_TOLERANCE[0.999 if long else 0.95]
-    assert_same_iterates("float32", rate, momentum, nesterov, tolerance)
+@pytest.mark.parametrize("momentum", [slow(0.0), 0.9, slow(0.999), slow(None)])
+def test_sgdm_in_float32(momentum: float | None, nesterov: bool) -> None:
+    assert_same_iterates("float32", momentum, nesterov, FLOAT32_TOLERANCE)
 
 
 def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() -> None:
@@ -332,23 +339,23 @@ def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
         params = optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow
 def test_a_network_on_digits() -> None:
-    """Non-convex: rounding grows, so few steps in float32, many in float64."""
+    """Non-convex, so rounding grows: float64, beside what noise of an ulp a step comes to."""
     graphdef, params = nnx.split(
         nnx.Sequential(
             nnx.Linear(65, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 10, rngs=nnx.Rngs(1))
         )
     )
-    images, labels = digits()
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        images, labels = map(jnp.asarray, digits())
 
-    def loss(params: Any, batch: Array) -> Array:
-        logits = nnx.merge(graphdef, params)(jnp.asarray(images, dtype)[batch])
-        return optax.softmax_cross_entropy(logits, jnp.asarray(labels, dtype)[batch]).mean()
+        def loss(params: Any, batch: Array) -> Array:
+            logits = nnx.merge(graphdef, params)(images[batch])
+            return optax.softmax_cross_entropy(logits, labels[batch]).mean()
 
-    for dtype, num_steps, tolerance in (("float64", 2_000, 1e-8), ("float32", 200, 1e-5)):
-        with x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"):
-            initial = jax.tree.map(lambda p, dtype=dtype: jnp.asarray(p, dtype), params)
-            txs = [sgdm(WARMUP_COSINE, 0.9), spa_from_sgdm(WARMUP_COSINE, 0.9)]
-            run = jax.jit(lambda p, txs=txs, n=num_steps: train(loss, txs, txs, p, n))
-            reference, x = run(initial)
-            assert relative_difference(x, reference) < tolerance
+        sgd = sgdm(WARMUP_COSINE, 0.9)
+        txs = [sgd, spa_from_sgdm(WARMUP_COSINE, 0.9), optax.chain(sgd, rounding_noise())]
+        run = jax.jit(lambda params: train(loss, txs, txs, params))
+        reference, x, noisy = run(optax.tree.cast(params, jnp.float64))
+    assert_apart_by_rounding(x, reference, noisy, at_most=1e-6)

@@ -25,6 +25,7 @@ def _standard_promotion() -> object:
         yield
 
 
+@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     picture = tmp_path / "digits.png"
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
@@ -36,8 +37,9 @@ def test_digits(tmp_path: Path) -> None:
     assert float(rows["optax.sgd"][-1]) == 0
     loss = {name: float(row[row.index("±") - 1]) for name, row in rows.items()}
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
-    assert float(rows["spa_from_sgdm"][-1]) < 1e-4
-    assert float(rows["spa_from_sgdm"][-1]) < float(rows["sgd + noise"][-1])
+    # `spa(η)` is another form of momentum. Rounding, which a network may amplify, is far below it.
+    for name in ("spa_from_sgdm", "sgd + noise"):
+        assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
 
 
 def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +145,7 @@ def test_errors_of_a_person_and_bugs(capsys: pytest.CaptureFixture[str]) -> None
         command_line.run(lambda: main(ValueError("a bug")))
 
 
+@pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
     out = tmp_path / "cost.json"
@@ -170,6 +173,7 @@ def leaves_of(shapes: object) -> list[tuple[int, ...]]:
     return jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
+@pytest.mark.slow
 def test_low_precision(tmp_path: Path) -> None:
     arguments = ["--task", "digits", "--momentum", "0.9", "--schedule", "constant"]
     arguments += ["--seeds", "1", "--epochs", "6", "--json", str(tmp_path / "out")]
@@ -191,6 +195,7 @@ def test_low_precision(tmp_path: Path) -> None:
     assert num_bytes["SPA, bfloat16 z, stochastic"] == 4
 
 
+@pytest.mark.slow
 def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "RATES", (0.004,))
     out = tmp_path / "runs"
@@ -223,10 +228,13 @@ def test_language_model_is_validated_on_other_files() -> None:
     assert not {text for text in seen & unseen if len(text) > 100}
 
 
+@pytest.mark.slow
 def test_equivalence(tmp_path: Path) -> None:
     out = tmp_path / "drift.json"
     equivalence.main(["--steps", "500", "--momentum", "0.9", "--json", str(out)])
     assert not jax.config.jax_enable_x64
+    # Convex: 500 steps round x by half an ulp each, 3e-5 of it if all point the same way.
+    rounding = 500 * 2.0**-24
     for drift in json.loads(out.read_text()).values():
-        assert max(drift["SPA from SGD+M"]) < 1e-5
-        assert 0 < max(drift["SPA from float64"]) < 2 * max(drift["SGD+M from float64"]) + 1e-6
+        assert max(drift["SPA from SGD+M"]) < 2 * rounding
+        assert 0 < max(drift["SPA from float64"]) < rounding

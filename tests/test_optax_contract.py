@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import COLLECTIVE, apply, lenient, x64
+from helpers import COLLECTIVE, FLOAT16, apply, lenient, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -157,6 +157,7 @@ def test_map_params_reaches_z_alone(make: Any) -> None:
     ],
     ids=["spa", "sgdm", "nesterov", "schedule", "gpa", "spa_adamw", "gpa_adamw"],
 )
+@pytest.mark.slow
 def test_30_000_steps_converge(tx: Any, loss: Any, start: list[float], goal: list[int]) -> None:
     step = step_of(tx, loss)
     params = jnp.array(start)
@@ -177,7 +178,7 @@ def test_inject_hyperparams(make: Any) -> None:
 
 
 @every_transform
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [FLOAT16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_pitfall_4_dtypes_are_preserved(make: Any, dtype: Any) -> None:
     with x64(dtype == jnp.float64):
         params, grads = jax.tree.map(lambda leaf: leaf.astype(dtype), (PARAMS, GRADS))
@@ -197,7 +198,7 @@ def test_pitfall_4_dtypes_are_preserved(make: Any, dtype: Any) -> None:
 
 
 @every_transform
-@pytest.mark.parametrize("state_dtype", [jnp.bfloat16, jnp.float16, jnp.float32, "bfloat16"])
+@pytest.mark.parametrize("state_dtype", [jnp.bfloat16, FLOAT16, jnp.float32, "bfloat16"])
 def test_state_dtype(make: Any, state_dtype: Any) -> None:
     tx = make(state_dtype=state_dtype)
     state = tx.init(PARAMS)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, lenient, x64
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, apply, lenient, x64
 
 import spa_optax
 from spa_optax import gpa, spa, spa_adamw, spa_from_sgdm
@@ -152,7 +152,7 @@ def test_counts_saturate_and_the_horizon_with_them() -> None:
         np.testing.assert_allclose([after.eta, after.c], [1.0, 0.1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16])
 def test_updates_round_x_once(dtype: Any) -> None:
     """In 16 bits too, adding the update gives x_{k+1} rounded to nearest: NumPy, exactly."""
     rng = np.random.default_rng(0)
@@ -255,6 +255,7 @@ def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
                 np.testing.assert_allclose(derivative(loss)(rates, make), expected, rtol=1e-6)
 
 
+@pytest.mark.float16
 def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
     # How much of a rise re-anchoring bears is a matter of each leaf's own dtype.
     params = {
@@ -333,7 +334,7 @@ def test_leaves_that_are_not_trained(make: Any) -> None:
 
 
 @every_transform
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
 def test_float8(make: Any, dtype: Any) -> None:
     params = jnp.array([1.0, -2.0], dtype)
     updates, state = make().update(params, make().init(params), params)
