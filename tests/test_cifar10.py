@@ -335,6 +335,7 @@ def test_shape_of_a_model(name: str) -> None:
     assert jax.eval_shape(body, jnp.zeros((2, 32, 32, 3))).shape == (2, size, size, width)
 
 
+@pytest.mark.slow
 def test_bfloat16() -> None:
     model = cifar10.MODELS["small"](dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     wide = cifar10.MODELS["small"](rngs=nnx.Rngs(0))
@@ -465,6 +466,7 @@ def test_other_ways_to_run_the_same() -> None:
             assert_apart_by_rounding(*map(part, (other, reference, noisy)), at_most=1e-3)
 
 
+@pytest.mark.slow
 def test_evaluation() -> None:
     """Against the model itself, on a set that no batch divides."""
     cfg = config(batch=8, learning_rate=0.01)
@@ -629,6 +631,7 @@ def test_any_bit_of_the_state_is_checked(tmp_path: Path) -> None:
     assert cifar10.sha256(jax.tree.map(jnp.copy, state)) == found[0]
 
 
+@pytest.mark.slow
 def test_a_folder_in_use(tmp_path: Path) -> None:
     """A second command is refused at once; and when the first is killed, nothing is left of it."""
     run = tmp_path / "run"
@@ -947,6 +950,7 @@ def fake_runs(
     return cifar10.read_runs(runs, list(cifar10.OPTIMIZERS), num_seeds)
 
 
+@pytest.mark.slow
 def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
     runs, out = tmp_path / "runs", tmp_path / "out"

@@ -339,7 +339,6 @@ def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
         params = optax.apply_updates(params, updates)
 
 
-@pytest.mark.slow
 def test_a_network_on_digits() -> None:
     """Non-convex, so rounding grows: float64, beside what noise of an ulp a step comes to."""
     graphdef, params = nnx.split(

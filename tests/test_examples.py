@@ -42,6 +42,7 @@ def test_digits(tmp_path: Path) -> None:
         assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
 
 
+@pytest.mark.slow
 def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "digits.png"
     text = digits.main(["--epochs", "1", "--seeds", "1", "--picture", str(picture)])

@@ -556,6 +556,7 @@ def test_batch_norm_by_groups() -> None:
         assert abs(metrics["loss"] - whole_metrics["loss"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_count() -> None:
     logits = jax.random.normal(jax.random.key(0), (5, 3))
     labels = jnp.array([0, -1, 2, -1, 1])
@@ -605,6 +606,7 @@ def test_defaults(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [config(model="resnet50", **paper)]
 
 
+@pytest.mark.slow
 def test_evaluation(tree: Path) -> None:
     """Against the model itself, on a set that no batch divides."""
     files = [imagenet.find(tree / part) for part in ("train", "val")]
@@ -645,6 +647,7 @@ def test_too_many_left_out(tree: Path) -> None:
         imagenet.check_left_out(files, "val", 1, 21, 0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* left out:UserWarning")
 def test_too_many_left_out_in_the_last_step(broken: Path) -> None:
     files = [imagenet.find(broken / part) for part in ("train", "val")]
