@@ -444,13 +444,13 @@ def _with_count(state: PyTree, count: Array) -> PyTree:
         isinstance(node, _COUNTED) or getattr(node, "_fields", None) == ("count",)
     )
 
-    def at_count(node: Any) -> Any:
+    def counted(node: Any) -> Any:
         if not is_counted(node):
             return node
         inside = {name: _with_count(field, count) for name, field in node._asdict().items()}
         return node._replace(**{**inside, "count": like(node.count, count)})
 
-    return jax.tree.map(at_count, state, is_leaf=is_counted)
+    return jax.tree.map(counted, state, is_leaf=is_counted)
 
 
 def find(state: PyTree, kinds: Any) -> list[Any]:
