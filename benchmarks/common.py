@@ -1,26 +1,14 @@
-"""What the benchmarks share: their command line, and where their figures go."""
+"""Shared by the benchmarks: their command line, and where their figures go."""
 
 import argparse
-import importlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-
-
-def example(name: str) -> Any:
-    """A module of `examples`, whose networks and data are used."""
-    folder = str(Path(__file__).parents[1] / "examples")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
-
-
-command_line = example("command_line")
+from paper import command_line
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

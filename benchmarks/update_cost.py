@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from paper.models import PREACT_RESNETS
 from tqdm import tqdm
 
 from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
@@ -53,8 +54,8 @@ def gpt2() -> Any:
 
 
 def resnet152() -> Any:
-    """The PreAct ResNet-152 of `examples/cifar10.py`."""
-    model = nnx.eval_shape(lambda: common.example("cifar10").MODELS["resnet152"](rngs=nnx.Rngs(0)))
+    """The PreAct ResNet-152 of the paper's experiment."""
+    model = nnx.eval_shape(lambda: PREACT_RESNETS["resnet152"](rngs=nnx.Rngs(0)))
     return jax.tree.map(lambda p: p.shape, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 

@@ -7,18 +7,17 @@ table and draws the training loss at x and at z:
     python examples/digits.py
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from command_line import plus_minus
 from flax import nnx
-from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -139,22 +138,22 @@ def train(
 
 
 def table(results: dict[str, dict[str, np.ndarray]]) -> str:
-    """Mean ± standard deviation over seeds, and how far params are from those of SGD+M at most."""
+    """Mean ± standard deviation over seeds, and the largest distance of the params from SGD+M's."""
     reference = results["optax.sgd"]["params"]
     rows = [f"{'':23} {'training loss':>19} {'test accuracy':>18} {'|x − x_sgd|/|x_sgd|':>20}"]
     for name, result in results.items():
-        loss = plus_minus(*mean_and_deviation(result["loss at x"][:, -1]), ".6f")
-        accuracy = mean_and_deviation(100 * result["test accuracy"][:, -1])
-        percent = plus_minus(*accuracy, ".2f", " %")
+        loss = plus_minus(result["loss at x"][:, -1], ".6f")
+        accuracy = plus_minus(100 * result["test accuracy"][:, -1], ".2f", " %")
         distance = np.linalg.norm(result["params"] - reference, axis=1)
         difference = (distance / np.linalg.norm(reference, axis=1)).max()
-        rows.append(f"{name:23} {loss:>19} {percent:>18} {difference:20.1e}")
+        rows.append(f"{name:23} {loss:>19} {accuracy:>18} {difference:20.1e}")
     return "\n".join(rows)
 
 
-def mean_and_deviation(values: np.ndarray) -> tuple[float, float]:
-    """Over seeds; the standard deviation of one is NaN."""
-    return values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
+def plus_minus(values: np.ndarray, spec: str, unit: str = "") -> str:
+    """Mean ± standard deviation over seeds; for one seed the mean alone."""
+    spread = f" ± {values.std(ddof=1):{spec}}{unit}" if len(values) > 1 else ""
+    return f"{values.mean():{spec}}{unit}{spread}"
 
 
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
@@ -172,24 +171,31 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=path.suffix.removeprefix("."))
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> str:
-    parser = command_line.make_parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=40, help="how many")
-    parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--picture", type=Path, default=Path("digits.png"), help="where to draw it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--epochs", type=int, default=40, help=f"how many {default}")
+    add("--seeds", type=int, default=5, help=f"how many {default}")
+    add("--picture", type=Path, default=Path("digits.png"), help=f"where to draw it {default}")
     arguments = parser.parse_args(argv)
-    command_line.check_positive(parser, arguments, "epochs", "seeds")
-    command_line.check_writable(parser, arguments, "picture")
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if arguments.picture.suffix.lower().removeprefix(".") not in formats:
-        parser.error(
-            f"--picture must end in .{', .'.join(sorted(formats))}, got {arguments.picture}"
-        )
+    for name in ("epochs", "seeds"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be >= 1, got {getattr(arguments, name)}")
+    try:
+        save(plt.figure(), arguments.picture)  # fails now, not after training
+    except (OSError, ValueError) as error:
+        parser.error(f"--picture must be a picture that can be written: {error}")
 
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = (
@@ -205,14 +211,11 @@ def main(argv: list[str] | None = None) -> str:
         for name, (tx, dtype) in optimizers(num_steps).items()
     }
     text = table(results)
-    num_batches = len(x_train) // BATCH
-    seeds = command_line.count(arguments.seeds, "seed")
-    epochs = command_line.count(arguments.epochs, "epoch")
-    print(f"\n{seeds}, {epochs} of {num_batches} steps\n{text}")
+    print(f"\nseeds: {arguments.seeds}, epochs: {arguments.epochs}, steps: {num_steps}\n{text}")
     draw(results, arguments.picture)
     print(f"\nLoss curves: {arguments.picture}")
     return text
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    main()

@@ -1,25 +1,19 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
 from spa_optax import diagnostics as diagnostics, theory as theory
+from spa_optax._adamw import gpa_adamw as gpa_adamw, spa_adamw as spa_adamw
 from spa_optax._convert import (
-    SGDMHyperparams as SGDMHyperparams,
-    SPAHyperparams as SPAHyperparams,
     hyperparams_from_sgdm as hyperparams_from_sgdm,
     hyperparams_to_sgdm as hyperparams_to_sgdm,
     reanchor as reanchor,
     state_from_sgdm as state_from_sgdm,
     state_to_sgdm as state_to_sgdm,
 )
-from spa_optax._family import (
-    GPAState as GPAState,
-    eval_params as eval_params,
-    gpa as gpa,
-    gpa_adamw as gpa_adamw,
-    spa_adamw as spa_adamw,
+from spa_optax._core import GPAState as GPAState, SPAState as SPAState
+from spa_optax._gpa import eval_params as eval_params, gpa as gpa
+from spa_optax._hyperparams import (
+    SGDMHyperparams as SGDMHyperparams,
+    SPAHyperparams as SPAHyperparams,
 )
 from spa_optax._schedules import momentum_drop as momentum_drop, stagewise as stagewise
-from spa_optax._transform import (
-    SPAState as SPAState,
-    spa as spa,
-    spa_from_sgdm as spa_from_sgdm,
-)
+from spa_optax._spa import spa as spa, spa_from_sgdm as spa_from_sgdm

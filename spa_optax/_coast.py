@@ -16,7 +16,6 @@ z_k is then the point at which x would come to rest if every later gradient were
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,13 +25,15 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from spa_optax._checks import is_plain_number
+from spa_optax._core import Scalars
+from spa_optax._hyperparams import at_count
 
 _TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
 _MAX_HORIZON = 2**15  # so β = 0.999, which needs 18,412 terms, has all of them
 _SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
 
 
-class Outlook(NamedTuple):
+class LookAhead(NamedTuple):
     """What step k knows of the hyper-parameters: now, and from k + 1 on."""
 
     alpha: Float[Array, ""]  # α_k
@@ -42,34 +43,13 @@ class Outlook(NamedTuple):
     unseen: Float[Array, ""]  # weight in w_{k+1} of what is past the horizon; traced numbers: 1
 
 
-def at_count(
-    name: str, hyperparam: optax.ScalarOrSchedule
-) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
-    """A hyper-parameter as a function of the count, in the default floating-point dtype.
-
-    The function raises ValueError, with the name, where a schedule does not return a scalar.
-    """
-
-    def value(count: Int[Array, ""]) -> Float[Array, ""]:
-        value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
-        if value.shape != ():
-            raise ValueError(
-                f"`{name}` must be a scalar or a schedule of scalars, got an array of shape"
-                f" {value.shape}"
-            )
-        # `inject_hyperparams` casts to the params' dtype, which may be complex.
-        return jnp.real(value).astype(jnp.result_type(float))
-
-    return value
-
-
 def foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
     """Rates that lie ahead, 0 for the NaN or negative ones past the end of many schedules."""
     return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
 
 
 def foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Momenta that lie ahead, likewise."""
+    """Momenta that lie ahead, 0 for those that are NaN or out of range."""
     return jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
@@ -87,7 +67,7 @@ def look_ahead(
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> Outlook:
+) -> LookAhead:
     """The hyper-parameters of step `count`, and the coast that suits those of the steps after it.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, closed as if a and β stayed for ever as they are
@@ -118,11 +98,11 @@ def look_ahead(
         alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
     a_last = alpha_last * beta_last if nesterov else alpha_last
     for_ever = a_last * beta_last / (1 - beta_last)
-    return Outlook(alpha, beta, a, coast=seen + reach_last * for_ever, unseen=unseen)
+    return LookAhead(alpha, beta, a, coast=seen + reach_last * for_ever, unseen=unseen)
 
 
 def eta_and_c(
-    ahead: Outlook, coast: Float[Array, ""], *, nesterov: bool = False
+    ahead: LookAhead, coast: Float[Array, ""], *, nesterov: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """η_k and c_{k+1} of the step for which z_{k+1} has this coast."""
     total = ahead.a + coast
@@ -130,7 +110,37 @@ def eta_and_c(
     return (total + ahead.alpha if nesterov else total), c
 
 
-def positive(
+def sgdm_scalars(
+    ahead: LookAhead, coast_held: Float[Array, ""], *, is_master: bool, nesterov: bool
+) -> Scalars:
+    """The scalars of a step, from what is known of the hyper-parameters and the coast of z_k.
+
+    `is_master` tells that z is first of all the master copy of params of 16 bits or fewer.
+    """
+    alpha, beta, a, coast, unseen = ahead
+    held = coast_held.astype(a.dtype)
+    foreseen = unseen <= 1e-7
+    if not is_master:
+        # m = (x − z) / w is known to within rounding of x over w. Where a rise of α or β would
+        # come unforeseen, w must not have followed them down. But where z is a master copy
+        # first, a w that stays behind would wear it off.
+        floor = jnp.maximum(held, alpha / 100)
+        coast = jnp.where(foreseen, coast, jnp.maximum(coast, floor))
+    coast = safe_coast(coast, a, held)
+    # r − 1, in the form that loses the fewest digits where r is close to 1.
+    held = jnp.where(held > 0, held, 1)
+    shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
+    # Below this it is rounding: sums over a horizon are known to some tens of eps, and traced
+    # numbers that have not changed to (1 − β) eps. Its derivative is not, and is kept.
+    rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
+    shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
+    shift = jnp.where(coast_held > 0, shift, 0)
+    eta, c = eta_and_c(ahead, coast, nesterov=nesterov)
+    delta = alpha * (1 - c) if nesterov else None
+    return Scalars(eta, c, coast, delta, r=(held + shift * held, held))
+
+
+def safe_coast(
     coast: Float[Array, ""], a: Float[Array, ""], held: Float[Array, ""]
 ) -> Float[Array, ""]:
     """A coast to divide by, as the float32 state will hold it, to the last bit.

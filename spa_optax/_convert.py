@@ -1,14 +1,13 @@
 """To and from SGD with momentum: hyper-parameters and states."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from spa_optax._checks import (
     check_arrays_differ,
@@ -20,45 +19,20 @@ from spa_optax._checks import (
     check_same_tree,
     keys_of,
 )
-from spa_optax._coast import at_count, eta_and_c, look_ahead, positive
-from spa_optax._transform import (
-    GPAState,
-    SPAState,
-    is_array,
-    is_float,
-    wide_dtype,
-    z_0,
+from spa_optax._coast import eta_and_c, look_ahead, safe_coast
+from spa_optax._core import GPAState, SPAState, find, only, scalar_of, z_0
+from spa_optax._hyperparams import (
+    FromSGDM,
+    SGDMHyperparams,
+    SPAHyperparams,
+    as_schedule,
+    at_count,
 )
+from spa_optax._precision import is_array, is_float, wide_dtype
 
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # The states of optax that hold the count of their schedules.
 _COUNTED = (optax.ScaleByScheduleState, *INJECTED)
-
-
-class SPAHyperparams(NamedTuple):
-    """Hyper-parameters of SPA, scalars or schedules: `spa(*hyperparams)`."""
-
-    learning_rate: optax.ScalarOrSchedule  # η_k at count k
-    averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
-
-
-class SGDMHyperparams(NamedTuple):
-    """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*hyperparams)`."""
-
-    learning_rate: optax.ScalarOrSchedule  # α_k at count k
-    momentum: optax.ScalarOrSchedule  # β_k at count k
-
-
-@dataclasses.dataclass(frozen=True)
-class Foreseen:
-    """A schedule that knows what it came from, so that `theory.audit` need not look ahead."""
-
-    schedule: optax.Schedule
-    sgdm: SGDMHyperparams
-
-    def __call__(self, count: ArrayLike) -> Any:
-        """The value at a count, or at an array of counts."""
-        return self.schedule(count)
 
 
 def hyperparams_from_sgdm(
@@ -72,8 +46,8 @@ def hyperparams_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     For constants, η = α/(1 − β) and c = 1 − β. This is the bounded solution of Theorem 1;
-    `theory.forward_recursion` is the paper's own. It cannot tell of hyper-parameters that were not
-    foreseen, and has no Nesterov form: `spa_from_sgdm` can and has.
+    `theory.forward_recursion` is the paper's own. For Nesterov momentum, and for
+    hyper-parameters that cannot be evaluated ahead of time, use `spa_from_sgdm`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
@@ -82,7 +56,9 @@ def hyperparams_from_sgdm(
       horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
+      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is. The
+      schedules have an attribute `sgdm`, the `SGDMHyperparams` that they were made from, which
+      `theory.audit` uses.
 
     Raises:
       ValueError: if a number is out of range.
@@ -118,7 +94,7 @@ def hyperparams_from_sgdm(
 
     sgdm = SGDMHyperparams(learning_rate, momentum)
     eta, c = as_schedule(lambda count: at(count)[0]), as_schedule(lambda count: at(count)[1])
-    return SPAHyperparams(Foreseen(eta, sgdm), Foreseen(c, sgdm))
+    return SPAHyperparams(FromSGDM(eta, sgdm), FromSGDM(c, sgdm))
 
 
 def hyperparams_to_sgdm(
@@ -196,8 +172,8 @@ def state_from_sgdm(
         chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
       params: x_k, where that run stands.
       learning_rate: α_k as it will be passed to `spa_from_sgdm`.
-      momentum: β_k, likewise.
-      nesterov: likewise.
+      momentum: β_k as it will be passed to `spa_from_sgdm`.
+      nesterov: whether that run, and the one that continues it, use Nesterov momentum.
       count: the number of steps taken, k. None means the count in `sgd_state`. The state of
         `optax.sgd` holds none where the learning rate is a number; then, if momentum is a number
         too, nothing depends on it.
@@ -257,7 +233,7 @@ def state_from_sgdm(
         raise ValueError("`count` must be >= 1 where `sgd_state` holds momentum, got 0")
     # What step k − 1 would have seen: w_k.
     ahead = look_ahead(learning_rate, momentum, k - 1, nesterov=nesterov)
-    w = positive(ahead.coast, ahead.a, held=jnp.zeros_like(ahead.a))
+    w = safe_coast(ahead.coast, ahead.a, held=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     last = lambda scalar: jnp.where(k == 0, 0, scalar).astype(jnp.float32)
     x = by_path(params)
@@ -329,7 +305,7 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
     """
     state = only(spa_state, SPAState, "spa_state")
     (keys,) = keys_of("spa_state", [state.z], params)
-    count, coast = (jnp.asarray(*jax.tree.leaves(s)) for s in (state.count, state.coast))
+    count, coast = scalar_of(state.count), scalar_of(state.coast)
     known = (count > 0) & (coast > 0)
     w = jnp.where(known, coast, 1)
     x = by_path(params)
@@ -406,17 +382,6 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     return _replace(spa_state, SPAState, move)
 
 
-def as_schedule(function: Callable[[Array], Array]) -> optax.Schedule:
-    """A function of an int32 count as a schedule, of a count or any array of counts."""
-
-    def schedule(count: ArrayLike) -> Array:
-        # int32, the dtype of counts in states, for schedules to compute as they do there.
-        counts = jnp.asarray(count).astype(jnp.int32)
-        return jnp.vectorize(function)(counts)
-
-    return schedule
-
-
 def by_path(params: PyTree) -> dict[str, Any]:
     """The leaves, by their paths as strings; numbers as arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -451,17 +416,3 @@ def _with_count(state: PyTree, count: Array) -> PyTree:
         return node._replace(**{**inside, "count": like(node.count, count)})
 
     return jax.tree.map(counted, state, is_leaf=is_counted)
-
-
-def find(state: PyTree, kinds: Any) -> list[Any]:
-    """The nodes of some kinds in a state."""
-    is_kind = lambda node: isinstance(node, kinds)
-    return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
-
-
-def only(state: PyTree, kind: Any, name: str) -> Any:
-    """The one node of a kind in a state."""
-    found = find(state, kind)
-    if len(found) != 1:
-        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
-    return found[0]

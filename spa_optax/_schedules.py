@@ -16,8 +16,7 @@ from spa_optax._checks import (
     check_rate,
     check_steps,
 )
-from spa_optax._coast import at_count
-from spa_optax._convert import SPAHyperparams, as_schedule
+from spa_optax._hyperparams import SPAHyperparams, as_schedule, at_count
 
 _AveragingRule = Literal["constant", "scale", "balance"]
 Hold = Literal["eta", "alpha"]
@@ -104,7 +103,7 @@ def stagewise(
         if averaging_rule == "constant":
             return c
         if averaging_rule == "scale":
-            return multiplied(c, log_ratio)
+            return _scaled_up_to_1(c, log_ratio)
         return jnp.where(c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0)
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
@@ -166,27 +165,27 @@ def momentum_drop(
 
     def c(k: Array) -> Float[Array, ""]:
         # c_{k+1} has been multiplied k + 2 − step times.
-        return risen(c_at(k), k + 2 - step, rate)
+        return ramp_up(c_at(k), k + 2 - step, rate)
 
     def eta(k: Array) -> Float[Array, ""]:
-        return eta_at(k) if hold == "eta" else holding_alpha(eta_at(k), c_at(k), c(k))
+        return eta_at(k) if hold == "eta" else eta_at_constant_alpha(eta_at(k), c_at(k), c(k))
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
 
 
-def risen(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
+def ramp_up(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
     """The c that has been multiplied by `rate` so many times, up to 1; at once without a rate."""
-    up = 1 if rate is None else multiplied(c, times.astype(c.dtype) * math.log(rate))
+    up = 1 if rate is None else _scaled_up_to_1(c, times.astype(c.dtype) * math.log(rate))
     return jnp.where(times > 0, up, c)
 
 
-def multiplied(c: Array, log_factor: Array) -> Float[Array, ""]:
+def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
     """min(1, c·factor). A c of 0 stays 0, where a factor that overflows would make 0 · inf."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
 
-def holding_alpha(eta: Array, before: Array, now: Array) -> Float[Array, ""]:
+def eta_at_constant_alpha(eta: Array, before: Array, now: Array) -> Float[Array, ""]:
     """The η that keeps α = ηc where c has gone from `before` to `now`."""
     return jnp.where(before == now, eta, eta * before / jnp.where(now > 0, now, 1))
 

@@ -18,24 +18,26 @@ from spa_optax._checks import (
     check_key,
     check_rate,
     check_steps,
-    is_none,
 )
-from spa_optax._coast import at_count
-from spa_optax._convert import INJECTED, find, like, only
-from spa_optax._schedules import Hold, holding_alpha, risen
-from spa_optax._transform import (
+from spa_optax._convert import INJECTED, like
+from spa_optax._core import (
     GPAState,
+    Rule,
     SPAState,
-    SPATransformation,
-    Step,
-    average,
-    has_narrow,
-    is_float,
-    ratios,
-    spa,
+    StepInfo,
+    Update,
+    advance,
+    find,
+    map_trained,
+    only,
+    param_update,
+    scalar_of,
     trained,
-    wide_dtype,
 )
+from spa_optax._hyperparams import at_count
+from spa_optax._precision import has_narrow, wide_dtype
+from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
+from spa_optax._spa import spa, spa_scalars
 
 
 class Means(NamedTuple):
@@ -48,7 +50,7 @@ class Means(NamedTuple):
 
 
 class AlignmentMeans(NamedTuple):
-    """Moving averages over steps at which ⟨g_k, x_k − x_{k−1}⟩ is known; likewise."""
+    """Moving averages over steps at which ⟨g_k, x_k − x_{k−1}⟩ is known, to be divided alike."""
 
     inner_product: Float[Array, ""]  # of ⟨g_k, x_k − x_{k−1}⟩
     step: Float[Array, ""]  # of ‖x_k − x_{k−1}‖²
@@ -62,7 +64,7 @@ class TrackMomentumState(NamedTuple):
     inner: SPAState
     step: Float[Array, ""]  # ‖x_k − x_{k−1}‖²; −1 where it is not known
     noise: Float[Array, ""]  # v_k, what it would be if every cross term vanished
-    spread: Float[Array, ""]  # p_k, what ‖z_k − x_k‖² would be, likewise
+    spread: Float[Array, ""]  # p_k, what ‖z_k − x_k‖² would be in that case
     means: Means
     alignment: AlignmentMeans
     num_skipped: Int[Array, ""]  # steps with a ‖g_k‖² or ‖u_k‖² that was not finite
@@ -143,7 +145,8 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level and the inner product by recursion are this package's.
     """
-    if not isinstance(inner, SPATransformation):
+    member = inner.update
+    if not isinstance(member, Update):
         raise ValueError(
             "`inner` must be what `spa` or `spa_from_sgdm` returns, with chains and wrappers around"
             f" `track_momentum`, got a `{type(inner).__name__}`"
@@ -168,103 +171,101 @@ def track_momentum(
         del extra_args
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
-        u, state, _ = _tracked_update(inner, decay, updates, state, params)
+        u, state, _ = _track(updates, state, params, member.rule, member.rounding_key, decay)
         return u, state
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _tracked_update(
-    inner: SPATransformation,
-    decay: float,
+def _track(
     updates: PyTree,
     state: TrackMomentumState,
     params: PyTree | None,
+    rule: Rule,
+    rounding_key: PRNGKeyArray | None,
+    decay: float,
 ) -> tuple[PyTree, TrackMomentumState, Bool[Array, ""]]:
     """The update and the state; and whether this step has added to the averages."""
-    u, inner_state, now = inner.advance(updates, state.inner, params)
+    u, inner, info = advance(updates, state.inner, params, rule, rounding_key)
+    g, x, z = trained(updates, params, inner.z)
     # ‖u_k‖² from z_{k+1} once more: with two uses for u XLA would write it out in full.
-    again = trained(updates, params, inner_state.z)
-    u_again = average(*jax.lax.optimization_barrier((*again, now)))
-    squares = _square(updates, params), _square(u_again, params)
-    return u, *_track(state, inner_state, now, *squares, params, decay)
+    u_again = param_update(*jax.lax.optimization_barrier((g, x, z, info)))
+    has_alignment = info.delta is None and not has_narrow(x) and not has_narrow(z)
+    squares = _square(g, x), _square(u_again, x)
+    return u, *_averaged(state, inner, info, *squares, has_alignment, decay)
 
 
 def _square(tree: PyTree, params: PyTree) -> Float[Array, ""]:
     """‖·‖² over all that is not None and belongs to floating-point params, as float32."""
 
-    def square(leaf: Any, x: Any) -> Array | None:
-        if leaf is None or x is None or not is_float(x):
-            return None
+    def square(_: Array, leaf: Any) -> Array:
         leaf = jnp.asarray(leaf)
         leaf = leaf.astype(wide_dtype(leaf))
         return jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32)
 
-    squares = jax.tree.map(square, tree, params, is_leaf=is_none)
+    squares = map_trained(square, params, tree)
     return sum(jax.tree.leaves(squares), jnp.zeros([], jnp.float32))
 
 
-def _track(
+def _averaged(
     state: TrackMomentumState,
     inner: SPAState,
-    now: Step,
-    gradient: Float[Array, ""],
-    step: Float[Array, ""],
-    params: PyTree,
+    info: StepInfo,
+    sq_gradient: Float[Array, ""],
+    sq_update: Float[Array, ""],
+    has_alignment: bool,
     decay: float,
 ) -> tuple[TrackMomentumState, Bool[Array, ""]]:
-    """From ‖g_k‖², ‖u_k‖² and what the state has of the step before."""
+    """The new state from ‖g_k‖² and ‖u_k‖², and whether the averages have a new term."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
-    eta, c, delta = f32(now.eta), f32(now.c), f32(now.delta)
+    eta, c, delta = f32(info.eta), f32(info.p), f32(info.delta)
     # Those of all dtypes are the same, but where momentum restarts for some.
-    of_dtypes = ratios(now, state.inner, params).values()
-    r = f32(functools.reduce(jnp.minimum, of_dtypes or [jnp.ones([])]))
+    r = f32(functools.reduce(jnp.minimum, info.r.values() or [jnp.ones([])]))
     eta_before, c_before = state.inner.eta, state.inner.c
-    is_finite = jnp.isfinite(gradient) & jnp.isfinite(step)
+    is_finite = jnp.isfinite(sq_gradient) & jnp.isfinite(sq_update)
     one = jnp.ones([], jnp.float32)
-    moved = lambda mean, term: decay * mean + (1 - decay) * term
+    average = lambda mean, term: decay * mean + (1 - decay) * term
 
     # The terms of the step that led here, which has no scale where η or c was 0.
     scale = eta_before**2 * c_before
     counts = is_finite & (state.step >= 0) & (scale > 0)
     safe = jnp.where(scale > 0, scale, 1)
-    terms = Means(state.step / safe, state.noise / safe, gradient / 2, one)
+    terms = Means(state.step / safe, state.noise / safe, sq_gradient / 2, one)
     counts &= jnp.isfinite(terms.iterate) & jnp.isfinite(terms.noise)
     means = jax.tree.map(
-        lambda mean, term: jnp.where(counts, moved(mean, term), mean), state.means, terms
+        lambda mean, term: jnp.where(counts, average(mean, term), mean), state.means, terms
     )
 
     # ‖u_k‖² = ‖a u_{k−1} − b g_k‖², unless u_k depends on more than that.
     a, b = r * c * (1 / jnp.where(c_before > 0, c_before, 1) - 1), c * eta
-    squares, safe = a**2 * state.step + b**2 * gradient, jnp.where(a * b > 0, 2 * a * b, 1)
-    inner_product = (squares - step) / safe
+    squares, safe = a**2 * state.step + b**2 * sq_gradient, jnp.where(a * b > 0, 2 * a * b, 1)
+    inner_product = (squares - sq_update) / safe
     # The squares are known to some eps. Beside the bound of Cauchy and Schwarz that must be little,
     # and the bound must hold.
     error = float(jnp.finfo(jnp.float32).eps) * squares / safe
-    bound = jnp.sqrt(jnp.maximum(state.step, 0)) * jnp.sqrt(gradient)
+    bound = jnp.sqrt(jnp.maximum(state.step, 0)) * jnp.sqrt(sq_gradient)
     follows = is_finite & (state.step >= 0) & (a * b > 0) & (error < 1e-4 * bound)
     follows &= jnp.abs(inner_product) < 1.001 * bound
-    if now.delta is not None or has_narrow(params) or has_narrow(inner.z):
-        follows = jnp.zeros([], bool)
-    terms = AlignmentMeans(inner_product, state.step, gradient, one)
+    follows &= has_alignment
+    terms = AlignmentMeans(inner_product, state.step, sq_gradient, one)
     alignment = jax.tree.map(
-        lambda mean, term: jnp.where(follows, moved(mean, term), 0), state.alignment, terms
+        lambda mean, term: jnp.where(follows, average(mean, term), 0), state.alignment, terms
     )
 
     spread = r**2 * state.spread
-    noise = c**2 * spread + (c * eta + delta) ** 2 * gradient
-    spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * gradient
+    noise = c**2 * spread + (c * eta + delta) ** 2 * sq_gradient
+    spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * sq_gradient
     state = TrackMomentumState(
         inner=inner,
-        step=jnp.where(is_finite, step, -1),
+        step=jnp.where(is_finite, sq_update, -1),
         noise=jnp.where(is_finite, noise, state.noise),
         spread=jnp.where(is_finite, spread, state.spread),
         means=means,
         alignment=alignment,
         num_skipped=state.num_skipped + jnp.where(is_finite, 0, 1),
     )
-    return state, counts & (gradient > 0)
+    return state, counts & (sq_gradient > 0)
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
@@ -290,14 +291,15 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     Examples:
       Under gradients that all point one way every step comes to be ηg, and the gain to be 2/c:
 
+      >>> import jax
       >>> import jax.numpy as jnp
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
       >>> tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
       >>> params = jnp.zeros(1)
-      >>> state = tx.init(params)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
       >>> for _ in range(300):
-      ...     updates, state = tx.update(jnp.ones(1), state, params)
+      ...     updates, state = update(jnp.ones(1), state, params)
       ...     params = params + updates
       >>> report = momentum_report(state)
       >>> print(f"{report.gain:.2f} {report.noise_level:.2f} {report.alignment:.2f}")
@@ -402,8 +404,7 @@ def spa_until_noise(
         rate = check_above_1("rate", rate)
     check_dtype(state_dtype)
     check_key(rounding_key)
-    low_precision: Any = {"state_dtype": state_dtype, "rounding_key": rounding_key}
-    init_tracked = track_momentum(spa(0.0, **low_precision), decay).init
+    init_tracked = track_momentum(spa(0.0, state_dtype=state_dtype), decay).init
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def init_fn(params: PyTree) -> UntilNoiseState:
@@ -423,11 +424,11 @@ def spa_until_noise(
         count = jnp.asarray(state.tracked.inner.count)
         eta, before = eta_at(count), c_at(count)
         times = jnp.where(state.dropped_at >= 0, count - state.dropped_at + 1, 0)
-        c = risen(before, times, rate)
+        c = ramp_up(before, times, rate)
         if hold == "alpha":
-            eta = holding_alpha(eta, before, c)
-        inner: Any = spa(eta, c, **low_precision)
-        updates, now, measured = _tracked_update(inner, decay, updates, state.tracked, params)
+            eta = eta_at_constant_alpha(eta, before, c)
+        rule: Any = lambda inner, _: spa_scalars(eta, c, inner)
+        updates, now, measured = _track(updates, state.tracked, params, rule, rounding_key, decay)
         # The gain and the noise level share their denominator.
         is_quiet = now.means.iterate <= (1 + tolerance) * now.means.noise
         is_quiet &= count.astype(before.dtype) * before >= 5
@@ -492,7 +493,7 @@ def release_momentum(
             "`params` and z must have more than 16 bits, got narrower ones: without z, or on from"
             " its rounding, the iterates would not be the same"
         )
-    (c,) = jax.tree.leaves(spa_state.c)  # under Flax nnx a variable
+    c = scalar_of(spa_state.c)
     if isinstance(c, Tracer):
         raise ValueError("`opt_state` must be concrete, not traced: what is returned depends on c")
     if not jnp.all(c == 1):
@@ -500,7 +501,7 @@ def release_momentum(
     tx: Any = optax.sgd(learning_rate)
     sgd_state = tx.init(params)
     if callable(learning_rate):
-        count = like(spa_state.count, [jnp.array(*jax.tree.leaves(spa_state.count), copy=True)])
+        count = like(spa_state.count, [jnp.array(scalar_of(spa_state.count), copy=True)])
         sgd_state = optax.tree.set(sgd_state, count=count)
     kinds = (UntilNoiseState, TrackMomentumState, GPAState, SPAState)
     holds = lambda node: isinstance(node, kinds)

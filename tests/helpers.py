@@ -3,20 +3,17 @@
 import contextlib
 import functools
 import inspect
-import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
@@ -27,7 +24,10 @@ FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
     for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+# For long runs: these tests compile without optimization, which is no gain there.
+optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 NUM_STEPS = 2_000
+UNIFORM = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
 BATCH = 64
 # In compiled programs.
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
@@ -39,13 +39,13 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def host_devices(num_devices: int) -> dict[str, str]:
-    """For the environment of another process: so many CPU devices, and the other flags of this.
-
-    Without optimization XLA compiles a network several times faster.
-    """
+    """For the environment of another process: so many CPU devices; flags and path as here."""
     flags = f"--xla_force_host_platform_device_count={num_devices}"
-    flags += " --xla_backend_optimization_level=0"
-    return {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}", "JAX_PLATFORMS": "cpu"}
+    return {
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 def free_address() -> str:
@@ -53,28 +53,6 @@ def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def num_epochs(run: Path) -> int:
-    """So many lines of metrics an example has written, or is writing."""
-    path = run / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Of an example's run, all that does not depend on the clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        assert line.pop("images_per_second") > 0
-    return lines
-
-
-def last_checkpoint(run: Path, target: Any) -> Any:
-    """What an example's run has saved, where `target` is."""
-    with ocp.CheckpointManager(run / "checkpoints") as manager:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-        state = manager.restore(manager.latest_step(), args=args).state
-        return state._replace(key=jax.random.key_data(state.key))
 
 
 @contextlib.contextmanager
@@ -160,6 +138,33 @@ def train(
     return [params for params, _ in carry]
 
 
+def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tuple[Any, Any]:
+    """The params and what is evaluated, after each of `num_steps` steps of a convex problem."""
+    loss = logistic_regression(dtype)
+
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        with jax.numpy_dtype_promotion("standard"):  # for optax's
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), (params, evaluate(state, params))
+
+    params = jnp.full((65, 10), 0.1, dtype)
+    run = optimized(lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1])
+    return run()
+
+
+def compiled_step(tx: Any, params: Any) -> Any:
+    """A donated step, compiled."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+    return lowered.compile()
+
+
 def relative_difference(x: PyTree, reference: PyTree) -> float:
     """The L2 norm of the difference over that of the reference, worked out in float64."""
     x, reference = (
@@ -178,15 +183,6 @@ def rounding_noise(ulps: float = 1.0) -> optax.GradientTransformation:
         return jax.tree.map(nudge, updates, noise, params), count + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
-
-
-@contextlib.contextmanager
-def noisy_optimizers(module: Any, ulps: float = 4.0) -> Iterator[None]:
-    """An example's optimizers, with the noise of sums of float32: some ulps."""
-    make = module.make_optimizer
-    noisy = lambda *arguments: optax.chain(make(*arguments), rounding_noise(ulps))
-    with mock.patch.object(module, "make_optimizer", noisy):
-        yield
 
 
 def assert_apart_by_rounding(
@@ -213,7 +209,21 @@ def lenient(schedule: optax.Schedule) -> optax.Schedule:
     return evaluate
 
 
-WARMUP_COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))
+def table(values: Any) -> Callable[[Any], Array]:
+    """A schedule that reads its values from an array; its last value goes on for ever."""
+    return lambda count: jnp.asarray(values)[jnp.minimum(count, len(values) - 1)]
+
+
+def evaluated(schedule: optax.Schedule, num_steps: int = NUM_STEPS) -> Callable[[Any], Array]:
+    """A schedule of Optax, evaluated once and for all.
+
+    It computes in float32. Compiled into two transforms that a test compares, it may be rounded
+    differently in each, and a network amplifies that.
+    """
+    return table(np.asarray(jax.vmap(lenient(schedule))(jnp.arange(num_steps + 1)), np.float64))
+
+
+WARMUP_COSINE = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))
 
 
 def random_rates(k: np.ndarray) -> np.ndarray:
@@ -240,8 +250,3 @@ MOMENTA: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "NaN past its end": lambda k: np.where(k < NUM_STEPS, 0.9, np.nan),
     "up to 0.995": lambda k: np.clip(0.9 + 0.095 * k / 1500, 0.9, 0.995),
 }
-
-
-def table(values: Array) -> Callable[[Any], Array]:
-    """A schedule that reads its values from an array; its last value goes on for ever."""
-    return lambda count: values[jnp.minimum(count, len(values) - 1)]

@@ -13,7 +13,19 @@ import optax
 import pytest
 from helpers import lenient, table, unchecked, x64
 
-from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, spa, stagewise, theory
+from spa_optax import (
+    SGDMHyperparams,
+    hyperparams_from_sgdm,
+    hyperparams_to_sgdm,
+    spa,
+    stagewise,
+    theory,
+)
+
+
+def values(hyperparams: tuple[Any, Any], counts: Any) -> Any:
+    """Of a pair of schedules, compiled as one program."""
+    return jax.jit(lambda counts: [h(counts) for h in hyperparams])(jnp.asarray(counts))
 
 
 def test_arrays_are_what_they_say() -> None:
@@ -24,17 +36,16 @@ def test_arrays_are_what_they_say() -> None:
         audit = theory.audit(eta, c, 40, smoothness=3.0)
         np.testing.assert_allclose(audit.eta, etas, rtol=1e-12)
         np.testing.assert_allclose(audit.c, cs, rtol=1e-12)
-        alpha, beta = (h(jnp.arange(40)) for h in hyperparams_to_sgdm(eta, c))
+        alpha, beta = values(hyperparams_to_sgdm(eta, c), np.arange(40))
         np.testing.assert_allclose(audit.alpha, alpha, rtol=1e-12)
         np.testing.assert_allclose(audit.beta[1:], beta[1:], rtol=1e-12)
         assert np.isnan(audit.beta[0])
         k = np.arange(2, 40)
         now = {"eta": etas[k], "eta_prev": etas[k - 1], "c": cs[k - 1], "smoothness": 3.0}
-        weight = theory.step_weight(**now)
-        np.testing.assert_allclose(audit.step_weight[2:], weight, rtol=1e-9)
-        of_x = theory.remainder(1.0, 0.0, c_prev=cs[k - 2], **now)
+        np.testing.assert_allclose(audit.step_weight[2:], theory.step_weight(**now), rtol=1e-9)
+        losses = np.eye(2)[:, :, None]  # of x and of z
+        of_x, of_z = theory.remainder(*losses, c_prev=cs[k - 2], **now)
         np.testing.assert_allclose(3.0 * audit.remainder_x[2:], of_x, rtol=1e-9)
-        of_z = theory.remainder(0.0, 1.0, c_prev=cs[k - 2], **now)
         np.testing.assert_allclose(audit.remainder_z[2:], of_z, rtol=1e-9)
         limit = theory.max_learning_rate(cs, 3.0)
         np.testing.assert_allclose(audit.max_learning_rate, limit, rtol=1e-12)
@@ -50,9 +61,9 @@ def test_recipes_of_sgdm(momentum: float) -> None:
         hyperparams = hyperparams_from_sgdm(schedule, momentum)
         audit = theory.audit(*hyperparams, 60)
         steps = [0, 1, 2, 9, 10, 30, 59]
-        for k in steps:
-            np.testing.assert_allclose(audit.eta[k], hyperparams[0](k), rtol=1e-7)
-            np.testing.assert_allclose(audit.c[k], hyperparams[1](k), rtol=1e-7)
+        eta, c = values(hyperparams, steps)
+        np.testing.assert_allclose(audit.eta[steps], eta, rtol=1e-7)
+        np.testing.assert_allclose(audit.c[steps], c, rtol=1e-7)
         np.testing.assert_allclose(audit.beta, momentum)
     assert audit.c[0] == 0  # warm-up from zero
     assert "nan" not in audit.report()
@@ -95,7 +106,7 @@ def test_the_report_begins_with_what_is_beyond_doubt() -> None:
     assert "sufficient, for the worst" in report
 
 
-def test_a_schedule_that_is_nan_or_out_of_range_is_told() -> None:
+def test_a_schedule_that_is_nan_or_out_of_range_is_reported() -> None:
     nan = lambda k: jnp.where(k < 50, 0.1, jnp.nan)
     for learning_rate, averaging in (
         (nan, 0.1),
@@ -123,9 +134,7 @@ def test_a_recipe_past_the_end_of_its_schedule(nan: bool) -> None:
     line = lambda k: 0.1 * (1 - k.astype(float) / 60.5)
     hyperparams = hyperparams_from_sgdm(root if nan else line, 0.9)
     audit = theory.audit(*hyperparams, 80)
-    counts = np.arange(80)
-    for found, schedule in zip((audit.eta, audit.c), hyperparams, strict=True):
-        np.testing.assert_allclose(found, schedule(counts), rtol=1e-5)
+    np.testing.assert_allclose((audit.eta, audit.c), values(hyperparams, np.arange(80)), rtol=1e-5)
     assert "a hyper-parameter is NaN or out of range: first at step 61, 19 in all" in audit.report()
     assert np.isfinite(audit.eta[:60]).all()
 
@@ -219,7 +228,42 @@ def test_figure_1(tmp_path: Path) -> None:
     assert of["(f) β"][99] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_schedule_that_was_foreseen_is_still_a_schedule() -> None:
+def test_a_schedule_made_from_sgdm_is_still_a_schedule() -> None:
     params = jnp.ones(2)
     tx = spa(*hyperparams_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.9))
-    tx.update(params, tx.init(params), params)
+    jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def test_schedules_say_which_recipe_they_were_made_from() -> None:
+    """The audit uses the recipe of both schedules if it is one, and the schedules otherwise."""
+    rates = [lambda k: 0.1 / (k + 1).astype(float), lambda k: 0.2 / (k + 1).astype(float)]
+    one, other = (hyperparams_from_sgdm(rate, 0.5) for rate in rates)
+    assert [h.sgdm for h in one] == [SGDMHyperparams(rates[0], 0.5)] * 2
+    assert theory.audit(*one, 3).beta[0] == 0.5
+    mixed = theory.audit(one.learning_rate, other.averaging, 3)
+    assert np.isnan(mixed.beta[0])
+    expected = values((one.learning_rate, other.averaging), np.arange(3))
+    np.testing.assert_allclose((mixed.eta, mixed.c), expected, rtol=1e-6)
+
+
+def test_conditions_come_in_the_order_of_the_report() -> None:
+    """Each that breaks has one line of the report, the two that rest on the bound last."""
+    etas = jnp.array([1.0, 9.0, 1.0, 0.1, 1.0, 2.0])
+    cs = jnp.array([0.1, 0.5, 0.1, 0.9, 0.5, 0.1])
+    audit = theory.audit(table(etas), table(cs), 6, smoothness=9.0)
+    breaches = audit.breaches()
+    assert list(breaches) == [
+        "a hyper-parameter is NaN or out of range",
+        "α spikes to over twice its neighbours",
+        "β is 1 or more",
+        "β is negative",
+        "R_k's first coefficient is positive",
+        "R_k's second coefficient (SGD's too) is positive",
+        "the weight of ‖x_k − x_{k−1}‖² is positive",
+        "η is over the limit for constants",
+    ]
+    broken = [name for name, steps in breaches.items() if steps.any()]
+    assert len(broken) == 6
+    told = [line.removeprefix("- ").split(":")[0] for line in audit.report().splitlines()]
+    assert [line for line in told if line in breaches] == broken
+    assert list(theory.audit(1.0, 0.1, 6).breaches()) == list(breaches)[:6]

@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import unchecked
+from helpers import (
+    unchecked,
+)
 
 from spa_optax import (
     gpa,
+    gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     spa,
@@ -24,7 +27,7 @@ from spa_optax import (
     state_to_sgdm,
     theory,
 )
-from spa_optax._checks import check_count, check_horizon
+from spa_optax._checks import check_count, check_dtype, check_horizon, check_second_moment
 from spa_optax.diagnostics import spa_until_noise
 
 NAN, INF = float("nan"), float("inf")
@@ -148,7 +151,7 @@ def test_trees_that_differ(tx: Any, grads: Any, message: str) -> None:
 
 
 def test_a_mismatch_of_a_large_tree_has_a_short_message() -> None:
-    params = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(3_000)}
+    params = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(300)}
     tx = spa(0.1)
     frozen = flax.core.freeze(params)
     with pytest.raises(ValueError, match=r"`params`: a FrozenDict against a dict$"):
@@ -239,3 +242,62 @@ def test_states_that_are_not_there() -> None:
     at = re.escape("got (3,) at ['layer']['bias']")
     with pytest.raises(ValueError, match=f"`spa_state` must have leaves of .* each once, {at}"):
         state_to_sgdm(spa(0.1).init(PARAMS), PARAMS["layer"])
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "match"),
+    [
+        (gpa, {"learning_rate": -1.0}, "`learning_rate` must be finite and >= 0, got -1.0"),
+        (gpa, {"averaging": 1.5}, r"`averaging` must be in \[0, 1\], got 1.5"),
+        (gpa, {"interpolation": 0.0}, r"`interpolation` must be in \(0, 1\], got 0.0"),
+        (gpa, {"interpolation": 1e-46}, r"`interpolation` must be in \(0, 1\], got 1e-46"),
+        (gpa, {"interpolation": 1.1}, r"`interpolation` must be in \(0, 1\], got 1.1"),
+        (gpa, {"interpolation": float("nan")}, r"`interpolation` must be in \(0, 1\], got nan"),
+        (gpa, {"state_dtype": int}, "`state_dtype`"),
+        (gpa_adamw, {"interpolation": 2.0}, r"`interpolation` must be in \(0, 1\], got 2.0"),
+        (spa_adamw, {"averaging": -0.1}, r"`averaging` must be in \[0, 1\], got -0.1"),
+        (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\), got 1.0"),
+        (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
+        (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
+    ],
+)
+def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make(**{"learning_rate": 0.1, **kwargs})
+
+
+def test_what_no_scalar_is() -> None:
+    for value in (lambda k: 0.9, None, "a", [0.9], jnp.array([0.9])):
+        for name in ("b2", "eps"):
+            with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got "):
+                check_second_moment(**{"b2": 0.9, "eps": 1e-8, name: value})
+
+
+def test_an_array_is_no_dtype() -> None:
+    """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
+    with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
+        check_dtype(jnp.ones(3))
+    named = optax.inject_hyperparams(gpa, static_args="state_dtype")
+    state = named(learning_rate=0.1, state_dtype=jnp.bfloat16).init(jnp.ones(3))
+    assert optax.tree.get(state, "z").dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("make", [gpa, spa_adamw, gpa_adamw])
+def test_bad_update(make: Any) -> None:
+    params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
+    grads = jax.tree.map(jnp.cos, params)
+    tx = make(0.1)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="`params` must be passed"):
+        tx.update(grads, state)
+    with pytest.raises(ValueError, match="`updates` must have the structure"):
+        tx.update({"w": grads["w"]}, state, params)
+    with pytest.raises(ValueError, match="`updates` must have the shapes"):
+        tx.update(jax.tree.map(lambda g: g[..., :1], grads), state, params)
+    if make is gpa:
+        with pytest.raises(ValueError, match="`state` must be a `GPAState`, got SPAState"):
+            tx.update(grads, spa(0.1).init(params), params)
+    else:
+        other: Any = spa_adamw if make is gpa_adamw else gpa_adamw
+        with pytest.raises(ValueError, match="`state` must be a"):
+            tx.update(grads, other(0.1).init(params), params)

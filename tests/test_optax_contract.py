@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import COLLECTIVE, FLOAT16, apply, lenient, x64
+from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, slow, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -41,7 +41,6 @@ from spa_optax.diagnostics import (
 )
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 1_000))
-UNIFORM = lambda k: 1 / (k + 1).astype(float)
 FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "spa": functools.partial(spa, 0.1, 0.1),
     "spa, schedules": functools.partial(spa, COSINE, UNIFORM),
@@ -58,9 +57,18 @@ ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "gpa_adamw": functools.partial(gpa_adamw, 0.1, 0.1, 0.9, b2=0.9),
 }
 ALL = FACTORIES | ALIASES
-every_transform = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+# One for each way through the code; the others are slow only because they are many.
+QUICK = ("sgdm, nesterov", "gpa", "until noise", "gpa_adamw")
+
+
+def each_of(factories: dict[str, Any]) -> pytest.MarkDecorator:
+    as_param = lambda name, make: (pytest.param if name in QUICK else slow)(make, id=name)
+    return pytest.mark.parametrize("make", [as_param(*item) for item in factories.items()])
+
+
+every_transform = each_of(ALL)
 # What holds for updates that are linear in the gradients, and for states that are SPA's alone.
-but_adamw = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+but_adamw = each_of(FACTORIES)
 with_numbers = pytest.mark.parametrize(
     "make",
     [
@@ -104,7 +112,7 @@ def test_extra_args_are_accepted(make: Any) -> None:
 
 
 @every_transform
-def test_pitfall_11_the_second_call_does_not_recompile(make: Any) -> None:
+def test_the_second_call_does_not_recompile(make: Any) -> None:
     tx = make()
     traces = 0
 
@@ -179,7 +187,7 @@ def test_inject_hyperparams(make: Any) -> None:
 
 @every_transform
 @pytest.mark.parametrize("dtype", [FLOAT16, jnp.bfloat16, jnp.float32, jnp.float64])
-def test_pitfall_4_dtypes_are_preserved(make: Any, dtype: Any) -> None:
+def test_dtypes_are_preserved(make: Any, dtype: Any) -> None:
     with x64(dtype == jnp.float64):
         params, grads = jax.tree.map(lambda leaf: leaf.astype(dtype), (PARAMS, GRADS))
         tx = make()
@@ -325,7 +333,7 @@ def test_gradient_through_the_update(make: Any) -> None:
 
 
 @but_adamw
-def test_pitfall_6_complex_params(make: Any) -> None:
+def test_complex_params(make: Any) -> None:
     params = {"a": jnp.array([1 + 2j, 3 - 1j])}
     grads = {"a": jnp.array([0.5 - 1j, 2j])}
     tx = make()
@@ -337,7 +345,7 @@ def test_pitfall_6_complex_params(make: Any) -> None:
 
 
 @every_transform
-def test_pitfall_6_empty_trees_and_none(make: Any) -> None:
+def test_empty_trees_and_none(make: Any) -> None:
     tx = make()
     for empty in ({}, (), {"a": None}):
         updates, state = tx.update(empty, tx.init(empty), empty)
@@ -353,7 +361,7 @@ def test_pitfall_6_empty_trees_and_none(make: Any) -> None:
 
 
 @every_transform
-def test_pitfall_1_donation(make: Any) -> None:
+def test_donation(make: Any) -> None:
     tx = make()
     for dtype in (jnp.float32, jnp.bfloat16):
         # bfloat16 z of bfloat16 params is the case in which a cast would alias.
@@ -378,7 +386,7 @@ def test_pitfall_1_donation(make: Any) -> None:
 
 
 @every_transform
-def test_pitfall_2_abstract_init(make: Any) -> None:
+def test_abstract_init(make: Any) -> None:
     tx = make()
     concrete = tx.init(PARAMS)
     abstract = jax.eval_shape(tx.init, PARAMS)
@@ -525,7 +533,7 @@ def test_pickle_and_orbax(make: Any, tmp_path: Path) -> None:
 
 
 @every_transform
-def test_pitfall_2_sharded_params(make: Any) -> None:
+def test_sharded_params(make: Any) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("data",))
     assert mesh.size == 8
     sharding = NamedSharding(mesh, PartitionSpec("data"))

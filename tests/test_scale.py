@@ -21,6 +21,7 @@ from helpers import (
     free_address,
     host_devices,
     rounding_noise,
+    slow,
     table,
 )
 from jax.sharding import Mesh
@@ -64,7 +65,7 @@ def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
 def test_sharded_over_eight_devices_is_one_device() -> None:
     params, state, losses = train(mesh_of(8), optimizer())
     sharded = [x for x in jax.tree.leaves(params) if not x.sharding.is_fully_replicated]
-    assert len(sharded) == len(jax.tree.leaves(params)) > 20
+    assert len(sharded) == len(jax.tree.leaves(params)) > 10
     for x, z in zip(*map(jax.tree.leaves, (params, state.z)), strict=True):
         assert z.sharding == x.sharding
         assert x.sharding.is_equivalent_to(sharding(mesh_of(8), x), x.ndim)
@@ -78,7 +79,13 @@ def test_sharded_over_eight_devices_is_one_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["float32", "bfloat16", "bfloat16, stochastic", "gpa_adamw, bfloat16, stochastic"]
+    "kind",
+    [
+        "float32",
+        slow("bfloat16"),
+        slow("bfloat16, stochastic"),
+        "gpa_adamw, bfloat16, stochastic",
+    ],
 )
 def test_no_collective_inside_the_update(kind: str) -> None:
     key = jax.random.key(0) if "stochastic" in kind else None

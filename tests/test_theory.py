@@ -1,6 +1,5 @@
 """The paper's theory: numerical proofs, against the inequalities rather than the formulas."""
 
-import itertools
 from typing import Any
 
 import hypothesis
@@ -59,7 +58,7 @@ class FiniteSum:
 
     Both are smooth: |1 − cos|'' ≤ 1 and |t²/(1 + t²)|'' ≤ 2, so f is L-smooth with the largest
     eigenvalue of mean sᵢ(aᵢaᵢᵀ + 2cᵢcᵢᵀ), and f* ≥ 0; 0 serves as f* (the bounds hold for any lower
-    bound, since they only need f − f* ≥ 0).
+    bound, since they only need f − f* ≥ 0). x is one point or an array of points (..., dim).
     """
 
     def __init__(self, seed: int, num_components: int = 6, dim: int = 4) -> None:
@@ -73,17 +72,18 @@ class FiniteSum:
         self.smoothness = float(np.linalg.eigvalsh(hessian / num_components)[-1])
         self.start = rng.normal(size=dim) * 2
 
-    def __call__(self, x: np.ndarray) -> float:
-        t = self.c @ x
-        return float(np.mean(self.s * (1 - np.cos(self.a @ x + self.b) + t**2 / (1 + t**2))))
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        t = x @ self.c.T
+        components = self.s * (1 - np.cos(x @ self.a.T + self.b) + t**2 / (1 + t**2))
+        return components.mean(-1)
 
     def component_gradients(self, x: np.ndarray) -> np.ndarray:
-        t = self.c @ x
-        of_cos = (self.s * np.sin(self.a @ x + self.b))[:, None] * self.a
-        return of_cos + (self.s * 2 * t / (1 + t**2) ** 2)[:, None] * self.c
+        t = x @ self.c.T
+        of_cos = (self.s * np.sin(x @ self.a.T + self.b))[..., None] * self.a
+        return of_cos + (self.s * 2 * t / (1 + t**2) ** 2)[..., None] * self.c
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        return self.component_gradients(x).mean(0)
+        return self.component_gradients(x).mean(-2)
 
 
 def test_the_finite_sum_is_what_it_says() -> None:
@@ -125,7 +125,7 @@ def step_equations(
         rows.append(
             {
                 "f_z": f(z),
-                "f_z_next": np.mean([f(z) for z in zs]),
+                "f_z_next": f(zs).mean(),
                 "f_x_prev": f(x_prev),
                 "f_x": f(x),
                 "sq_step": sq(x - x_prev),
@@ -165,8 +165,8 @@ def test_the_step_equation(seed: int, stochastic: bool) -> None:
     """At every step, for any positive η_k and any c_k in (0, 1]."""
     rng = np.random.default_rng(seed)
     f = FiniteSum(int(rng.integers(2**32)))
-    etas = 10 ** rng.uniform(-2, 0.5, 62) / f.smoothness
-    cs = rng.uniform(0.02, 1, 62)
+    etas = 10 ** rng.uniform(-2, 0.5, 32) / f.smoothness
+    cs = rng.uniform(0.02, 1, 32)
     cs[0] = cs[1]
     t = step_equations(f, etas, cs, rng, stochastic)
     with x64():
@@ -203,14 +203,13 @@ def run_constant(f: FiniteSum, eta: float, c: float, num_steps: int, seed: int) 
     rng = np.random.default_rng(seed)
     x = z = y = np.tile(f.start, (200, 1))
     means, sgd_means, norms, variances = [], [], [], []
-    every = lambda fn, points: np.array([fn(p) for p in points])
     for _ in range(num_steps):
-        grads = every(f.component_gradients, x)
+        grads = f.component_gradients(x)
         full = grads.mean(1)
         norms.append(sq(grads).mean(1).max())
         variances.append(sq(grads - full[:, None]).mean(1).max())
-        means.append((sq(full) + sq(every(f.gradient, z))).mean() / 2)
-        grads_y = every(f.component_gradients, y)
+        means.append((sq(full) + sq(f.gradient(z))).mean() / 2)
+        grads_y = f.component_gradients(y)
         norms.append(sq(grads_y).mean(1).max())
         sgd_means.append(sq(grads_y.mean(1)).mean())
         i = rng.integers(6, size=200)
@@ -249,19 +248,20 @@ def test_the_step_equation_of_sgd(seed: int) -> None:
     rng = np.random.default_rng(seed)
     f = FiniteSum(int(rng.integers(2**32)))
     etas = 10 ** rng.uniform(-2, 0.5, 40) / f.smoothness
-    x = f.start
+    xs = [f.start]
+    for eta in etas[1:]:
+        xs.append(xs[-1] - eta * f.component_gradients(xs[-1])[rng.integers(6)])
+    x, eta, eta_prev = np.array(xs[:-1]), etas[1:], etas[:-1]
+    grads = f.component_gradients(x)
+    later = f(x[:, None] - eta[:, None, None] * grads).mean(-1)
     with x64():
-        for eta_prev, eta in itertools.pairwise(etas):
-            grads = f.component_gradients(x)
-            later = np.mean([f(x - eta * g) for g in grads])
-            right = (
-                theory.sgd_lyapunov(f(x), eta=eta_prev)
-                - theory.sgd_lyapunov(later, eta=eta)
-                + f.smoothness / 2 * sq(grads).mean()
-                + theory.sgd_remainder(f(x), eta=eta, eta_prev=eta_prev)
-            )
-            assert sq(f.gradient(x)) / eta <= right + 1e-9 * abs(right)
-            x = x - eta * grads[rng.integers(6)]
+        right = (
+            theory.sgd_lyapunov(f(x), eta=eta_prev)
+            - theory.sgd_lyapunov(later, eta=eta)
+            + f.smoothness / 2 * sq(grads).mean(-1)
+            + theory.sgd_remainder(f(x), eta=eta, eta_prev=eta_prev)
+        )
+        assert (sq(f.gradient(x)) / eta <= right + 1e-9 * abs(right)).all()
 
 
 C = st.floats(0.01, 0.99)
@@ -441,20 +441,20 @@ def test_estimate_smoothness() -> None:
             return jnp.mean((jnp.tanh(x @ p["hidden"]) @ p["output"] - y) ** 2)
 
         flat, unravel = jax.flatten_util.ravel_pytree(params)
-        eigenvalues = np.linalg.eigvalsh(jax.hessian(lambda v: loss(unravel(v)))(flat))
+        hessian = jax.jit(jax.hessian(lambda v: loss(unravel(v))))(flat)
+        expected = np.abs(np.linalg.eigvalsh(hessian)).max()
         key = jax.random.key(0)
-        estimate = theory.estimate_smoothness(loss, params, key=key, num_iterations=300)
-        np.testing.assert_allclose(estimate, np.abs(eigenvalues).max(), rtol=1e-4)
-        negative = theory.estimate_smoothness(
-            lambda p: -loss(p), params, key=key, num_iterations=300
-        )
-        np.testing.assert_allclose(negative, estimate, rtol=1e-4)
-        jitted = jax.jit(lambda p: theory.estimate_smoothness(loss, p, key=key, num_iterations=300))
-        np.testing.assert_allclose(jitted(params), estimate, rtol=1e-6)
-        many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
-        np.testing.assert_allclose(jax.vmap(jitted)(many), [estimate] * 2, rtol=1e-6)
-        flat_loss = theory.estimate_smoothness(lambda p: 0.0 * loss(p), params, key=key)
-        assert flat_loss == 0
+
+        def estimate(params: Any, sign: Any) -> Any:
+            signed = lambda p: sign * loss(p)
+            return theory.estimate_smoothness(signed, params, key=key, num_iterations=300)
+
+        # Jitted and vmapped; its doctest calls it as it is. The negative of a loss has the same
+        # curvature, and a constant has none.
+        signs = jnp.array([1.0, -1.0, 0.0])
+        many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), params)
+        found = jax.jit(jax.vmap(estimate))(many, signs)
+        np.testing.assert_allclose(found, expected * abs(signs), rtol=1e-4)
     with pytest.raises(ValueError, match="`num_iterations` must be a concrete integer >= 1, got 0"):
         theory.estimate_smoothness(loss, params, key=key, num_iterations=0)
 
@@ -498,7 +498,7 @@ def test_the_base_case_of_the_telescope() -> None:
         L, c, eta = f.smoothness, rng.uniform(0.05, 1), 10 ** rng.uniform(-1, 1) / f.smoothness
         grads = f.component_gradients(f.start)
         noise = sq(grads).mean()
-        later = np.mean([f(f.start - eta * g) for g in grads])
+        later = f(f.start - eta * grads).mean()
         left = sq(f.gradient(f.start)) / eta
         of_step = -L / (2 * eta**2 * c**2) * (c * eta) ** 2 * noise + L * noise
         assert left <= (f(f.start) - later) / eta**2 + of_step + 1e-9
@@ -519,7 +519,7 @@ def test_the_sum_of_sgd_has_a_term_of_noise_for_each_step() -> None:
     """SGD reference proof: a sum over k = 0, …, T has T + 1 of them, and T is printed."""
     f, eta = FiniteSum(0), 1.0
     grads = f.component_gradients(f.start)
-    later = np.mean([f(f.start - eta * g) for g in grads])
+    later = f(f.start - eta * grads).mean()
     left = sq(f.gradient(f.start)) / eta
     telescoped = (f(f.start) - later) / eta**2
     noise = f.smoothness / 2 * sq(grads).mean()

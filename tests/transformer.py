@@ -1,6 +1,7 @@
 """A decoder of bytes, fully sharded: the params of each layer are spread over all devices.
 
-Run as a script, one of several processes: `transformer.py HOST:PORT NUM_PROCESSES PROCESS_ID OUT`.
+Run as a script, with `benchmarks` on the path, by each of several processes:
+`transformer.py HOST:PORT NUM_PROCESSES PROCESS_ID OUT`.
 """
 
 import sys
@@ -14,13 +15,11 @@ import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from language_model import Decoder, make_loss
 
 from spa_optax import spa_from_sgdm
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from language_model import Decoder, make_loss
-
-WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 64, 4, 2, 32, 16
+WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 64, 4, 1, 32, 16
 NUM_STEPS = 8
 
 

@@ -1,12 +1,12 @@
 """The figures of the paper, from the library's own functions and from runs on CIFAR-10.
 
-    python examples/figures.py
+    python benchmarks/paper/figures.py
 
 writes figure1.png and figure1.csv, and for the recipe that most people have audit.png. With
 
-    python examples/cifar10.py --optimizer all --seeds 5 --out runs
-    python examples/cifar10.py --optimizer spa-eta --track --seeds 5 --out tracked
-    python examples/figures.py --runs runs --tracked tracked
+    python benchmarks/paper/train_cifar10.py --optimizer all --seeds 5 --out runs
+    python benchmarks/paper/train_cifar10.py --optimizer spa-eta --track --seeds 5 --out tracked
+    python benchmarks/paper/figures.py --runs runs --tracked tracked
 
 figures 2, 3 and 4 as well, each as a PNG and a table of its numbers.
 
@@ -17,7 +17,7 @@ ahead: the growth comes from the choice of η_0, not from the schedule.
 Figure 2 is the gauge of momentum over a run, and Figure 3 training with momentum, and with momentum
 dropped: with η held or α held, and by the gauge. What α held does to the effective step, kept
 momentum with η ÷ 10 shows. Figure 4 is the training loss around the first drop of the learning
-rate, abrupt or gradual, and the test accuracy of all the optimizers of cifar10.py. Beside the
+rate, abrupt or gradual, and the test accuracy of all the optimizers of train_cifar10.py. Beside the
 paper's curves is SGD+M in PyTorch's form, as sgdm.
 """
 
@@ -26,14 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cifar10
 import command_line
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from cifar10 import mean_and_error
 from command_line import UserError, plus_minus
+from optimizers import CIFAR10, OPTIMIZERS
+from report import Runs, mean_and_error, name_lost_curves, over_seeds, read_runs
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, stagewise, theory
 
@@ -119,9 +119,7 @@ def write_csv(path: Path, index: str, counts: Sequence[int] | np.ndarray, column
 # ----------------------------------------------------------------------------- figures 2, 3 and 4
 
 
-def last(
-    runs: cifar10.Runs, name: str, factor: float = 1, key: str = "test_accuracy"
-) -> np.ndarray:
+def last(runs: Runs, name: str, factor: float = 1, key: str = "test_accuracy") -> np.ndarray:
     """A metric of the last epoch, of each seed; a null is NaN."""
     return factor * np.array([run[-1][key] for run in runs[name]], float)
 
@@ -148,7 +146,7 @@ def over(runs: list[Any]) -> str:
 
 def first_drop(num_steps: int) -> int:
     """The first step with the lower rate."""
-    return round(cifar10.DROPS[0] / cifar10.EPOCHS * num_steps)
+    return round(CIFAR10.drops[0] / CIFAR10.epochs * num_steps)
 
 
 def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
@@ -166,13 +164,13 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> None:
             axis.plot(steps, mean, label=name.replace("_", " "))
             axis.fill_between(steps, mean - error, mean + error, alpha=0.2)
         axis.set(xscale="log", xlabel="step", xlim=(1, len(steps)))
-        if cifar10.name_lost_curves(axis) and axis in axes[:2]:
+        if name_lost_curves(axis) and axis in axes[:2]:
             axis.set_yscale("log")
             ticks = (0.1, 0.2, 0.5, 1, 2, 5)
             axis.set_yticks(ticks, [str(tick) for tick in ticks])
             axis.set_yticks([], minor=True)
-        for epoch in cifar10.DROPS:
-            drop = epoch / cifar10.EPOCHS * len(steps)
+        for epoch in CIFAR10.drops:
+            drop = epoch / CIFAR10.epochs * len(steps)
             axis.axvline(drop, color="0.8", linewidth=0.8, zorder=0)
         axis.legend(frameon=False)
     axes[0].set_ylabel("moving average")
@@ -216,13 +214,13 @@ DROPPED = {
 }
 
 
-def figure_3(runs: cifar10.Runs, out: Path) -> None:
+def figure_3(runs: Runs, out: Path) -> None:
     """Training loss and test error, with momentum and without."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     columns, epochs = {}, np.arange(1, len(runs["spa-eta"][0]) + 1)
     for name, label in DROPPED.items():
-        loss, loss_error = cifar10.over_seeds(runs[name], "train_loss")
-        accuracy, error = cifar10.over_seeds(runs[name], "test_accuracy")
+        loss, loss_error = over_seeds(runs[name], "train_loss")
+        accuracy, error = over_seeds(runs[name], "test_accuracy")
         curves = ((loss, loss_error), (100 - 100 * accuracy, 100 * error))
         for axis, (mean, spread) in zip(axes, curves, strict=True):
             axis.plot(epochs, mean, marker="." if len(epochs) < 20 else "", label=label)
@@ -231,7 +229,7 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
         columns |= {f"{name} test error": curves[1][0], f"{name} test error error": curves[1][1]}
     for axis in axes:
         axis.xaxis.get_major_locator().set_params(integer=True)
-    cifar10.name_lost_curves(axes[0])
+    name_lost_curves(axes[0])
     axes[0].set(xlabel="epoch", ylabel="training loss")
     axes[1].set(xlabel="epoch", ylabel="test error, %")
     axes[1].legend(frameon=False)
@@ -241,7 +239,7 @@ def figure_3(runs: cifar10.Runs, out: Path) -> None:
     write_csv(out / "figure3.csv", "epoch", epochs, columns)
 
 
-def table_of_figure_3(runs: cifar10.Runs) -> str:
+def table_of_figure_3(runs: Runs) -> str:
     """Means ± standard errors over seeds; differences are taken seed by seed."""
     titles = ("training loss", "test error, %", "− kept")
     rows = [f"{'last epoch':30} " + "  ".join(f"{title:>16}" for title in titles)]
@@ -264,7 +262,7 @@ WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
 
 
 def losses_around_the_drop(
-    runs: cifar10.Runs, before: int, after: int
+    runs: Runs, before: int, after: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The training loss around the first drop: steps from it, and losses (seeds, steps).
 
@@ -277,7 +275,7 @@ def losses_around_the_drop(
     return steps, {name: losses[:, steps + drop] for name, losses in found.items()}
 
 
-def table_of_figure_4(runs: cifar10.Runs) -> str:
+def table_of_figure_4(runs: Runs) -> str:
     """Means ± standard errors over seeds; differences are taken seed by seed."""
     steps, around = losses_around_the_drop(runs, BEFORE, AFTER)
     # Those that a short run has.
@@ -299,7 +297,7 @@ def table_of_figure_4(runs: cifar10.Runs) -> str:
     return "\n".join(rows)
 
 
-def figure_4(runs: cifar10.Runs, out: Path) -> None:
+def figure_4(runs: Runs, out: Path) -> None:
     """Three panels, and the numbers in them."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     color = {name: f"C{i}" for i, name in enumerate(runs)}
@@ -313,7 +311,7 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
         smooth = np.convolve(losses.mean(0), np.full(smoothed, 1 / smoothed), mode="valid")
         axes[0].plot(steps, smooth, color=color[name], label=name)
     write_csv(out / "figure4_loss.csv", "step", steps, columns)
-    cifar10.name_lost_curves(axes[0])
+    name_lost_curves(axes[0])
     axes[0].axvline(0, color="0.8", linewidth=0.8, zorder=0)
     axes[0].set(
         xlabel="steps from the first drop",
@@ -323,7 +321,7 @@ def figure_4(runs: cifar10.Runs, out: Path) -> None:
     axes[0].legend(frameon=False)
     columns, epochs = {}, np.arange(1, len(runs["sgdm"][0]) + 1)
     for i, name in enumerate(runs):
-        mean, error = (100 * v for v in cifar10.over_seeds(runs[name], "test_accuracy"))
+        mean, error = (100 * v for v in over_seeds(runs[name], "test_accuracy"))
         columns |= {name: mean, f"{name} error": error}
         marker = "." if len(epochs) < 20 else ""
         axes[1].plot(epochs, mean, color=color[name], marker=marker, label=name)
@@ -363,7 +361,7 @@ def audit_of_the_usual_recipe() -> theory.Audit:
     return theory.audit(*hyperparams_from_sgdm(recipe, 0.9), 300 * 391)
 
 
-def figures_of_runs(runs: cifar10.Runs, tracked: cifar10.Runs, out: Path) -> None:
+def figures_of_runs(runs: Runs, tracked: Runs, out: Path) -> None:
     """Figures 3 and 4 of all optimizers, and Figure 2 of spa-eta, where these are given."""
     if runs:
         figure_3(runs, out)
@@ -377,19 +375,19 @@ def figures_of_runs(runs: cifar10.Runs, tracked: cifar10.Runs, out: Path) -> Non
 def main(argv: list[str] | None = None) -> None:
     parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
-    parser.add_argument("--runs", type=Path, help="the folder that cifar10.py wrote all of")
+    parser.add_argument("--runs", type=Path, help="the folder that train_cifar10.py wrote all of")
     parser.add_argument("--tracked", type=Path, help="the folder that it wrote spa-eta --track of")
     parser.add_argument("--seeds", type=int, default=5, help="how many it has of each")
     arguments = parser.parse_args(argv)
     command_line.check_positive(parser, arguments, "seeds")
     command_line.check_writable(parser, arguments, "out", "folder")
     # What is wrong with runs is found before anything is drawn.
-    runs: cifar10.Runs = {}
-    tracked: cifar10.Runs = {}
+    runs: Runs = {}
+    tracked: Runs = {}
     if arguments.runs:
-        runs = cifar10.read_runs(arguments.runs, list(cifar10.OPTIMIZERS), arguments.seeds)
+        runs = read_runs(arguments.runs, list(OPTIMIZERS), arguments.seeds)
     if arguments.tracked:
-        tracked = cifar10.read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)
+        tracked = read_runs(arguments.tracked, ["spa-eta"], arguments.seeds)
         of_steps(tracked["spa-eta"], "gain")
     arguments.out.mkdir(parents=True, exist_ok=True)
     panels = figure_1()

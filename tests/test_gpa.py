@@ -1,4 +1,4 @@
-"""`gpa`, its evaluation point, and the AdamW aliases, against what others made of the same."""
+"""`gpa` and its evaluation point, against implementations and equations by others."""
 
 import functools
 from typing import Any
@@ -11,13 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from helpers import (
-    WARMUP_COSINE,
+    UNIFORM,
     apply,
     batches,
     digits,
     lenient,
-    logistic_regression,
     relative_difference,
+    trajectory,
     x64,
 )
 
@@ -27,34 +27,15 @@ from spa_optax import (
     eval_params,
     gpa,
     gpa_adamw,
-    reanchor,
     spa,
     spa_adamw,
     spa_from_sgdm,
     state_to_sgdm,
 )
-from spa_optax._checks import check_dtype, check_second_moment
 
 NUM_STEPS = 300
-UNIFORM = lambda k: 1 / (k + 1).astype(float)
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
 GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
-
-
-def trajectory(tx: Any, evaluate: Any, dtype: Any) -> tuple[Any, Any]:
-    """The params and what is evaluated, after every one of NUM_STEPS steps of a convex problem."""
-    loss = logistic_regression(dtype)
-
-    def step(carry: Any, batch: Any) -> Any:
-        params, state = carry
-        with jax.numpy_dtype_promotion("standard"):  # for optax's
-            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), (params, evaluate(state, params))
-
-    params = jnp.full((65, 10), 0.1, dtype)
-    run = jax.jit(lambda: jax.lax.scan(step, (params, tx.init(params)), batches(NUM_STEPS))[1])
-    return run()
 
 
 def published(direction: Any, gamma: Any, c: Any, mu_y: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -143,17 +124,6 @@ def test_nesterov_momentum_of_keras() -> None:
     assert relative_difference(other[-1], xs[-1]) > 0.01
 
 
-def test_schedule_free_adamw() -> None:
-    with x64():
-        kwargs: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
-        reference = optax.contrib.schedule_free_adamw(0.01, b1=0.9, **kwargs)
-        evaluate = optax.contrib.schedule_free_eval_params
-        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(gpa_adamw(0.01, UNIFORM, 0.9, **kwargs), eval_params, jnp.float64)
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("beta", [0.5, 0.9, 0.99])
 def test_nesterov(beta: float) -> None:
     with x64():
@@ -234,12 +204,12 @@ def test_interpolation_1_is_spa(dtype: Any) -> None:
     """To the bit, state and all."""
     cosine = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100))
     params, grads = optax.tree.cast((PARAMS, GRADS), dtype)
-    for rate, c in ((0.1, 0.1), (cosine, UNIFORM), (0.3, 0.0033)):
-        for key in (None, jax.random.key(1)):
-            x, expected = apply(spa(rate, c, rounding_key=key), params, [grads] * 20)
-            y, state = apply(gpa(rate, c, 1.0, rounding_key=key), params, [grads] * 20)
-            chex.assert_trees_all_equal((y, state.inner), (x, expected))
-            chex.assert_trees_all_equal(eval_params(state, y), y)
+    key = jax.random.key(1)
+    for rate, c, rounding_key in ((0.1, 0.1, None), (cosine, UNIFORM, key), (0.3, 0.0033, key)):
+        x, expected = apply(spa(rate, c, rounding_key=rounding_key), params, [grads] * 20)
+        y, state = apply(gpa(rate, c, 1.0, rounding_key=rounding_key), params, [grads] * 20)
+        chex.assert_trees_all_equal((y, state.inner), (x, expected))
+        chex.assert_trees_all_equal(eval_params(state, y), y)
 
 
 def test_interpolation_may_change_unforeseen() -> None:
@@ -298,8 +268,6 @@ def test_derivative_with_respect_to_interpolation() -> None:
 
 
 # ------------------------------------------------------------------------------------ eval_params
-
-MASK = {"w": True, "b": {"c": False}}
 WRAPPERS = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e3), tx),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
@@ -457,165 +425,6 @@ def test_eval_params_of_all_kinds_of_leaves() -> None:
         expected = 2 * wide(y[name]) - wide(z[name])  # μ_y = 1/2
         np.testing.assert_allclose(wide(x[name]), expected, rtol=1e-2 if name[0] == "b" else 1e-6)
     np.testing.assert_array_equal(x["integer"], params["integer"])
-
-
-def test_reanchor_moves_x_along() -> None:
-    y, state = apply(gpa(0.1, 0.1, 0.5), PARAMS, [GRADS] * 3)
-    edited = jax.tree.map(lambda leaf: leaf - 1, y)
-    x = eval_params(reanchor(state, y, edited), edited)
-    chex.assert_trees_all_close(x, jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y)))
-
-
-# ---------------------------------------------------------------------------------------- aliases
-
-
-def test_adamw_is_optax_adam_without_first_moment() -> None:
-    """Of optax's own parts, and at c = 1 `optax.adamw` itself; in float64."""
-    itself = lambda state, params: params
-    with x64():
-        chain = optax.chain(
-            optax.scale_by_adam(b1=0, b2=0.98, eps=1e-6),
-            optax.add_decayed_weights(0.1),
-            spa(WARMUP_COSINE, 0.1),
-        )
-        expected, _ = trajectory(chain, itself, jnp.float64)
-        x, _ = trajectory(spa_adamw(WARMUP_COSINE, **ADAMW), eval_params, jnp.float64)
-        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
-        expected, _ = trajectory(optax.adamw(0.01, b1=0, **ADAMW), itself, jnp.float64)
-        for tx in (spa_adamw(0.01, 1.0, **ADAMW), gpa_adamw(0.01, 1.0, **ADAMW)):
-            _, x = trajectory(tx, eval_params, jnp.float64)
-            np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
-
-
-ALIASES = {"spa_adamw": spa_adamw, "gpa_adamw": gpa_adamw}
-both_aliases = pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
-
-
-@both_aliases
-def test_bytes_of_adamw(alias: Any) -> None:
-    """10 bytes a parameter with bfloat16 params, where AdamW takes 14; 12 with float32."""
-    for dtype, expected in ((jnp.bfloat16, 10), (jnp.float32, 12)):
-        params = {"w": jnp.zeros((100, 1_000), dtype)}
-        state = alias(0.1).init(params)
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
-        assert expected <= num_bytes / 1e5 < expected + 0.001
-    # A direction of float32 gradients does not depend on the params' dtype.
-    narrow = {"w": jax.ShapeDtypeStruct((3,), jnp.float16)}
-    for leaf in jax.tree.leaves(jax.eval_shape(alias(0.1).init, narrow)):
-        assert leaf.dtype in (jnp.float32, jnp.int32)
-
-
-@both_aliases
-def test_second_moment_of_narrow_gradients(alias: Any) -> None:
-    """In bfloat16 0.999 is 1, and ν would never move."""
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    grads = {"w": jnp.full(4, 0.1, jnp.bfloat16)}
-    _, state = apply(alias(0.1, b2=0.999), params, [grads] * 50)
-    g = float(grads["w"][0])
-    nu = optax.tree.get(state, "nu")["w"]
-    np.testing.assert_allclose(nu, g**2 * (1 - 0.999**50), rtol=1e-4)
-
-
-@both_aliases
-@pytest.mark.parametrize("scalar", [np.float64, np.asarray, float])
-def test_scalars_of_numpy_do_not_widen_the_second_moment(alias: Any, scalar: Any) -> None:
-    with x64():
-        tx, params = alias(0.1, b2=scalar(0.99), eps=scalar(1e-8)), jnp.ones(3, jnp.float32)
-        _, state = tx.update(params, tx.init(params), params)
-    assert optax.tree.get(state, "nu").dtype == jnp.float32
-
-
-@both_aliases
-def test_integers_and_their_gradients(alias: Any) -> None:
-    params = {"w": jnp.ones(2), "step": jnp.arange(2), "on": jnp.array(True)}
-    tx = alias(0.1, mask={"w": True, "step": False, "on": False})
-    loss = lambda params: jnp.sum(params["w"] ** 2) * jnp.where(params["on"], 1.0, 2.0)
-    grads = jax.grad(loss, allow_int=True)(params)
-    state = tx.init(params)
-    types = jax.eval_shape(lambda: state)
-    for g in (grads, jax.tree.map(jnp.zeros_like, params)):
-        updates, state = tx.update(g, state, params)
-        assert jax.eval_shape(lambda state=state: state) == types
-        after = optax.apply_updates(params, updates)
-        np.testing.assert_array_equal(after["step"], params["step"])
-        assert np.all(after["w"] < params["w"])
-
-
-@both_aliases
-def test_mask_and_decay_schedule(alias: Any) -> None:
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    for mask in (MASK, lambda params: MASK):
-        params, _ = apply(alias(0.1, weight_decay=0.5, mask=mask), PARAMS, [zeros] * 3)
-        np.testing.assert_array_equal(params["b"]["c"], PARAMS["b"]["c"])
-        assert np.all(np.asarray(params["w"]).ravel()[1:] < np.asarray(PARAMS["w"]).ravel()[1:])
-
-
-@both_aliases
-def test_injected_adamw(alias: Any) -> None:
-    params, grads = optax.tree.cast((PARAMS, GRADS), jnp.bfloat16)
-    expected, _ = apply(alias(0.1, b2=0.999), params, [grads] * 5)
-    injected = optax.inject_hyperparams(alias, hyperparam_dtype=jnp.float32)
-    x, state = apply(injected(learning_rate=0.1, b2=0.999), params, [grads] * 5)
-    chex.assert_trees_all_close(x, expected, rtol=1e-2)
-    chex.assert_trees_all_equal_shapes_and_dtypes(eval_params(state, x), x)
-    assert float(state.hyperparams["b2"]) == pytest.approx(0.999)
-
-
-@pytest.mark.parametrize(
-    ("make", "kwargs", "match"),
-    [
-        (gpa, {"learning_rate": -1.0}, "`learning_rate` must be finite and >= 0, got -1.0"),
-        (gpa, {"averaging": 1.5}, r"`averaging` must be in \[0, 1\], got 1.5"),
-        (gpa, {"interpolation": 0.0}, r"`interpolation` must be in \(0, 1\], got 0.0"),
-        (gpa, {"interpolation": 1e-46}, r"`interpolation` must be in \(0, 1\], got 1e-46"),
-        (gpa, {"interpolation": 1.1}, r"`interpolation` must be in \(0, 1\], got 1.1"),
-        (gpa, {"interpolation": float("nan")}, r"`interpolation` must be in \(0, 1\], got nan"),
-        (gpa, {"state_dtype": int}, "`state_dtype`"),
-        (gpa_adamw, {"interpolation": 2.0}, r"`interpolation` must be in \(0, 1\], got 2.0"),
-        (spa_adamw, {"averaging": -0.1}, r"`averaging` must be in \[0, 1\], got -0.1"),
-        (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\), got 1.0"),
-        (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
-        (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
-    ],
-)
-def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make(**{"learning_rate": 0.1, **kwargs})
-
-
-def test_what_no_scalar_is() -> None:
-    for value in (lambda k: 0.9, None, "a", [0.9], jnp.array([0.9])):
-        for name in ("b2", "eps"):
-            with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got "):
-                check_second_moment(**{"b2": 0.9, "eps": 1e-8, name: value})
-
-
-def test_an_array_is_no_dtype() -> None:
-    """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
-    with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
-        check_dtype(jnp.ones(3))
-    named = optax.inject_hyperparams(gpa, static_args="state_dtype")
-    state = named(learning_rate=0.1, state_dtype=jnp.bfloat16).init(PARAMS)
-    assert optax.tree.get(state, "z")["w"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("make", [gpa, spa_adamw, gpa_adamw])
-def test_bad_update(make: Any) -> None:
-    tx = make(0.1)
-    state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="`params` must be passed"):
-        tx.update(GRADS, state)
-    with pytest.raises(ValueError, match="`updates` must have the structure"):
-        tx.update({"w": GRADS["w"]}, state, PARAMS)
-    with pytest.raises(ValueError, match="`updates` must have the shapes"):
-        tx.update(jax.tree.map(lambda g: g[..., :1], GRADS), state, PARAMS)
-    if make is gpa:
-        with pytest.raises(ValueError, match="`state` must be a `GPAState`, got SPAState"):
-            tx.update(GRADS, spa(0.1).init(PARAMS), PARAMS)
-    else:
-        other: Any = spa_adamw if make is gpa_adamw else gpa_adamw
-        with pytest.raises(ValueError, match="`state` must be a"):
-            tx.update(GRADS, other(0.1).init(PARAMS), PARAMS)
 
 
 def test_states_are_what_they_are_said_to_be() -> None:

@@ -1,4 +1,4 @@
-"""What the command lines of the examples and the benchmarks share: options, errors and words."""
+"""Helpers for command lines: checks of options, errors without a traceback, numbers as text."""
 
 import argparse
 import math
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error that the person at the command line can put right; `run` shows no traceback."""
+    """An error that the user can correct at the command line; `run` shows no traceback."""
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Calls `main`, and ends with `error: …` where a person, a file or the network is the cause."""
+    """Calls `main`; errors of the user, of files and of the network end as one line `error: …`."""
     try:
         main()
     except (UserError, OSError) as error:

@@ -1,4 +1,7 @@
-"""Stochastic rounding: to one of the two neighbours of a number, right in the mean."""
+"""Dtypes: what is trained, what to compute in, and stochastic rounding of what is stored.
+
+Stochastic rounding goes to one of the two neighbours of a number, and is right in the mean.
+"""
 
 from typing import Any
 
@@ -7,12 +10,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
 
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array or a number."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
+def is_float(x: Any) -> bool:
+    """Whether a leaf is a real or complex floating-point array; other leaves are not trained."""
+    return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def has_narrow(params: PyTree) -> bool:
+    """Whether there are params of 16 bits or fewer, beside which z is a master copy."""
+    leaves = map(jnp.asarray, filter(is_float, jax.tree.leaves(params)))
+    return any(x.size and x.itemsize <= 2 for x in leaves)
+
+
+def wide_dtype(*arrays: Array) -> Any:
+    """The dtype to compute in: that of the widest array, and at least float32."""
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
+        return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
+
+
 def seeds_like(key: PRNGKeyArray | None, stream: int, tree: PyTree) -> PyTree:
     """Two random words for each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     if key is None:
         return structure.unflatten([None] * len(leaves))
     words = jax.random.bits(jax.random.fold_in(key, stream), (len(leaves), 2), jnp.uint32)
+    # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     return structure.unflatten(jax.lax.optimization_barrier(words))
 
 

@@ -1,6 +1,6 @@
-"""Photographs of ImageNet's usual size, to try `examples/imagenet.py` on without ImageNet.
+"""Photographs of ImageNet's usual size, to try `train_imagenet.py` on without ImageNet.
 
-    python examples/photographs.py DIR
+    python benchmarks/paper/photographs.py DIR
 
 writes DIR/train and DIR/val: pieces, 500×375, of the two photographs that come with scikit-learn.
 """
@@ -12,6 +12,8 @@ import command_line
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
+
+NUM_TRAIN, NUM_VAL = 256, 32  # images of each class
 
 
 def write_tree(
@@ -34,7 +36,7 @@ def write_tree(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.make_parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
-    write_tree(parser.parse_args(argv).folder, 256, 32, (375, 500), (375, 500))
+    write_tree(parser.parse_args(argv).folder, NUM_TRAIN, NUM_VAL, (375, 500), (375, 500))
 
 
 if __name__ == "__main__":

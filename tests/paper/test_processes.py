@@ -1,0 +1,116 @@
+"""Both experiments in several processes, of which some are killed."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import train_cifar10
+import train_imagenet
+from helpers import assert_apart_by_rounding, free_address
+from imagenet_data import find
+from paper_helpers import (
+    CIFAR10,
+    IMAGENET,
+    config,
+    imagenet_config,
+    last_checkpoint,
+    mesh_of,
+    metrics,
+    noisy_optimizers,
+    num_epochs,
+    small_data,
+    start,
+)
+
+pytestmark = pytest.mark.usefixtures("_small_networks")
+
+
+def cluster(first: list[str], *others: list[str]) -> list[subprocess.Popen[str]]:
+    """Two processes of two devices, which run the same scripts."""
+    joined = ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return [start([*first, *joined, str(i)], *others, devices=2, **pipes) for i in range(2)]
+
+
+def run_of(out: Path) -> Path:
+    return out / "spa-gradual" / "seed0"
+
+
+def assert_same_run(
+    script: Any, options: list[str], program: Any, two: Path, **at_most: float
+) -> None:
+    """The run in `two` differs by rounding alone from one in this process, on eight devices.
+
+    The noise is of many ulps: rounding now and then moves a maximum elsewhere, which changes the
+    params a thousand times more than rounding itself, and noise must not miss that by chance.
+    """
+    one, noisy = (two.with_name(f"{two.name} {name}") for name in ("in one", "with noise"))
+    script.main([*options, "--out", str(one)])
+    with noisy_optimizers(script, ulps=16):
+        script.main([*options, "--out", str(noisy)])
+        noisy_state = last_checkpoint(run_of(noisy), program().init(0))
+    states = [last_checkpoint(run_of(run), program().init(0)) for run in (two, one)]
+    states.append(noisy_state)
+    assert len({int(state.step) for state in states}) == 1
+    assert_apart_by_rounding(*(state.params for state in states), at_most=at_most["params"])
+    losses = [[line["losses"] for line in metrics(run_of(run))] for run in (two, one, noisy)]
+    assert np.size(losses[0]) == states[0].step
+    assert_apart_by_rounding(*losses, at_most=at_most["losses"])
+
+
+@pytest.mark.slow
+def test_two_processes(tree: Path, broken: Path, data_options: list[str], tmp_path: Path) -> None:
+    """Two processes of two devices are one of eight; one dies, the other stops, and both restart.
+
+    First they stop alike: they decide on the images that all have left out, also where one of them
+    has left out nothing. Rates are small, so that noise grows little.
+    """
+    small_rate = ["--epochs", "8", "--learning-rate", "0.001"]
+    imagenet_options = [*IMAGENET, "--data-dir", str(tree), *small_rate]
+    imagenet = ["train_imagenet.py", *imagenet_options, "--out", str(tmp_path / "imagenet")]
+    bad = [*IMAGENET, "--data-dir", str(broken), "--out", str(tmp_path / "broken out")]
+    cifar_options = [*CIFAR10, *data_options, "--scale-epochs", "0.01", "--learning-rate", "0.01"]
+    cifar10 = ["train_cifar10.py", *cifar_options, "--out", str(tmp_path / "cifar10")]
+    run, outputs = run_of(tmp_path / "imagenet"), []
+    # JAX catches the first signal; and the first process is the one that the others report to.
+    for how, which, commands in (
+        (signal.SIGTERM, 1, [["train_imagenet.py", *bad], imagenet]),
+        (signal.SIGKILL, 0, [imagenet]),
+    ):
+        before = num_epochs(run)
+        processes = cluster(*commands)
+        dies, other = processes[which], processes[1 - which]
+        while other.poll() is None and num_epochs(run) <= before:
+            time.sleep(0.01)
+        dies.send_signal(how)
+        began = time.monotonic()
+        output = other.communicate()[0]
+        assert time.monotonic() - began < 150  # 10 without a heartbeat, or 100 before jax 0.7
+        assert other.returncode != 0
+        outputs.append((output, dies.communicate()[0]))
+        assert dies.returncode == -how
+        assert "another task died" in output
+        assert before < num_epochs(run) < 8
+    message = "at most 1 % of val images that cannot be decoded (--max-left-out), got 1 of 21"
+    examples = "such as those that another process reports", "val/flower/2.jpg: OSError"
+    for example, output in zip(examples, outputs[0], strict=True):
+        assert re.search(rf"error: .*{re.escape(message)}.*{example}", output), outputs
+    processes = cluster(imagenet, cifar10)
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0].count("4 × cpu") == 2
+    assert "mean" not in outputs[1]
+    files = [find(tree / part) for part in ("train", "val")]
+    program = lambda: train_imagenet.make_program(imagenet_config(), *files, mesh_of(1), 1)
+    assert_same_run(
+        train_imagenet, imagenet_options, program, tmp_path / "imagenet", params=3e-4, losses=3e-2
+    )
+    program = lambda: train_cifar10.make_program(config(), *small_data(), mesh_of(1))
+    assert_same_run(
+        train_cifar10, cifar_options, program, tmp_path / "cifar10", params=1e-2, losses=1e-2
+    )

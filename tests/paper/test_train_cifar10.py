@@ -1,0 +1,203 @@
+"""CIFAR-10: one run computed in different ways, killed and resumed, and the command line."""
+
+import dataclasses
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import chex
+import cifar_data
+import command_line
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import options
+import pytest
+import train_cifar10
+from flax import nnx
+from helpers import assert_apart_by_rounding
+from models import PREACT_RESNETS
+from optimizers import CIFAR10, Config
+from paper_helpers import (
+    CIFAR10 as SMALL,
+    config,
+    last_checkpoint,
+    mesh_of,
+    metrics,
+    noisy_optimizers,
+    num_epochs,
+    small_data,
+    start,
+)
+from tqdm import tqdm
+from training import on_all
+
+pytestmark = pytest.mark.usefixtures("_small_networks")
+
+
+def make_program(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+    train, test = small_data()
+    mesh = mesh_of(num_devices)
+    train = cifar_data.Images(*on_all(tuple(train), mesh))
+    return train_cifar10.make_program(cfg, train, test, mesh, **kwargs)
+
+
+def run_epochs(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+    """State, losses and scores after two epochs."""
+    program = make_program(cfg, num_devices, **kwargs)
+    state, losses = program.init(cfg.seed), []
+    for number in (1, 2):
+        state, of_epoch = program.epoch(cfg.seed, state, number, tqdm(disable=True))
+        losses.append(of_epoch["loss"])
+    scores = program.evaluate(state)
+    return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
+
+
+@pytest.mark.slow
+def test_other_ways_to_run_the_same() -> None:
+    """Over both drops: as SPA, in a scan, and on eight devices, whose sums are in another order."""
+    cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
+    reference = run_epochs(cfg)
+    with noisy_optimizers(train_cifar10):
+        noisy = run_epochs(cfg)
+    spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
+    for other in (run_epochs(spa), run_epochs(cfg, scan=True), run_epochs(cfg, 8)):
+        assert other[0].step == reference[0].step == 6
+        for part in (
+            lambda run: run[0].params,
+            lambda run: run[0].batch_stats,
+            lambda run: run[1:],  # losses
+        ):
+            assert_apart_by_rounding(*map(part, (other, reference, noisy)), at_most=1e-3)
+
+
+@pytest.mark.slow
+def test_evaluation() -> None:
+    """Against the model itself, on a set that no batch divides."""
+    program = make_program(config(batch=8, learning_rate=0.01), 8)
+    _, test = small_data()
+
+    @jax.jit
+    def forward(params: Any, batch_stats: Any) -> jax.Array:
+        model = PREACT_RESNETS["small"](rngs=nnx.Rngs(1))
+        nnx.update(model, params, batch_stats)
+        model.eval()
+        return model(cifar_data.normalize(jnp.asarray(test.images)))
+
+    state = program.init(0)
+    logits = forward(state.params, state.batch_stats)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels).mean()
+    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == test.labels).mean()}
+    chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["training", "test"])
+@pytest.mark.parametrize("label", [10, -1])
+def test_labels_that_the_head_does_not_have(part: str, label: int) -> None:
+    """Their cross entropy would be NaN, or left out."""
+    data = dict(zip(("training", "test"), small_data(), strict=True))
+    data[part].labels[5] = label
+    with pytest.raises(ValueError, match=f"{part} data must have labels from 0 to 9, got {label}"):
+        train_cifar10.make_program(config(batch=32, epochs=2), *data.values(), mesh_of(1))
+
+
+def test_batch_that_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="--batch must be a multiple of 8 devices, got 20"):
+        make_program(config(batch=20), 8)
+
+
+def final(run: Path) -> Any:
+    """What the last checkpoint of a run holds, on one device."""
+    return last_checkpoint(run, make_program(config()).init(0))
+
+
+@pytest.mark.slow
+def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:
+    arguments = [*SMALL, *data_options, "--scale-epochs", "0.007", "--out", str(tmp_path / "out")]
+    arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
+    text = train_cifar10.main(arguments)
+    rows = {line.split()[0]: line for line in text.splitlines()[1:]}
+    assert set(rows) == {"spa-gradual"}
+    assert all(row.count("±") == 2 and "nan" not in row for row in rows.values())
+    assert (tmp_path / "out" / "cifar10.png").read_bytes().startswith(b"\x89PNG")
+    lines = metrics(tmp_path / "out" / "spa-gradual" / "seed1")
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert all(len(line["losses"]) == 2 for line in lines)
+    assert lines[0]["eta"] == 1.0
+    assert lines[0]["c"] == 1.0  # in one step: the next drop is the next step
+    # Once more: nothing is trained again, and the table is the same.
+    err = capsys.readouterr().err
+    assert "step/s" in err
+    assert train_cifar10.main(arguments) == text
+    assert "step/s" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scale-epochs", "0"], "--scale-epochs must be finite and > 0, got 0.0"),
+        (["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
+        (["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
+        (["--epochs", "-3"], "--epochs must be finite and > 0, got -3"),
+        (["--epochs", "9", "--scale-epochs", "0.1"], "not allowed with argument --epochs"),
+        (["--learning-rate", "nan"], "--learning-rate must be finite and > 0, got nan"),
+        (["--averaging", "1.5"], "--averaging must be <= 1, got 1.5"),
+        (["--out", "/dev/null/out"], "--out must be a folder that can be written, got /dev/null/"),
+        (["--scale-epochs", "nan"], "--scale-epochs must be finite and > 0, got nan"),
+        (["--scale-epochs", "inf"], "--scale-epochs must be finite and > 0, got inf"),
+        (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
+        (["--track", "--optimizer", "sgdm"], "--track is for primal averaging"),
+        (["--track", "--optimizer", "spa-eta", "--optimizer", "sgdm"], "--track is for primal"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        train_cifar10.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_epochs_are_the_scale() -> None:
+    """--epochs 30 is --scale-epochs 0.1 of 300."""
+    parser = options.make_parser(None, ["small"], "small", "out")
+    configs = [
+        options.parse(parser, argv, Config, CIFAR10)[0].configs
+        for argv in (["--epochs", "30"], ["--scale-epochs", "0.1"])
+    ]
+    assert configs[0] == configs[1]
+    assert configs[0][0].epochs == 30
+
+
+def test_errors_without_a_traceback(tmp_path: Path) -> None:
+    """One line that names what is wrong; and a status of failure."""
+    archive = tmp_path / cifar_data.ARCHIVE
+    archive.write_bytes(b"<html>")
+    arguments = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    message = f"^error: {archive} must have the MD5 checksum {cifar_data.MD5}, got "
+    with pytest.raises(SystemExit, match=message):
+        command_line.run(lambda: train_cifar10.main(arguments))
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(data_options: list[str], tmp_path: Path) -> None:
+    """SIGKILL at any moment: the params in the end are the same, to the bit."""
+    arguments = [*SMALL, *data_options, "--epochs", "12", "--out"]
+    whole, killed = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "killed"))
+    train_cifar10.main([*arguments, str(tmp_path / "whole")])
+    rng = random.Random(0)
+    for _ in range(2):
+        before = num_epochs(killed)
+        process = start(["train_cifar10.py", *arguments, str(tmp_path / "killed")])
+        while process.poll() is None and num_epochs(killed) <= before:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert num_epochs(killed) < 12
+    train_cifar10.main([*arguments, str(tmp_path / "killed")])
+    chex.assert_trees_all_equal(final(whole), final(killed))
+    assert metrics(whole) == metrics(killed)
+    assert len(metrics(whole)) == 12
