@@ -58,7 +58,7 @@ ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
 }
 ALL = FACTORIES | ALIASES
 # One for each way through the code; the others are slow only because they are many.
-QUICK = ("sgdm, nesterov", "gpa", "until noise", "gpa_adamw")
+QUICK = ("sgdm, nesterov", "gpa", "gpa_adamw")
 
 
 def each_of(factories: dict[str, Any]) -> pytest.MarkDecorator:
