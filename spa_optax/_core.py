@@ -90,9 +90,12 @@ def advance(
     info = StepInfo(now.eta, p, now.delta, _ratios(now.r, state, x), key)
 
     eta, p, delta, r, at_start = _behind_a_barrier(*info[:4], is_at_start(state))
+    # z_k ← x_k + r (z_k − x_k)
     z_k = (_rescaled_or_kept if r else _kept)(x, z, r, at_start)
+    # z_{k+1} = z_k − η g_k
     z_wide = map_trained(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
     z_next = _rounded_like(z, z_wide, key)
+    # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
     u = param_update(g, x, z_next, StepInfo(eta, p, delta, r, key))
 
     f32 = lambda scalar: scalar.astype(jnp.float32)
