@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 # Before jax is imported: eight CPU devices for the sharding tests, and a compiler that optimizes
 # little and is four times faster. Flags given by the user come last, and win.
@@ -25,6 +26,13 @@ import pytest
 
 # Catches a float32 schedule that meets bfloat16 params.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """What users have."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @functools.cache

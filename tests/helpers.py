@@ -38,14 +38,13 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     return inspect.unwrap(function)
 
 
-def host_devices(num_devices: int) -> dict[str, str]:
-    """For the environment of another process: so many CPU devices; flags and path as here."""
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    return {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+def environment(num_devices: int | None = None) -> dict[str, str]:
+    """For another process: the path and flags of this one, or so many CPU devices."""
+    result = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if num_devices is not None:
+        result["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={num_devices}"
+        result["JAX_PLATFORMS"] = "cpu"
+    return result
 
 
 def free_address() -> str:

@@ -1,7 +1,6 @@
 """Fully sharded params, several processes, other numbers of devices after a restart; long runs."""
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ import transformer
 from helpers import (
     COLLECTIVE,
     assert_apart_by_rounding,
+    environment,
     free_address,
-    host_devices,
     rounding_noise,
     slow,
     table,
@@ -29,11 +28,7 @@ from transformer import make_init, on_host, optimizer, sharding, train
 
 from spa_optax import gpa_adamw, spa, spa_from_sgdm
 
-
-@pytest.fixture(autouse=True)
-def _standard_promotion() -> object:
-    with jax.numpy_dtype_promotion("standard"):  # what users have
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def mesh_of(num_devices: int) -> Mesh:
@@ -109,9 +104,7 @@ def test_no_collective_inside_the_update(kind: str) -> None:
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
     command = [sys.executable, transformer.__file__, free_address(), "2"]
     processes = [
-        subprocess.Popen(
-            [*command, str(i), str(tmp_path / "two.npz")], env={**os.environ, **host_devices(4)}
-        )
+        subprocess.Popen([*command, str(i), str(tmp_path / "two.npz")], env=environment(4))
         for i in range(2)
     ]
     assert [process.wait() for process in processes] == [0, 0]

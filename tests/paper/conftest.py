@@ -23,9 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _standard_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):  # what users have
-        yield
+def _as_users(standard_promotion: None) -> None:
+    del standard_promotion
 
 
 @pytest.fixture

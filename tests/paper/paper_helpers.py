@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -24,7 +23,7 @@ import runs
 import train_imagenet
 import worker
 from cifar_data import Images
-from helpers import host_devices, rounding_noise
+from helpers import environment, rounding_noise
 from jax.sharding import Mesh
 from tqdm import tqdm
 from training import Program, State
@@ -163,11 +162,8 @@ def start(*commands: list[str], devices: int | None = None, **kwargs: Any) -> su
     It has the networks of `worker.small_networks`, and by default the devices and XLA flags of this
     process, so that its results have the same bits.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if devices is not None:
-        environment |= host_devices(devices)
     command = [sys.executable, worker.__file__, json.dumps(commands)]
-    return subprocess.Popen(command, env=environment, text=True, **kwargs)
+    return subprocess.Popen(command, env=environment(devices), text=True, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------- figures
