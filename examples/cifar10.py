@@ -301,7 +301,6 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         axis.set(xlabel="epoch", ylabel=label)
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[1].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -331,6 +330,11 @@ def main(argv: list[str] | None = None) -> str:
     formats = FigureCanvasBase.get_supported_filetypes()
     if options.picture.suffix.lower().removeprefix(".") not in formats:
         parser.error(f"--picture must end in .{', .'.join(sorted(formats))}, got {options.picture}")
+    try:  # now, and not after training; a picture that is there is kept
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        options.picture.open("ab").close()
+    except OSError as error:
+        parser.error(f"--picture must be a file that can be written: {error}")
     seeds, epochs = (1, 1) if "smoke" in options else (options.seeds, options.epochs)
     try:
         if "smoke" in options:

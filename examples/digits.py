@@ -8,6 +8,7 @@ table and draws the training loss at x and at z:
 """
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,15 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
-    save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, format=path.suffix.removeprefix("."))
+    figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def check_picture(path: Path) -> None:
+    """Raises an error now, and not after training, and keeps a picture that is there."""
+    Figure().savefig(io.BytesIO(), format=path.suffix.removeprefix("."))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("ab").close()
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -193,7 +196,7 @@ def main(argv: list[str] | None = None) -> str:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be >= 1, got {getattr(arguments, name)}")
     try:
-        save(plt.figure(), arguments.picture)  # fails now, not after training
+        check_picture(arguments.picture)
     except (OSError, ValueError) as error:
         parser.error(f"--picture must be a picture that can be written: {error}")
 

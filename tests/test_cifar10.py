@@ -177,6 +177,7 @@ def test_no_npz_file(content: bytes | None, tmp_path: Path) -> None:
         (["--seeds", "two"], "--seeds: must be an integer > 0, got two"),
         (["--optimizer", "adam"], "--optimizer: invalid choice: 'adam'"),
         (["--picture", "x.xyz"], "--picture must end in"),
+        (["--picture", "/dev/null/x.png"], "--picture must be a file that can be written"),
     ],
 )
 def test_bad_arguments(

@@ -14,11 +14,7 @@ import numpy as np
 import pytest
 import update_cost
 
-
-@pytest.fixture(autouse=True)
-def _standard_promotion() -> object:
-    with jax.numpy_dtype_promotion("standard"):  # what users have
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.slow
@@ -55,6 +51,19 @@ SCRIPTS = {
         *(equivalence, language_model, low_precision, update_cost),
     )
 }
+
+
+def test_an_interrupted_run_keeps_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(digits, "train", interrupted)
+    (tmp_path / "digits.png").write_bytes(b"of the run before")
+    with pytest.raises(KeyboardInterrupt):
+        digits.main(["--picture", str(tmp_path / "digits.png")])
+    assert (tmp_path / "digits.png").read_bytes() == b"of the run before"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
