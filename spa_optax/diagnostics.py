@@ -28,6 +28,7 @@ from spa_optax._core import (
     Update,
     advance,
     find,
+    init,
     map_trained,
     only,
     param_update,
@@ -37,7 +38,7 @@ from spa_optax._core import (
 from spa_optax._hyperparams import at_count
 from spa_optax._precision import has_narrow, wide_dtype
 from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
-from spa_optax._spa import spa, spa_scalars
+from spa_optax._spa import spa_scalars
 
 
 class Means(NamedTuple):
@@ -151,19 +152,10 @@ def track_momentum(
             "`inner` must be what `spa` or `spa_from_sgdm` returns, with chains and wrappers around"
             f" `track_momentum`, got a `{type(inner).__name__}`"
         )
-    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
+    decay = _check_decay(decay)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
-        zero = lambda: jnp.zeros([], jnp.float32)  # one each, so that all can be donated
-        return TrackMomentumState(
-            inner=inner.init(params),  # pyright: ignore[reportArgumentType]
-            step=jnp.full([], -1, jnp.float32),
-            noise=zero(),
-            spread=zero(),
-            means=Means(zero(), zero(), zero(), zero()),
-            alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
-            num_skipped=jnp.zeros([], jnp.int32),
-        )
+        return _untracked(inner.init(params))  # pyright: ignore[reportArgumentType]
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -176,6 +168,24 @@ def track_momentum(
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _check_decay(decay: float) -> float:
+    return check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
+
+
+def _untracked(inner: SPAState) -> TrackMomentumState:
+    """The state before the first step."""
+    zero = lambda: jnp.zeros([], jnp.float32)  # one each, so that all can be donated
+    return TrackMomentumState(
+        inner=inner,
+        step=jnp.full([], -1, jnp.float32),
+        noise=zero(),
+        spread=zero(),
+        means=Means(zero(), zero(), zero(), zero()),
+        alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
+        num_skipped=jnp.zeros([], jnp.int32),
+    )
 
 
 def _track(
@@ -404,13 +414,12 @@ def spa_until_noise(
         rate = check_above_1("rate", rate)
     check_dtype(state_dtype)
     check_key(rounding_key)
-    init_tracked = track_momentum(spa(0.0, state_dtype=state_dtype), decay).init
+    decay = _check_decay(decay)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def init_fn(params: PyTree) -> UntilNoiseState:
-        tracked: Any = init_tracked(params)
         return UntilNoiseState(
-            tracked=tracked,
+            tracked=_untracked(init(params, state_dtype)),
             num_quiet=jnp.zeros([], jnp.int32),
             dropped_at=jnp.full([], -1, jnp.int32),
         )
