@@ -54,13 +54,13 @@ Rule = Callable[[SPAState, PyTree], Scalars]  # from the state and the params
 
 
 class StepInfo(NamedTuple):
-    """The scalars that a step used, for `param_update` and for diagnostics."""
+    """What a step used, for diagnostics."""
 
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
     r: dict[str, Float[Array, ""]]  # for each dtype of params; empty: 1
-    key: PRNGKeyArray | None  # to round with; None: to nearest
+    z: PyTree[Array]  # z_k after its rescaling, in the dtype to compute in
 
 
 def init(params: PyTree, state_dtype: DTypeLike | None = None) -> SPAState:
@@ -80,47 +80,32 @@ def advance(
     rule: Rule,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState, StepInfo]:
-    """One step: x_{k+1} − x_k, the new state, and the scalars of the step."""
+    """One step: x_{k+1} − x_k, the new state, and what the step used."""
     _check_update(updates, state, params)
     state = jax.tree.map(jnp.asarray, state)
     g, x, z = trained(updates, params, state.z)
     now = rule(state, x)
     p = now.c if now.p is None else now.p
     key = None if rounding_key is None else jax.random.fold_in(rounding_key, state.count)
-    info = StepInfo(now.eta, p, now.delta, _ratios(now.r, state, x), key)
+    eta, p, delta, r, at_start = _behind_a_barrier(
+        now.eta, p, now.delta, _ratios(now.r, state, x), is_at_start(state)
+    )
 
-    eta, p, delta, r, at_start = _behind_a_barrier(*info[:4], is_at_start(state))
     # z_k ← x_k + r (z_k − x_k)
     z_k = (_rescaled_or_kept if r else _kept)(x, z, r, at_start)
     # z_{k+1} = z_k − η g_k
     z_wide = map_trained(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
     z_next = _rounded_like(z, z_wide, key)
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
-    u = param_update(g, x, z_next, StepInfo(eta, p, delta, r, key))
+    u = _param_update(g, x, z_next, p, delta, key)
 
     f32 = lambda scalar: scalar.astype(jnp.float32)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast)), info
-
-
-def param_update(g: PyTree, x: PyTree, z_next: PyTree, info: StepInfo) -> PyTree:
-    """x_{k+1} − x_k, with x_{k+1} rounded to the params' dtype."""
-
-    def u(x: Array, z_next: Array, g: Array) -> Array:
-        dtype = wide_dtype(x, z_next)
-        u = times(info.p, z_next.astype(dtype) - x.astype(dtype), dtype)
-        return u if info.delta is None else u - times(info.delta, g, dtype)
-
-    def as_update(g: Any, x: Any, u: Any, seed: UInt32[Array, "2"] | None) -> Array | None:
-        if u is None:
-            return None if g is None or x is None else jnp.zeros_like(x)  # integers stay
-        if u.dtype == x.dtype:
-            return u
-        # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
-        return rounded(x.astype(u.dtype) + u, x.dtype, seed) - x
-
-    seeds = seeds_like(info.key, 1, x)
-    return jax.tree.map(as_update, g, x, map_trained(u, x, z_next, g), seeds, is_leaf=is_none)
+    return (
+        u,
+        SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast)),
+        (StepInfo(eta, p, delta, r, z_k)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,6 +205,28 @@ def _rounded_like(z: PyTree, z_wide: PyTree, key: PRNGKeyArray | None) -> PyTree
     """z_{k+1} in the dtypes of z_k."""
     store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_float(z) else new
     return jax.tree.map(store, z, z_wide, seeds_like(key, 0, z), is_leaf=is_none)
+
+
+def _param_update(
+    g: PyTree, x: PyTree, z_next: PyTree, p: Array, delta: Array | None, key: PRNGKeyArray | None
+) -> PyTree:
+    """x_{k+1} − x_k, with x_{k+1} rounded to the params' dtype."""
+
+    def u(x: Array, z_next: Array, g: Array) -> Array:
+        dtype = wide_dtype(x, z_next)
+        u = times(p, z_next.astype(dtype) - x.astype(dtype), dtype)
+        return u if delta is None else u - times(delta, g, dtype)
+
+    def as_update(g: Any, x: Any, u: Any, seed: UInt32[Array, "2"] | None) -> Array | None:
+        if u is None:
+            return None if g is None or x is None else jnp.zeros_like(x)  # integers stay
+        if u.dtype == x.dtype:
+            return u
+        # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
+        return rounded(x.astype(u.dtype) + u, x.dtype, seed) - x
+
+    seeds = seeds_like(key, 1, x)
+    return jax.tree.map(as_update, g, x, map_trained(u, x, z_next, g), seeds, is_leaf=is_none)
 
 
 def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:

@@ -1,0 +1,358 @@
+"""What XLA makes of an update for TPUs and NVIDIA cards, none of which needs to be there.
+
+    pip install libtpu        # or 'jax[cuda12]', some 5 GB, for the NVIDIA cards
+    python benchmarks/compiled.py --target v5e
+
+XLA's compilers run without the hardware. Params and state are donated, and passed and returned in
+the same order. Of the compiled program's main computation:
+
+- *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
+  in the vector memory of a TPU does not count.
+- *kernels*: fusions, reductions and copies of arrays, for a leaf.
+- *temporary*: bytes written to the device's memory that are not returned, a parameter.
+- *swapped*: the same if the state is passed before the params, and returned after them.
+- *aliased*: the share of what is returned that takes the place of what was donated.
+- *cycles*: XLA's estimate for a TPU, over that for the peer, the first row of each group.
+- *compile*: seconds.
+
+A last table counts collectives where every leaf is split over many devices.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import math
+import os
+import re
+import time
+from typing import Any, NamedTuple
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from paper.command_line import UserError
+from tqdm import tqdm
+from update_cost import TREES
+
+from spa_optax import gpa, gpa_adamw, spa, spa_adamw, spa_from_sgdm
+from spa_optax.diagnostics import track_momentum
+
+TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
+
+
+class Card(NamedTuple):
+    """What XLA has to know of an NVIDIA card."""
+
+    major: int  # compute capability
+    cores: int
+    gigahertz: float
+    bandwidth: int  # bytes per second
+    memory: int  # bytes
+    l2_cache: int  # bytes
+
+
+CARDS = {
+    "h100": Card(9, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
+    "h200": Card(9, 132, 1.98, 4_800_000_000_000, 151_397_597_184, 52_428_800),
+    "b200": Card(10, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
+}
+PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
+
+Optimizers = dict[str, tuple[optax.GradientTransformation, Any]]
+
+
+def groups() -> list[Optimizers]:
+    """Transforms with the dtype of their params; the first of a group is the peer of the others."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
+    f32, bf16, key = jnp.float32, jnp.bfloat16, jax.random.key(0)
+    return [
+        {
+            "optax.sgd(0.1, 0.9)": (optax.sgd(0.1, 0.9), f32),
+            "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
+            "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
+        },
+        {
+            "optax.sgd(schedule, 0.9)": (optax.sgd(schedule, 0.9), f32),
+            "spa(schedule, 0.1)": (spa(schedule, 0.1), f32),
+            "spa_from_sgdm(schedule, 0.9)": (spa_from_sgdm(schedule, 0.9), f32),
+        },
+        {
+            "optax.sgd(schedule, 0.9, True)": (optax.sgd(schedule, 0.9, True), f32),
+            "spa_from_sgdm(schedule, 0.9, True)": (spa_from_sgdm(schedule, 0.9, True), f32),
+        },
+        {
+            "optax.contrib.schedule_free_sgd(0.1)": (optax.contrib.schedule_free_sgd(0.1), f32),
+            "gpa(0.1)": (gpa(0.1), f32),
+        },
+        {
+            "optax.adamw(1e-3)": (optax.adamw(1e-3), f32),
+            "spa_adamw(1e-3)": (spa_adamw(1e-3), f32),
+            "gpa_adamw(1e-3)": (gpa_adamw(1e-3), f32),
+        },
+        {
+            "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params": (
+                optax.sgd(0.1, 0.9, accumulator_dtype=f32),
+                bf16,
+            ),
+            "spa(1.0, 0.1), bfloat16 params": (spa(1.0, 0.1), bf16),
+            "the same with rounding_key": (spa(1.0, 0.1, rounding_key=key), bf16),
+            "the same with bfloat16 z": (spa(1.0, 0.1, state_dtype=bf16, rounding_key=key), bf16),
+        },
+    ]
+
+
+# ---------------------------------------------------------------------------------------- compiling
+
+
+# libtpu asks the machine for these, unless it is told.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@functools.cache
+def devices_of(target: str, pod: bool = False) -> list[Any]:
+    """Devices to compile for."""
+    jax.config.update("jax_platforms", "cpu")  # to run on
+    try:
+        if target in CARDS:
+            return _card_topology(CARDS[target]).devices
+        os.environ.update(TPU_ENVIRONMENT)
+        name = (PODS if pod else TPUS)[target]
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        package = "'jax[cuda12]'" if target in CARDS else "libtpu"
+        raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
+
+
+def _card_topology(card: Card) -> Any:
+    config = f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {card.major} }}
+          core_count: {card.cores}  fpus_per_core: 128  clock_rate_ghz: {card.gigahertz}
+          memory_bandwidth: {card.bandwidth}  device_memory_size: {card.memory}
+          l2_cache_size: {card.l2_cache}
+          shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+          shared_memory_per_core: 233472
+          registers_per_core_limit: 65536  registers_per_block_limit: 65536
+          threads_per_block_limit: 1024  threads_per_core_limit: 2048  threads_per_warp: 32
+          block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9  minor: 10 }}
+    """
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=config
+    )
+
+
+def compile_update(
+    tx: optax.GradientTransformation,
+    shapes: Any,
+    dtype: Any,
+    devices: list[Any],
+    swapped: bool = False,
+) -> Any:
+    """The update, each leaf split along its first axis that has a multiple of the devices."""
+    mesh = Mesh(np.array(devices), "devices")
+
+    def like(leaf: Any) -> jax.ShapeDtypeStruct:
+        axis = next((i for i, n in enumerate(leaf.shape) if n % len(devices) == 0), None)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "devices")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    is_shape = lambda node: isinstance(node, tuple)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=is_shape)
+    params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
+
+    def step(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    if swapped:
+        swap = lambda grads, state, params: step(grads, params, state)
+        return jax.jit(swap, donate_argnums=(1, 2)).lower(params, state, params).compile()
+    return jax.jit(step, donate_argnums=(1, 2)).lower(params, params, state).compile()
+
+
+# ----------------------------------------------------------------------------- the compiled program
+
+
+class Program(NamedTuple):
+    """What a compiled program does, counted in its main computation."""
+
+    num_kernels: int
+    num_collectives: int
+    num_bytes: int  # read from the device's memory and written to it
+    temporary: int  # bytes written there and not returned
+    aliased: float  # of what is returned
+    cycles: int  # 0 where XLA has no estimate
+
+
+class Buffer(NamedTuple):
+    """An array in the compiled program."""
+
+    rank: int
+    size: int  # in bytes
+    in_hbm: bool  # in the device's memory, and not in that of a core
+
+
+COLLECTIVE = "(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?"
+NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)(?:, |$)(.*)")
+
+
+def buffers(kind: str) -> list[Buffer]:
+    """Those of an HLO type, such as `(f32[3,64]{1,0:T(8,128)}, f32[]{:T(128)S(6)})`."""
+    result = []
+    for bits, shape, layout in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^{}]*\})?)", kind):
+        lengths = [int(length) for length in shape.split(",") if length]
+        size = math.prod(lengths) * int(bits or 8) // 8
+        result.append(Buffer(len(lengths), size, not re.search(r"S\([1-9]", layout)))
+    return result
+
+
+def in_hbm(arrays: list[Buffer]) -> int:
+    return sum(array.size for array in arrays if array.in_hbm)
+
+
+def analyse(compiled: Any) -> Program:
+    text = compiled.as_text()
+    results: dict[str, list[Buffer]] = {}
+    num_kernels = num_collectives = read = written = returned = cycles = 0
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        if (found := INSTRUCTION.match(line)) is None:
+            continue
+        is_root, name, kind, opcode, operands, rest = found.groups()
+        inputs = [
+            array for other in re.findall(r"%([\w.-]+)", operands) for array in results[other]
+        ]
+        outputs = results[name] = buffers(kind)
+        num_collectives += bool(re.fullmatch(COLLECTIVE, opcode))
+        if is_root:
+            returned = in_hbm(outputs)
+        if opcode.endswith("-start"):  # of a copy between memories, whose outputs `-done` has
+            results[name] = inputs
+        elif opcode not in NO_WORK:
+            is_copy = opcode in ("copy", "copy-done") and inputs[0].in_hbm and outputs[0].in_hbm
+            num_kernels += opcode in ("fusion", "reduce") or (is_copy and outputs[0].rank > 0)
+            # A copy may be that of a slice.
+            from_hbm = opcode.endswith("-done") and inputs[0].in_hbm
+            read += sum(array.size for array in outputs) if from_hbm else in_hbm(inputs)
+            written += in_hbm(outputs)
+            if estimate := re.search(r'"estimated_cycles":"(\d+)"', rest):
+                cycles += int(estimate[1])
+    memory = compiled.memory_analysis()
+    return Program(
+        num_kernels,
+        num_collectives,
+        read + written,
+        max(0, written - returned),
+        memory.alias_size_in_bytes / memory.output_size_in_bytes,
+        cycles,
+    )
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def measure(shapes: Any, devices: list[Any], title: str) -> dict[str, dict[str, Any]]:
+    """The figures of all updates of a tree, on one device."""
+    leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    size = sum(math.prod(shape) for shape in leaves)
+    figures: dict[str, dict[str, Any]] = {}
+    updates = [
+        (name, *update, next(iter(group))) for group in groups() for name, update in group.items()
+    ]
+    for name, tx, dtype, peer in tqdm(updates, desc=title, leave=False):
+        start = time.perf_counter()
+        program = analyse(compile_update(tx, shapes, dtype, devices[:1]))
+        seconds = time.perf_counter() - start
+        swapped = analyse(compile_update(tx, shapes, dtype, devices[:1], swapped=True))
+        figures[name] = {
+            "bytes": program.num_bytes / size,
+            "kernels": program.num_kernels / len(leaves),
+            "temporary": program.temporary / size,
+            "swapped": swapped.temporary / size,
+            "aliased": program.aliased,
+            "cycles": program.cycles,
+            "seconds": seconds,
+            "peer": peer,
+        }
+    return figures
+
+
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    header = ["update", "bytes", "kernels", "temporary", "swapped", "aliased", "cycles", "compile"]
+    rows = []
+    for name, of_name in figures.items():
+        peer = figures[of_name["peer"]]
+        ratio = f"{of_name['cycles'] / peer['cycles']:.3f}" if peer["cycles"] else ""
+        row = [f"`{name}`" if "(" in name else name, f"{of_name['bytes']:.1f}"]
+        row += [f"{of_name['kernels']:.2f}", f"{of_name['temporary']:.2f}"]
+        row += [f"{of_name['swapped']:.2f}", f"{of_name['aliased']:.1%}", ratio]
+        rows.append([*row, f"{of_name['seconds']:.1f}"])
+    return common.markdown(header, rows)
+
+
+def collectives(target: str) -> dict[str, dict[str, int]]:
+    """Those of each update with every leaf split over a host's devices, and over a pod's."""
+    clip = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
+    updates = {name: update for group in groups() for name, update in group.items()}
+    updates["chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"] = (clip, jnp.float32)
+    shapes = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
+    pods = [devices_of(target), *([devices_of(target, pod=True)] if target in PODS else [])]
+    return {
+        name: {
+            f"{len(devices)} devices": analyse(
+                compile_update(tx, shapes, dtype, devices)
+            ).num_collectives
+            for devices in pods
+        }
+        for name, (tx, dtype) in tqdm(updates.items(), desc="collectives", leave=False)
+    }
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    add = parser.add_argument
+    add("--target", nargs="+", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
+    add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
+    return common.parse(parser, argv)
+
+
+def main(argv: list[str] | None = None) -> str:
+    arguments = parse_arguments(argv)
+    text, everything = [], {}
+    for target in arguments.target:
+        devices = devices_of(target)
+        everything[target] = {}
+        for name in arguments.tree:
+            figures = everything[target][name] = measure(
+                TREES[name](), devices, f"{target}, {name}"
+            )
+            text += [f"{target}, {name}; {versions(target)}", table(figures)]
+        if target in TPUS:
+            counts = everything[target]["collectives"] = collectives(target)
+            where = list(next(iter(counts.values())))
+            rows = [[f"`{name}`", *map(str, of_name.values())] for name, of_name in counts.items()]
+            text += [f"{target}, collectives", common.markdown(["update", *where], rows)]
+    common.write_json(arguments.json, everything)
+    print("\n\n".join(text))
+    return "\n\n".join(text)
+
+
+def versions(target: str) -> str:
+    package = "jax-cuda12-plugin" if target in CARDS else "libtpu"
+    return f"jax {jax.__version__}, {package} {importlib.metadata.version(package)}"
+
+
+if __name__ == "__main__":
+    common.command_line.run(main)
