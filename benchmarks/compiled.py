@@ -26,6 +26,7 @@ import os
 import re
 import time
 from typing import Any, NamedTuple
+from unittest import mock
 
 import common
 import jax
@@ -108,25 +109,28 @@ def groups() -> list[Optimizers]:
 # ---------------------------------------------------------------------------------------- compiling
 
 
-# libtpu asks the machine for these, unless it is told.
+# What libtpu asks the machine for, unless it is told. It ends the process at flags for other
+# compilers, which jax reads from XLA_FLAGS when it starts.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "XLA_FLAGS": "",
 }
 
 
 @functools.cache
 def devices_of(target: str, pod: bool = False) -> list[Any]:
     """Devices to compile for."""
-    jax.config.update("jax_platforms", "cpu")  # to run on
+    jax.config.update("jax_platforms", "cpu")
+    jax.devices()
     try:
         if target in CARDS:
             return _card_topology(CARDS[target]).devices
-        os.environ.update(TPU_ENVIRONMENT)
-        name = (PODS if pod else TPUS)[target]
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        with mock.patch.dict(os.environ, TPU_ENVIRONMENT):
+            name = (PODS if pod else TPUS)[target]
+            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         package = "'jax[cuda12]'" if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
@@ -153,6 +157,7 @@ def _card_topology(card: Card) -> Any:
     )
 
 
+@mock.patch.dict(os.environ, TPU_ENVIRONMENT)
 def compile_update(
     tx: optax.GradientTransformation,
     shapes: Any,
@@ -188,7 +193,7 @@ def compile_update(
 class Program(NamedTuple):
     """What a compiled program does, counted in its main computation."""
 
-    num_kernels: int
+    kernels: list[int]  # bytes that each reads and writes, in whatever memory
     num_collectives: int
     num_bytes: int  # read from the device's memory and written to it
     temporary: int  # bytes written there and not returned
@@ -226,7 +231,8 @@ def in_hbm(arrays: list[Buffer]) -> int:
 def analyse(compiled: Any) -> Program:
     text = compiled.as_text()
     results: dict[str, list[Buffer]] = {}
-    num_kernels = num_collectives = read = written = returned = cycles = 0
+    kernels, num_collectives = [], 0
+    read = written = returned = cycles = 0
     for line in text[text.index("\nENTRY ") :].splitlines():
         if (found := INSTRUCTION.match(line)) is None:
             continue
@@ -242,7 +248,8 @@ def analyse(compiled: Any) -> Program:
             results[name] = inputs
         elif opcode not in NO_WORK:
             is_copy = opcode in ("copy", "copy-done") and inputs[0].in_hbm and outputs[0].in_hbm
-            num_kernels += opcode in ("fusion", "reduce") or (is_copy and outputs[0].rank > 0)
+            if opcode in ("fusion", "reduce") or (is_copy and outputs[0].rank > 0):
+                kernels.append(sum(array.size for array in inputs + outputs))
             # A copy may be that of a slice.
             from_hbm = opcode.endswith("-done") and inputs[0].in_hbm
             read += sum(array.size for array in outputs) if from_hbm else in_hbm(inputs)
@@ -251,7 +258,7 @@ def analyse(compiled: Any) -> Program:
                 cycles += int(estimate[1])
     memory = compiled.memory_analysis()
     return Program(
-        num_kernels,
+        kernels,
         num_collectives,
         read + written,
         max(0, written - returned),
@@ -278,7 +285,7 @@ def measure(shapes: Any, devices: list[Any], title: str) -> dict[str, dict[str, 
         swapped = analyse(compile_update(tx, shapes, dtype, devices[:1], swapped=True))
         figures[name] = {
             "bytes": program.num_bytes / size,
-            "kernels": program.num_kernels / len(leaves),
+            "kernels": len(program.kernels) / len(leaves),
             "temporary": program.temporary / size,
             "swapped": swapped.temporary / size,
             "aliased": program.aliased,

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check_none_without_z, check_same_tree, is_none
-from spa_optax._precision import is_float, rounded, seeds_like, wide_dtype
+from spa_optax._precision import Seed, is_float, rounded, rounds_to, seeds_like, wide_dtype
 
 
 class SPAState(NamedTuple):
@@ -217,7 +217,7 @@ def _param_update(
         u = times(p, z_next.astype(dtype) - x.astype(dtype), dtype)
         return u if delta is None else u - times(delta, g, dtype)
 
-    def as_update(g: Any, x: Any, u: Any, seed: UInt32[Array, "2"] | None) -> Array | None:
+    def as_update(g: Any, x: Any, u: Any, seed: Seed | None) -> Array | None:
         if u is None:
             return None if g is None or x is None else jnp.zeros_like(x)  # integers stay
         if u.dtype == x.dtype:
@@ -284,7 +284,7 @@ def _rescaled(
         # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
         # it stays where it rounds to x, since master weights are made by calling `init` on float32
         # params that are cast afterwards.
-        return jnp.where(at_start & (z.astype(x.dtype) == x), z_wide, new)
+        return jnp.where(at_start & rounds_to(z_wide, x), z_wide, new)
 
     return map_trained(rescale, params, z, otherwise=z)
 
