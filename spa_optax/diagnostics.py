@@ -88,7 +88,8 @@ def track_momentum(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the averages that tell when momentum pays; `momentum_report` reads them.
 
-    With u_k = x_{k+1} − x_k the step taken, bias-corrected moving averages of
+    With u_k = x_{k+1} − x_k the step, before it is rounded to the params' dtype, bias-corrected
+    moving averages of
 
         ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
 
@@ -108,9 +109,9 @@ def track_momentum(
 
     The inner product is NaN, and its average begins anew, where it does not follow: after c_k = 1,
     where there is no momentum to align with, and where momentum was restarted. With Nesterov
-    momentum, and where params or z have 16 bits or fewer, it never does. Steps have to be well
-    above the rounding of params: where they are not, as those of 16 bits often are, rounding is
-    part of the step, and adds to the gain.
+    momentum, and where params or z have 16 bits or fewer, it never does. Steps must be well above
+    the rounding of params. Where they are not, as with many params of 16 bits, x lags behind z, and
+    the gain is too high.
 
     Args:
       inner: what `spa` or `spa_from_sgdm` returns.
