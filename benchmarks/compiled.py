@@ -116,6 +116,7 @@ TPU_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "XLA_FLAGS": "",
 }
 

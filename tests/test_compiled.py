@@ -1,22 +1,26 @@
 """What XLA for TPUs makes of every transform, by benchmarks/compiled.py; without a TPU."""
 
+import importlib.util
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import compiled
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from paper.command_line import UserError
 from test_optax_contract import ALL
 
 from spa_optax import spa
 
-pytest.importorskip("libtpu", reason="it is XLA's compiler for TPUs: pip install libtpu")
+has_libtpu = importlib.util.find_spec("libtpu") is not None
+for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip install libtpu")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SHAPES = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
 SIZE = sum(map(math.prod, SHAPES))
+GAUGED = ("tracked", "until noise")
 every_transform = pytest.mark.parametrize("name", ALL)
 every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
@@ -33,27 +37,33 @@ def size_of_state(tx: Any, dtype: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+@for_tpus
 @every_dtype
 @every_transform
 def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> None:
     """Gradients are read; params and state are read and written in place; nothing else is."""
     tx = ALL[name]()
     found = program(tx, dtype)
-    # Small ones compute the look-ahead of a schedule, and random words.
-    assert len([size for size in found.kernels if size > 100_000]) == len(SHAPES)
     must_move = 3 * SIZE * dtype.dtype.itemsize + 2 * size_of_state(tx, dtype)
+    num_kernels, at_most = len(SHAPES), must_move
+    if name in GAUGED and dtype == jnp.bfloat16:  # a sum beside bfloat16 takes a second kernel
+        num_kernels, at_most = 2 * num_kernels, must_move + (2 + 2 + 4) * SIZE
+    # Small ones compute the look-ahead of a schedule, and random words.
+    assert len([size for size in found.kernels if size > 100_000]) == num_kernels
     assert must_move <= found.num_bytes + 100  # XLA leaves out scalars that are not read
-    assert found.num_bytes <= 1.001 * must_move
+    assert found.num_bytes <= 1.001 * at_most
     assert found.temporary <= 0.001 * SIZE
     assert found.aliased > 0.999
 
 
+@for_tpus
 def test_no_more_bytes_than_sgd() -> None:
     sgd, ours = program(optax.sgd(0.1, 0.9)), program(spa(1.0, 0.1))
     assert ours.num_bytes == pytest.approx(sgd.num_bytes, rel=1e-4)
     assert len(ours.kernels) == len(sgd.kernels) == len(SHAPES)
 
 
+@for_tpus
 def test_a_second_kernel_is_seen() -> None:
     """The positive control: the norm must be known before the update can be."""
 
@@ -67,21 +77,79 @@ def test_a_second_kernel_is_seen() -> None:
     assert found.num_bytes > 1.05 * 20 * SIZE
 
 
+@for_tpus
 @pytest.mark.parametrize("num_devices", [8, 256])
 @every_transform
 def test_no_collective(name: str, num_devices: int) -> None:
     """But for the two squares of `track_momentum`, which are summed over all devices at once."""
     found = program(ALL[name](), num_devices=num_devices)
-    assert found.num_collectives == (1 if name in ("tracked", "until noise") else 0)
+    assert found.num_collectives == (1 if name in GAUGED else 0)
     assert found.temporary <= 0.01 * SIZE
 
 
+@for_tpus
 @pytest.mark.parametrize("num_devices", [8, 256])
 def test_a_collective_is_seen(num_devices: int) -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
     assert program(tx, num_devices=num_devices).num_collectives > 0
 
 
+@for_tpus
 def test_the_256_devices_are_of_many_hosts() -> None:
     hosts = {device.process_index for device in compiled.devices_of("v5e", pod=True)}
     assert len(hosts) > 8
+
+
+# ------------------------------------------------------------------------------- without a compiler
+
+
+@pytest.mark.skipif(has_libtpu, reason="libtpu is installed")
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(UserError, match="--target v5e needs `pip install libtpu`"):
+        compiled.main(["--tree", "one leaf"])
+    with pytest.raises(UserError, match=r"--target h100 needs `pip install 'jax\[cuda12\]'`"):
+        compiled.main(["--target", "h100"])
+
+
+PROGRAM = """HloModule step
+
+%fused (a: f32[64]) -> f32[64] {
+  ROOT %negate.1 = f32[64]{0} negate(%a)
+}
+
+ENTRY %main (g: f32[64], z: bf16[2,64], c: f32[]) -> (f32[64], bf16[2,64]) {
+  %c = f32[]{:T(128)S(6)} parameter(2)
+  %g = f32[64]{0:T(256)} parameter(0)
+  %z = bf16[2,64]{1,0:T(8,128)(2,1)} parameter(1)
+  %copy-start = (f32[64]{0:T(256)S(1)}, f32[64]{0:T(256)}, u32[]{:S(2)}) copy-start(%g)
+  %copy-done = f32[64]{0:T(256)S(1)} copy-done(%copy-start)
+  %fusion = f32[64]{0:T(256)S(1)} fusion(%copy-done, %c), calls=%fused, {"estimated_cycles":"12"}
+  %sum = f32[64]{0:T(256)} all-reduce(%fusion), to_apply=%add
+  %copy.2 = bf16[2,64]{1,0:T(8,128)(2,1)} copy(%z)
+  %wide = f32[2,64]{1,0:T(8,128)} fusion(%copy.2), calls=%fused, {"estimated_cycles":"30"}
+  ROOT %tuple = (f32[64]{0}, bf16[2,64]{1,0}) tuple(%sum, %copy.2)
+}
+"""
+
+
+def test_a_program_is_counted_by_hand() -> None:
+    """g comes to a core's memory (256 bytes read); z is copied (256 read, 256 written), and widened
+    (256 read, 512 written, not returned); the sum is written from there (256 written).
+    """
+
+    class Memory(NamedTuple):
+        alias_size_in_bytes: int = 256
+        output_size_in_bytes: int = 512
+
+    class Compiled:
+        as_text = staticmethod(lambda: PROGRAM)
+        memory_analysis = staticmethod(Memory)
+
+    assert compiled.analyse(Compiled()) == compiled.Program(
+        kernels=[512 + 4, 512, 768],
+        num_collectives=1,
+        num_bytes=256 + 256 + 512 + 768,
+        temporary=512,
+        aliased=0.5,
+        cycles=42,
+    )

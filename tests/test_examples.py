@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import compiled
 import digits
 import equivalence
 import jax
@@ -48,7 +49,7 @@ SCRIPTS = {
     module.__name__: module
     for module in (
         digits,
-        *(equivalence, language_model, low_precision, update_cost),
+        *(compiled, equivalence, language_model, low_precision, update_cost),
     )
 }
 
