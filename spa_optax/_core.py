@@ -101,11 +101,8 @@ def advance(
 
     f32 = lambda scalar: scalar.astype(jnp.float32)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return (
-        u,
-        SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast)),
-        (StepInfo(eta, p, delta, r, z_k)),
-    )
+    state = SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast))
+    return u, state, StepInfo(eta, p, delta, r, z_k)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
