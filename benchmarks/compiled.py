@@ -125,14 +125,14 @@ TPU_ENVIRONMENT = {
 def devices_of(target: str, pod: bool = False) -> list[Any]:
     """Devices to compile for."""
     jax.config.update("jax_platforms", "cpu")
-    jax.devices()
+    jax.devices()  # starts jax, which reads XLA_FLAGS before they are hidden
     try:
         if target in CARDS:
             return _card_topology(CARDS[target]).devices
         with mock.patch.dict(os.environ, TPU_ENVIRONMENT):
             name = (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         package = "'jax[cuda12]'" if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
 

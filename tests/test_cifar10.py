@@ -26,12 +26,11 @@ BATCH = 16
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small(monkeypatch: pytest.MonkeyPatch, standard_promotion: None) -> None:
+    del standard_promotion
     monkeypatch.setattr(cifar10, "BATCH", BATCH)
     monkeypatch.setattr(cifar10, "COMPONENTS", 4)
     monkeypatch.setattr(cifar10, "BLOCKS", ((8, True),))
-    with jax.numpy_dtype_promotion("standard"):  # what users have
-        yield
 
 
 def two_shades(n: int) -> tuple[np.ndarray, np.ndarray]:
