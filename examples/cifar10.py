@@ -239,6 +239,8 @@ def train(
             for batch in batches:
                 x = augment(data.x_train[batch], rng)
                 y = data.y_train[batch].astype(np.int32)
+                # Devices that share the threads of a CPU can block each other if steps queue up.
+                jax.block_until_ready(epoch[-1:])
                 epoch.append(train_step(model, optimizer, *jax.device_put((x, y), split)))
             losses.append(np.mean(jax.device_get(epoch)))
             seen = (jax.device_put(data.x_train[b], split) for b in batches[:32])
@@ -262,7 +264,7 @@ def to_evaluate(model: Network, optimizer: nnx.Optimizer, batches: Iterable[jax.
     model = nnx.clone(model)
     nnx.update(model, eval_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
     for x in batches:
-        logits(model, x)
+        jax.block_until_ready(logits(model, x))  # as in `train`
     return model
 
 

@@ -15,5 +15,9 @@ from spa_optax._hyperparams import (
     SGDMHyperparams as SGDMHyperparams,
     SPAHyperparams as SPAHyperparams,
 )
-from spa_optax._schedules import momentum_drop as momentum_drop, stagewise as stagewise
+from spa_optax._schedules import (
+    momentum_drop as momentum_drop,
+    schedule_free_averaging as schedule_free_averaging,
+    stagewise as stagewise,
+)
 from spa_optax._spa import spa as spa, spa_from_sgdm as spa_from_sgdm

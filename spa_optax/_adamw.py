@@ -1,23 +1,31 @@
 """AdamW with its first moment by primal averaging."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, DTypeLike, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import (
+    check_choice,
+    check_clipping_threshold,
+    check_factored,
     check_rate,
     check_same_tree,
     check_second_moment,
+    check_second_moment_dtype,
     is_none,
     is_plain_number,
 )
 from spa_optax._gpa import gpa
-from spa_optax._precision import is_float
+from spa_optax._precision import is_float, rounded, seeds_like
 from spa_optax._spa import spa
+
+SecondMoment = Literal["full", "factored"]
+DecayAt = Literal["params", "z"]
 
 
 def spa_adamw(
@@ -28,6 +36,12 @@ def spa_adamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
+    decay_at: DecayAt = "params",
+    second_moment: SecondMoment = "full",
+    second_moment_dtype: DTypeLike | None = None,
+    decay_rate: ArrayLike | None = None,
+    clipping_threshold: ArrayLike | None = None,
+    min_dim_size_to_factor: int | None = None,
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -43,10 +57,16 @@ def spa_adamw(
     correction of its bias. Rates and momenta are on the scale of AdamW's: averaging stands for
     1 − b1, and steps for the mean of the last 1/c directions, times the learning rate.
 
-    In memory it has z in the place of the first moment and, for params of 16 bits or fewer, of the
-    float32 master copy too: 10 bytes a parameter with a float32 ν, 8 with z in bfloat16, and 12 for
-    float32 params. AdamW takes 14 with a master copy, 12 with float32 params, and 10 with float32
-    params and `mu_dtype=jnp.bfloat16`.
+    z takes the place of the first moment and of the float32 master copy. Params of bfloat16 and
+    their state take, in bytes a parameter, the last three with a `rounding_key`:
+
+        10    z and ν in float32
+        8     `state_dtype=jnp.bfloat16`
+        6     `second_moment_dtype=jnp.bfloat16`, too
+        4     `second_moment="factored"` in its place
+
+    AdamW takes 14 with a master copy, 12 with float32 params, and 10 with float32 params and
+    `mu_dtype=jnp.bfloat16`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -57,20 +77,33 @@ def spa_adamw(
         is decoupled, and multiplied by the learning rate, as in `optax.adamw`.
       mask: which params to decay, as for `optax.adamw`: a tree of booleans, or a function of the
         params that returns one.
-      state_dtype: dtype of z, as for `spa`. ν has at least 32 bits.
+      decay_at: "params", where λ x_k is part of the direction, as above; or "z", which then shrinks
+        by itself: z_{k+1} = (1 − η_k λ) z_k − η_k d_k.
+      second_moment: "full", or "factored", as in `optax.adafactor`: of the two longest axes of an
+        array ν keeps its means over either, and takes their product over the mean of all for ν. √ν
+        + ε then is √(ν + ε²). For arrays that are not factored ν is full.
+      second_moment_dtype: dtype of a full ν: None for 32 bits or more, or bfloat16, which needs a
+        `rounding_key`: rounded to nearest, ν would not move where 1 − β₂ is small.
+      decay_rate: for a factored ν, ρ in (0, 1] of Adafactor's 1 − (k + 1)^−ρ, which then takes the
+        place of β₂; `optax.adafactor` has 0.8. None for β₂, corrected for its bias.
+      clipping_threshold: the largest root mean square of the first term of d_k, of each array;
+        larger ones are scaled down to it. `optax.adafactor` has 1. None for no limit.
+      min_dim_size_to_factor: arrays whose second longest axis is shorter are not factored. None for
+        optax's 128.
+      state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
-    Under `optax.inject_hyperparams` name `rounding_key`, and `mask` where it is a function, in its
-    `static_args`, and for params of 16 bits set `hyperparam_dtype` to float32, as for
-    `optax.adamw`: in bfloat16 a β₂ of 0.999 is 1.
+    Under `optax.inject_hyperparams` name `rounding_key`, dtypes, `min_dim_size_to_factor`, and
+    `mask` where it is a function, in its `static_args`, and for params of 16 bits set
+    `hyperparam_dtype` to float32, as for `optax.adamw`: in bfloat16 a β₂ of 0.999 is 1.
 
     Returns:
       A transformation, a chain, whose `update` needs `params`; its updates have the params' dtype.
       Params are the point to evaluate and to save.
 
     Raises:
-      ValueError: if a number is out of range, `state_dtype` is not a real floating-point dtype, or,
-        in `update`, `params` is missing or the trees differ.
+      ValueError: if an argument is out of range or has no use beside the others, or, in `update`,
+        `params` is missing or the trees differ.
 
     Examples:
       The first direction is the gradient's sign: z goes from 10 to 9, and x a tenth of the way.
@@ -86,10 +119,13 @@ def spa_adamw(
 
     References:
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101. Defazio,
-      Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2.
+      Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Shazeer, Stern, Adafactor,
+      2018, arXiv:1804.04235, Sections 3, 6 and 7.
     """
     last = spa(learning_rate, averaging, state_dtype=state_dtype, rounding_key=rounding_key)
-    return optax.chain(_adamw_direction(b2, eps, weight_decay, mask), last)
+    second = (second_moment, second_moment_dtype, decay_rate, min_dim_size_to_factor)
+    direction = _direction(b2, eps, *second, clipping_threshold, rounding_key)
+    return _with_decay(direction, last, weight_decay, mask, decay_at)
 
 
 def gpa_adamw(
@@ -101,17 +137,23 @@ def gpa_adamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
+    decay_at: DecayAt = "params",
+    second_moment: SecondMoment = "full",
+    second_moment_dtype: DTypeLike | None = None,
+    decay_rate: ArrayLike | None = None,
+    clipping_threshold: ArrayLike | None = None,
+    min_dim_size_to_factor: int | None = None,
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with its first moment by generalized primal averaging: `gpa` of Adam's direction.
 
-    The direction is that of `spa_adamw`, at y, and the rest is `gpa`. With averaging(k) = 1/(k + 1)
-    and a constant rate it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y.
+    The direction is that of `spa_adamw`, at y, and the rest is `gpa`. With the averaging of
+    `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y.
 
-    The authors' own GPA-AdamW differs twice. It has Adam's first moment as well, a buffer more,
-    which `optax.chain(optax.scale_by_adam(), gpa(1e-3))` has too. And it decays z, by
-    z ← (1 − γλ) z, where here λ y is part of the direction: these are different iterates.
+    The authors' own GPA-AdamW has Adam's first moment as well, a buffer more, which
+    `optax.chain(optax.scale_by_adam(), gpa(1e-3))` has too, and by default it decays z, which is
+    `decay_at="z"` here.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
@@ -120,20 +162,26 @@ def gpa_adamw(
         direction enters y at once, as 1 − b1 in AdamW.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
-      weight_decay: λ ≥ 0, as for `spa_adamw`, of y.
+      weight_decay: λ ≥ 0, as for `spa_adamw`.
       mask: which params to decay, as for `spa_adamw`.
-      state_dtype: dtype of z, as for `spa`. ν has at least 32 bits.
+      decay_at: "params", where λ y_k is part of the direction, or "z", as for `spa_adamw`.
+      second_moment: "full" or "factored", as for `spa_adamw`.
+      second_moment_dtype: dtype of a full ν, as for `spa_adamw`.
+      decay_rate: for a factored ν, as for `spa_adamw`.
+      clipping_threshold: for each array's direction, as for `spa_adamw`.
+      min_dim_size_to_factor: for a factored ν, as for `spa_adamw`.
+      state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, which params of 16 bits need here: see `gpa`.
 
-    For `optax.inject_hyperparams` see `spa_adamw`.
+    For bytes a parameter, and for `optax.inject_hyperparams`, see `spa_adamw`.
 
     Returns:
       A transformation, a chain, whose `update` needs `params`; its updates have the params' dtype.
       `eval_params` gives the point to evaluate and to save.
 
     Raises:
-      ValueError: if a number is out of range, `state_dtype` is not a real floating-point dtype, or,
-        in `update`, `params` is missing or the trees differ.
+      ValueError: if an argument is out of range or has no use beside the others, or, in `update`,
+        `params` is missing or the trees differ.
 
     Examples:
       The first direction is the gradient's sign: z goes from 10 to 9, x half of the way to it, and
@@ -161,48 +209,131 @@ def gpa_adamw(
         state_dtype=state_dtype,
         rounding_key=rounding_key,
     )
-    return optax.chain(_adamw_direction(b2, eps, weight_decay, mask), last)
+    second = (second_moment, second_moment_dtype, decay_rate, min_dim_size_to_factor)
+    direction = _direction(b2, eps, *second, clipping_threshold, rounding_key)
+    return _with_decay(direction, last, weight_decay, mask, decay_at)
 
 
-def _adamw_direction(
+def _direction(
     b2: ArrayLike,
     eps: ArrayLike,
-    weight_decay: optax.ScalarOrSchedule,
-    mask: PyTree | Callable[[PyTree], PyTree] | None,
-) -> optax.GradientTransformationExtraArgs:
-    """That of AdamW without a first moment, in 32 bits or more, as is its state."""
+    second_moment: SecondMoment,
+    second_moment_dtype: DTypeLike | None,
+    decay_rate: ArrayLike | None,
+    min_dim_size_to_factor: int | None,
+    clipping_threshold: ArrayLike | None,
+    rounding_key: PRNGKeyArray | None,
+) -> optax.GradientTransformation:
+    """The direction g / (√ν + ε), of gradients and params of 32 bits or more."""
     check_second_moment(b2, eps)
-    check_rate("weight_decay", weight_decay)
+    check_choice("second_moment", second_moment, SecondMoment)
+    is_factored = second_moment == "factored"
+    check_factored(is_factored, decay_rate, min_dim_size_to_factor)
+    check_second_moment_dtype(second_moment_dtype, is_factored, rounding_key)
+    check_clipping_threshold(clipping_threshold)
     # A scalar of NumPy would make a float64 of ν, where there are any.
     b2, eps = (float(v) if is_plain_number(v) else v for v in (b2, eps))  # pyright: ignore[reportArgumentType]
-    inner = optax.chain(
-        optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
-        optax.add_decayed_weights(weight_decay, mask),  # pyright: ignore[reportArgumentType]
-    )
+    if is_factored:
+        adam = lambda k, b2: b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # keeps ν free of bias
+        adafactor = lambda k, power: 1 - (k + 1.0) ** -power
+        scale = optax.scale_by_factored_rms(
+            decay_rate=b2 if decay_rate is None else decay_rate,
+            min_dim_size_to_factor=min_dim_size_to_factor or 128,
+            epsilon=eps**2,
+            decay_rate_fn=adam if decay_rate is None else adafactor,
+        )
+    else:
+        scale = optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+    clips = clipping_threshold is not None
+    clip = optax.clip_by_block_rms(clipping_threshold) if clips else optax.identity()
 
-    def widened(x: Any) -> Any:
-        if not is_float(x):
-            return None
-        dtype = jnp.result_type(x)
-        if dtype.itemsize <= 2:
-            dtype = jnp.float32
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, dtype)
-        return jnp.asarray(x, dtype)
+    def stored(state: Any, key: PRNGKeyArray | None) -> Any:
+        if second_moment_dtype is None:
+            return state
+        store = lambda v, seed: rounded(v, second_moment_dtype, seed)
+        return state._replace(nu=jax.tree.map(store, state.nu, seeds_like(key, 2, state.nu)))
 
     def init_fn(params: PyTree) -> Any:
-        return inner.init(jax.tree.map(widened, params))
+        return stored(scale.init(params), None)
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        key = None if rounding_key is None else jax.random.fold_in(rounding_key, state.count)
+        g = jax.tree.map(_or_zeros, updates, params, is_leaf=is_none)
+        wide = jax.tree.map(_widened, state)._replace(count=state.count)
+        d, new = scale.update(g, wide, params)
+        d, _ = clip.update(d, optax.EmptyState())
+        return d, _kept_without_gradient(stored(new, key), state, updates)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _or_zeros(g: Any, x: Any) -> Any:
+    """A gradient, or zeros for one that is missing."""
+    return jnp.zeros_like(x) if g is None and x is not None else g
+
+
+def _kept_without_gradient(new: Any, old: Any, g: PyTree) -> Any:
+    """The new state, with the old ν of params that have no gradient."""
+    keep = lambda g, new, old: old if g is None else new
+    fields = {
+        name: jax.tree.map(keep, g, getattr(new, name), getattr(old, name), is_leaf=is_none)
+        for name in new._fields
+        if name != "count"
+    }
+    return new._replace(**fields)
+
+
+def _with_decay(
+    direction: optax.GradientTransformation,
+    last: optax.GradientTransformationExtraArgs,
+    weight_decay: optax.ScalarOrSchedule,
+    mask: PyTree | Callable[[PyTree], PyTree] | None,
+    decay_at: DecayAt,
+) -> optax.GradientTransformationExtraArgs:
+    """A direction, weight decay, and a member of the family, in 32 bits or more."""
+    check_rate("weight_decay", weight_decay)
+    check_choice("decay_at", decay_at, DecayAt)
+    add_decay = optax.add_decayed_weights(weight_decay, mask)  # pyright: ignore[reportArgumentType]
+
+    def decay_of_z(count: Int[Array, ""], z: PyTree) -> PyTree:
+        now = weight_decay(count) if callable(weight_decay) else weight_decay
+        add = optax.add_decayed_weights(now, mask)  # pyright: ignore[reportArgumentType]
+        with jax.numpy_dtype_promotion("standard"):
+            return add.update(optax.tree.zeros_like(z), add.init(z), z)[0]
+
+    def init_fn(params: PyTree) -> Any:
+        wide = jax.tree.map(_widened, params)
+        return direction.init(wide), add_decay.init(wide)
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
+        del extra_args
         if params is None:
             raise ValueError("`params` must be passed to `update`, which starts from x, got None")
         check_same_tree("updates", updates, "params", params)
-        wide_updates, params = jax.tree.map(widened, (updates, params))
+        of_direction, of_decay = state
+        g, x = jax.tree.map(_widened, (updates, params))
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
-            directions, state = inner.update(wide_updates, state, params, **extra_args)
-        of_others = lambda d, g: g if d is None else d
-        return jax.tree.map(of_others, directions, updates, is_leaf=is_none), state
+            d, of_direction = direction.update(g, of_direction, x)
+            decayed, of_decay = add_decay.update(d, of_decay, x)
+        d = decayed if decay_at == "params" else d
+        of_others = lambda d, g: g if d is None or g is None else d
+        return jax.tree.map(of_others, d, updates, is_leaf=is_none), (of_direction, of_decay)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    if decay_at == "z":
+        update: Any = last.update
+        last = last._replace(update=dataclasses.replace(update, decay=decay_of_z))
+    return optax.chain(optax.GradientTransformationExtraArgs(init_fn, update_fn), last)
+
+
+def _widened(x: Any) -> Any:
+    """In 32 bits or more; None for what is not trained."""
+    if not is_float(x):
+        return None
+    dtype = jnp.result_type(x)
+    if dtype.itemsize <= 2:
+        dtype = jnp.float32
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return jnp.asarray(x, dtype)

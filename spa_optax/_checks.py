@@ -86,6 +86,26 @@ def check_second_moment(b2: Any, eps: Any) -> None:
     _check_number("eps", eps, "finite and >= 0", lambda v: 0 <= v < float("inf"), "a scalar")
 
 
+def check_factored(is_factored: bool, decay_rate: Any, min_dim_size_to_factor: Any) -> None:
+    """Raises ValueError unless both are None, or good for a factored second moment."""
+    for name, value in (
+        ("decay_rate", decay_rate),
+        ("min_dim_size_to_factor", min_dim_size_to_factor),
+    ):
+        if value is not None and not is_factored:
+            raise ValueError(f'`{name}` must be None unless `second_moment` is "factored"')
+    if decay_rate is not None:
+        _check_number("decay_rate", decay_rate, "in (0, 1]", lambda v: 0 < v <= 1, "a scalar")
+    if min_dim_size_to_factor is not None:
+        check_steps("min_dim_size_to_factor", min_dim_size_to_factor)
+
+
+def check_clipping_threshold(value: Any) -> None:
+    """Raises ValueError unless `value` is None, a traced scalar, or a number > 0."""
+    if value is not None:
+        _check_number("clipping_threshold", value, "> 0", lambda v: v > 0, "a scalar")
+
+
 def check_momentum(value: optax.ScalarOrSchedule) -> None:
     """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1)."""
     _check_number("momentum", value, "in [0, 1)", lambda v: 0 <= v < 1)
@@ -115,9 +135,28 @@ def check_count(value: Any) -> None:
 
 def check_dtype(value: Any) -> None:
     """Raises ValueError unless `value` is None or a real floating-point dtype."""
+    rule = "`state_dtype` must be None or a real floating-point dtype, with zero and signs"
+    # float8_e8m0fnu, which has no mantissa, holds powers of two only.
+    is_real = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant > 0
+    _check_dtype(value, rule, is_real)
+
+
+def check_second_moment_dtype(value: Any, is_factored: bool, rounding_key: Any) -> None:
+    """Raises ValueError unless `value` is None, or bfloat16 where that is of use."""
+    rule = "`second_moment_dtype` must be None or bfloat16, which has the range of float32"
+    _check_dtype(value, rule, lambda dtype: dtype == jnp.bfloat16)
+    if value is not None and is_factored:
+        raise ValueError('`second_moment_dtype` must be None where `second_moment` is "factored"')
+    if value is not None and rounding_key is None:
+        raise ValueError(
+            "`rounding_key` must be given with a `second_moment_dtype` of 16 bits, got None:"
+            " rounded to the nearest, the second moment would not move"
+        )
+
+
+def _check_dtype(value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
     if value is None:
         return
-    rule = "`state_dtype` must be None or a real floating-point dtype, with zero and signs"
     if isinstance(value, (jax.Array, np.ndarray)):  # what `inject_hyperparams` makes of a dtype
         raise ValueError(
             f"{rule}, got an array: name it in the `static_args` of `optax.inject_hyperparams`"
@@ -126,8 +165,7 @@ def check_dtype(value: Any) -> None:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = jnp.dtype(int)
-    # float8_e8m0fnu, which has no mantissa, holds powers of two only.
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).nmant == 0:
+    if not holds(dtype):
         raise ValueError(f"{rule}, got {value!r}")
 
 
@@ -147,14 +185,14 @@ def check_key(value: Any) -> None:
     raise ValueError(f"`rounding_key` must be None or one key of `jax.random`, got {value}")
 
 
-def check_steps(name: str, value: Any) -> int:
-    """Raises ValueError unless `value` is a concrete integer >= 1, which it returns."""
+def check_steps(name: str, value: Any, least: int = 1) -> int:
+    """Raises ValueError unless `value` is a concrete integer >= `least`, which it returns."""
     try:
         steps = operator.index(value)
     except TypeError:
-        steps = 0
-    if steps < 1 or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be a concrete integer >= 1, got {_shown(value)}")
+        steps = least - 1
+    if steps < least or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a concrete integer >= {least}, got {_shown(value)}")
     if steps >= 2**31:
         raise ValueError(f"`{name}` must be below 2^31, where counts end, got {_shown(value)}")
     return steps

@@ -51,6 +51,7 @@ class Scalars(NamedTuple):
 
 
 Rule = Callable[[SPAState, PyTree], Scalars]  # from the state and the params
+Decay = Callable[[Int[Array, ""], PyTree], PyTree]  # from the count and z_k to λ z_k
 
 
 class StepInfo(NamedTuple):
@@ -79,6 +80,7 @@ def advance(
     params: PyTree | None,
     rule: Rule,
     rounding_key: PRNGKeyArray | None,
+    decay: Decay | None = None,
 ) -> tuple[PyTree, SPAState, StepInfo]:
     """One step: x_{k+1} − x_k, the new state, and what the step used."""
     _check_update(updates, state, params)
@@ -95,6 +97,9 @@ def advance(
     z_k = (_rescaled_or_kept if r else _kept)(x, z, r, at_start)
     # z_{k+1} = z_k − η g_k
     z_wide = map_trained(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
+    if decay is not None:  # z_{k+1} = (1 − η λ) z_k − η g_k
+        subtract = lambda z, d, g: z - times(eta, d, z.dtype)
+        z_wide = map_trained(subtract, z_wide, decay(state.count, z_k), g, otherwise=z_wide)
     z_next = _rounded_like(z, z_wide, key)
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
     u = _param_update(g, x, z_next, p, delta, key)
@@ -111,13 +116,14 @@ class Update:
 
     rule: Rule
     rounding_key: PRNGKeyArray | None
+    decay: Decay | None = None
 
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
         """`advance`, as Optax calls it."""
         del extra_args
-        u, state, _ = advance(updates, state, params, self.rule, self.rounding_key)
+        u, state, _ = advance(updates, state, params, self.rule, self.rounding_key, self.decay)
         return u, state
 
 

@@ -1,5 +1,6 @@
 """Generalized primal averaging: gradients at another point than x."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,8 +17,18 @@ from spa_optax._checks import (
     keys_of,
 )
 from spa_optax._convert import by_path
-from spa_optax._core import GPAState, Scalars, SPAState, advance, find, init, is_at_start, scalar_of
-from spa_optax._hyperparams import at_count
+from spa_optax._core import (
+    Decay,
+    GPAState,
+    Scalars,
+    SPAState,
+    advance,
+    find,
+    init,
+    is_at_start,
+    scalar_of,
+)
+from spa_optax._hyperparams import AtCount, at_count
 from spa_optax._precision import is_float, wide_dtype
 
 
@@ -49,9 +60,7 @@ def gpa(
     - Nesterov momentum β in the form of Keras, at μ_x = μ_y = β with γ = α/(1 − β). For constants
       this is `optax.sgd` with Nesterov momentum, too.
     - Quasi-hyperbolic momentum with β = μ_x and ν = μ_y, for constants.
-    - Schedule-Free at a constant rate with averaging(k) = 1/(k + 1). Where the rate changes,
-      Schedule-Free weights z_{k+1} by the square of the largest rate so far: c_{k+1} is its share
-      in the sum of weights. (Under x64 write `1 / (k + 1.0)`: `1 / (k + 1)` is a float32.)
+    - Schedule-Free with the averaging of `schedule_free_averaging`: 1/(k + 1) at a constant rate.
 
     It smooths what DiLoCo does with one worker, whose slow weights take a step of momentum μ every
     H steps: momentum that decays by μ in H steps is μ_x = μ^(1/H). With its usual μ = 0.9
@@ -117,22 +126,38 @@ def gpa(
         inner = init(params, state_dtype)
         return GPAState(inner, mu_y_at(inner.count).astype(jnp.float32))
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    update = _Update(eta_at, c_at, mu_y_at, rounding_key)
+    # As in `spa`.
+    return optax.GradientTransformationExtraArgs(init_fn, update)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Update:
+    """The `update` of `gpa`."""
+
+    eta_at: AtCount
+    c_at: AtCount
+    mu_y_at: AtCount
+    rounding_key: PRNGKeyArray | None
+    decay: Decay | None = None
+
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, GPAState]:
+        """`advance`, from y_k to y_{k+1}."""
         del extra_args
         if not isinstance(state, GPAState):
             raise ValueError(f"`state` must be a `GPAState`, got {type(state).__name__}")
-        mu_y, mu_y_held = mu_y_at(jnp.asarray(state.inner.count)), jnp.asarray(state.mu_y)
+        mu_y, mu_y_held = self.mu_y_at(jnp.asarray(state.inner.count)), jnp.asarray(state.mu_y)
 
         def rule(inner: SPAState, _: PyTree) -> Scalars:
-            return gpa_scalars(eta_at(inner.count), c_at(inner.count), mu_y, mu_y_held, inner)
+            eta, c = self.eta_at(inner.count), self.c_at(inner.count)
+            return gpa_scalars(eta, c, mu_y, mu_y_held, inner)
 
-        updates, inner, _ = advance(updates, state.inner, params, rule, rounding_key)
+        updates, inner, _ = advance(
+            updates, state.inner, params, rule, self.rounding_key, self.decay
+        )
         return updates, GPAState(inner, mu_y.astype(jnp.float32))
-
-    # As in `spa`.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def gpa_scalars(eta: Array, c: Array, mu_y: Array, mu_y_held: Array, inner: SPAState) -> Scalars:
@@ -188,8 +213,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
       >>> import jax.numpy as jnp
       >>> import optax
-      >>> from spa_optax import eval_params, gpa
-      >>> tx = gpa(learning_rate=1.0, averaging=lambda k: 1 / (k + 1), interpolation=0.5)
+      >>> from spa_optax import eval_params, gpa, schedule_free_averaging
+      >>> tx = gpa(1.0, averaging=schedule_free_averaging(1.0), interpolation=0.5)
       >>> params = jnp.array(10.0)
       >>> state = tx.init(params)
       >>> for gradient in (1.0, 2.0):

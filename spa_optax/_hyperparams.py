@@ -38,9 +38,10 @@ class FromSGDM:
         return self.schedule(count)
 
 
-def at_count(
-    name: str, hyperparam: optax.ScalarOrSchedule
-) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+AtCount = Callable[[Int[Array, ""]], Float[Array, ""]]
+
+
+def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> AtCount:
     """A hyper-parameter as a function of the count, in the default floating-point dtype.
 
     The function raises ValueError, with the name, where a schedule does not return a scalar.

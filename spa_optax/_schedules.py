@@ -1,11 +1,13 @@
-"""The schedules that the paper's theory suggests, as pairs for `spa`."""
+"""The schedules that the paper's theory suggests, as pairs for `spa`, and Schedule-Free's c."""
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
@@ -13,6 +15,7 @@ from spa_optax._checks import (
     check_above_1,
     check_averaging,
     check_choice,
+    check_concrete,
     check_rate,
     check_steps,
 )
@@ -171,6 +174,78 @@ def momentum_drop(
         return eta_at(k) if hold == "eta" else eta_at_constant_alpha(eta_at(k), c_at(k), c(k))
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
+
+
+def schedule_free_averaging(
+    learning_rate: optax.ScalarOrSchedule,
+    num_warmup_steps: int = 0,
+    *,
+    weight_power: float = 2.0,
+) -> optax.Schedule:
+    """The averaging with which `gpa` is Schedule-Free, for a rate that is warmed up.
+
+    x is the mean of all z so far, each weighted by a power p of the largest rate by then:
+
+        w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
+
+    After the warm-up all weights are the same, whatever the rate does. Without a warm-up c_{k+1} is
+    1/(k + 1).
+
+    Args:
+      learning_rate: γ_k ≥ 0, a schedule of the count k that is largest by count `num_warmup_steps`;
+        or the number that it is warmed up to, by the authors' γ (k + 1)/`num_warmup_steps`.
+      num_warmup_steps: the length of the warm-up, ≥ 0.
+      weight_power: p ≥ 0.
+
+    Returns:
+      c_{k+1}, a schedule of the count k; 0 as long as rates are 0. `optax.contrib.schedule_free`
+      reads the rate for its weights one count later than for its steps: for its iterates pass
+      `lambda k: rate(k + 1)` here, and `rate` to `gpa`.
+
+    Raises:
+      ValueError: if an argument is out of range, or the schedule is not finite, has not risen above
+        0 by the end of the warm-up, or rises after it.
+
+    Examples:
+      Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
+
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import gpa_adamw, schedule_free_averaging
+      >>> rate = lambda k: 0.1 * jnp.minimum((k + 1) / 2, 1)
+      >>> c = schedule_free_averaging(rate, num_warmup_steps=2)
+      >>> print([f"{c(k):.3f}" for k in range(4)])
+      ['1.000', '0.800', '0.444', '0.308']
+      >>> tx = gpa_adamw(rate, c)
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
+    """
+    check_rate("learning_rate", learning_rate)
+    end = check_steps("num_warmup_steps", num_warmup_steps, least=0)
+    is_power = lambda v: 0 <= v < float("inf")
+    power = check_concrete("weight_power", weight_power, "finite and >= 0", is_power)
+    counts = np.arange(end + 2)
+    if callable(learning_rate):
+        with jax.ensure_compile_time_eval():
+            rates = np.array([learning_rate(jnp.int32(k)) for k in counts], np.float64)
+        if not np.all(np.isfinite(rates) & (rates >= 0)):
+            raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
+        if not 0 < rates[-1] <= rates[:-1].max():
+            raise ValueError(
+                f"`learning_rate` must be > 0 and largest by count {end}, where `num_warmup_steps`"
+                f" ends its warm-up, got {rates[-1]:g} after {rates[:-1].max():g}"
+            )
+    else:
+        rates = np.minimum((counts + 1) / max(end, 1), 1)
+    weights = (np.maximum.accumulate(rates) / rates.max())[: end + 1] ** power
+    # 1/c, in float64; inf as long as rates are 0.
+    inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)
+
+    def c(k: Array) -> Float[Array, ""]:
+        after = jnp.maximum(k - end, 0).astype(float)
+        return 1 / (jnp.asarray(inverse, float)[jnp.minimum(k, end)] + after)
+
+    return as_schedule(c)
 
 
 def ramp_up(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
