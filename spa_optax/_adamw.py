@@ -20,6 +20,7 @@ from spa_optax._checks import (
     is_none,
     is_plain_number,
 )
+from spa_optax._core import sharded_like
 from spa_optax._gpa import gpa
 from spa_optax._precision import is_float, rounded, seeds_like
 from spa_optax._spa import spa
@@ -254,7 +255,9 @@ def _direction(
         return state._replace(nu=jax.tree.map(store, state.nu, seeds_like(key, 2, state.nu)))
 
     def init_fn(params: PyTree) -> Any:
-        return stored(scale.init(params), None)
+        state = stored(scale.init(params), None)
+        name = "v" if is_factored else "nu"
+        return state._replace(**{name: jax.tree.map(sharded_like, getattr(state, name), params)})
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         key = None if rounding_key is None else jax.random.fold_in(rounding_key, state.count)

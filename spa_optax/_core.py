@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check_none_without_z, check_same_tree, is_none
@@ -178,6 +180,16 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         return jnp.zeros(x.shape, dtype)
     # A copy, so that params and state can both be donated; unlike zeros it takes the sharding.
     return jnp.array(x, dtype=dtype, copy=True)
+
+
+def sharded_like(zeros: Array, x: Any) -> Array:
+    """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
+
+    Without it every device would hold all of ν. To select by False between x and 0 would do on a
+    CPU, but XLA for TPUs folds that before it propagates shardings.
+    """
+    is_alike = isinstance(x, Tracer) and x.shape == zeros.shape
+    return shard_alike(zeros, x)[0] if is_alike else zeros
 
 
 def scalar_of(value: PyTree) -> Array:
