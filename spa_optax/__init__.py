@@ -9,6 +9,12 @@ from spa_optax._convert import (
     state_from_sgdm as state_from_sgdm,
     state_to_sgdm as state_to_sgdm,
 )
+from spa_optax._convert_adamw import (
+    state_from_adamw as state_from_adamw,
+    state_from_schedule_free as state_from_schedule_free,
+    state_to_adamw as state_to_adamw,
+    state_to_schedule_free as state_to_schedule_free,
+)
 from spa_optax._core import GPAState as GPAState, SPAState as SPAState
 from spa_optax._gpa import eval_params as eval_params, gpa as gpa
 from spa_optax._hyperparams import (

@@ -80,6 +80,11 @@ def check_interpolation(value: optax.ScalarOrSchedule) -> None:
     _check_number("interpolation", value, "in (0, 1]", lambda v: bool(np.float32(v) > 0) and v <= 1)
 
 
+def check_b1(value: Any) -> None:
+    """Raises ValueError unless `value` is in [0, 1), or a traced scalar."""
+    _check_number("b1", value, "in [0, 1)", lambda v: 0 <= v < 1, "a scalar")
+
+
 def check_second_moment(b2: Any, eps: Any) -> None:
     """Raises ValueError unless `b2` is in [0, 1) and `eps` finite and >= 0, or traced scalars."""
     _check_number("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1, "a scalar")

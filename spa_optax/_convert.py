@@ -259,7 +259,7 @@ def state_from_sgdm(
             " of, got one of another optimizer or of other params"
         )
     place = lambda node: like(node, state._replace(z=[z[key] for key in of_into]))
-    return _with_count(_replace(into, SPAState, place), state.count)
+    return with_count(replace_nodes(into, SPAState, place), state.count)
 
 
 def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = None) -> PyTree:
@@ -326,7 +326,7 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
             "`into` must have momentum for the params that `spa_state` has z of, got other params"
         )
     place = lambda node: like(node, [m[key] for key in of_into])
-    return _with_count(_replace(into, optax.TraceState, place), count)
+    return with_count(replace_nodes(into, optax.TraceState, place), count)
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -379,7 +379,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = map(jnp.asarray, jax.tree.leaves(node.z))
         return node._replace(z=like(node.z, list(map(shifted, next(keys), z))))
 
-    return _replace(spa_state, SPAState, move)
+    return replace_nodes(spa_state, SPAState, move)
 
 
 def by_path(params: PyTree) -> dict[str, Any]:
@@ -396,13 +396,13 @@ def like(node: PyTree, leaves: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(node), new)
 
 
-def _replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
+def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
     """A state with the nodes of some kinds replaced."""
     is_kind = lambda node: isinstance(node, kinds)
     return jax.tree.map(lambda n: new(n) if is_kind(n) else n, state, is_leaf=is_kind)
 
 
-def _with_count(state: PyTree, count: Array) -> PyTree:
+def with_count(state: PyTree, count: Array) -> PyTree:
     """A state whose schedules are at a count."""
     # Also the states that hold nothing else, as those of `optax.WrappedSchedule`.
     is_counted = lambda node: (
@@ -412,7 +412,7 @@ def _with_count(state: PyTree, count: Array) -> PyTree:
     def counted(node: Any) -> Any:
         if not is_counted(node):
             return node
-        inside = {name: _with_count(field, count) for name, field in node._asdict().items()}
+        inside = {name: with_count(field, count) for name, field in node._asdict().items()}
         return node._replace(**{**inside, "count": like(node.count, count)})
 
     return jax.tree.map(counted, state, is_leaf=is_counted)

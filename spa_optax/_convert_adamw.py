@@ -1,0 +1,450 @@
+"""To and from AdamW, and from Schedule-Free: the states of running jobs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, ArrayLike, PyTree
+
+from spa_optax._checks import (
+    check_averaging,
+    check_b1,
+    check_rate,
+    check_second_moment,
+    is_plain_number,
+    keys_of,
+)
+from spa_optax._convert import by_path, like, replace_nodes, with_count
+from spa_optax._core import GPAState, SPAState, find, only, scalar_of, z_0
+from spa_optax._hyperparams import AtCount, at_count
+from spa_optax._precision import is_float, wide_dtype
+
+ByPath = dict[str, Array]  # an array for each trained parameter, by its path
+
+
+def state_from_adamw(
+    adamw_state: PyTree,
+    params: PyTree,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    into: PyTree,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    averaging: optax.ScalarOrSchedule | None = None,
+) -> PyTree:
+    """The state with which `spa_adamw` continues a run of `optax.adamw`.
+
+        z_k = x_k − η_k (1 − c)/c · m̂_k / (√ν̂_k + ε)
+
+    so that the next step is AdamW's, but for what its gradient changes in ν. ν and the count are
+    taken along. Weight decay, which has no momentum in AdamW, takes about 1/c steps to set in.
+
+    Args:
+      adamw_state: a state that holds one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, in
+        any chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
+      params: x_k, where that run stands; its float32 master copy, if it has one.
+      learning_rate: η_k as it will be passed to `spa_adamw`, a scalar or a schedule of the count k.
+      into: a state of `spa_adamw`, as its `init` gives it, in any chain or wrapper, of Flax nnx
+        too. Its second moment may be full, of 16 bits, or factored.
+      b1: β₁ of that run, in [0, 1).
+      b2: β₂ of both runs, in [0, 1).
+      eps: ε of both runs, ≥ 0.
+      averaging: c_{k+1} in (0, 1] as it will be passed to `spa_adamw`. None for 1 − b1.
+
+    Returns:
+      `into` with z, ν, and k as its count and that of its schedules; what else the chain keeps is
+      as it was.
+
+    Raises:
+      ValueError: if `adamw_state` does not hold just one state of Adam, or `into` one of
+        `spa_adamw`, or they are of other params than `params`, or a number is out of range.
+
+    Examples:
+      After one step with a gradient of 4, m̂/√ν̂ is 1, and AdamW has x at 9. The next step would be
+      half of that and a half of the new gradient's, so that z is a whole step ahead.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa_adamw, state_from_adamw
+      >>> adamw = optax.adamw(1.0, b1=0.5, weight_decay=0.0)
+      >>> x = jnp.array(10.0)
+      >>> updates, state = adamw.update(jnp.array(4.0), adamw.init(x), x)
+      >>> x = optax.apply_updates(x, updates)
+      >>> new = spa_adamw(1.0, averaging=0.5, weight_decay=0.0).init(x)
+      >>> new = state_from_adamw(state, x, learning_rate=1.0, b1=0.5, into=new)
+      >>> print(f"{x:.3f} {optax.tree.get(new, 'z'):.3f}")
+      9.000 8.000
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1, with directions of
+      Adam for gradients.
+    """
+    eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
+    adam, x = only(adamw_state, optax.ScaleByAdamState, "adamw_state"), by_path(params)
+    keys_of("adamw_state", [adam.mu], params)
+    k = scalar_of(adam.count)
+    eta, c = eta_at(k), c_at(k)
+    m, nu = _without_bias(adam.mu, x, b1, k), _without_bias(adam.nu, x, b2, k)
+    w = eta * (1 - c)
+
+    def z_k(key: str) -> Array:
+        z = z_0(x[key], None)
+        if key not in m:
+            return z
+        d = m[key] / (jnp.sqrt(nu[key]) + eps)
+        return z - (w / c).astype(z.dtype) * d.astype(z.dtype)
+
+    if find(into, GPAState):
+        raise ValueError("`into` must be a state of `spa_adamw`, got one of `gpa_adamw`")
+    z = {key: z_k(key) for key in _keys_of_z("into", into, params, nu)}
+    last = (jnp.where(k == 0, 0, scalar) for scalar in (eta, c, w))
+    state = SPAState(k, list(z.values()), *last)
+    into = replace_nodes(into, SPAState, lambda node: like(node, state))
+    return with_count(_with_second_moment(into, nu, b2, eps, k), k)
+
+
+def state_to_adamw(
+    spa_state: PyTree,
+    params: PyTree,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    into: PyTree,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    averaging: optax.ScalarOrSchedule | None = None,
+) -> PyTree:
+    """The state with which `optax.adamw` continues a run of `spa_adamw`.
+
+        m̂_k = (x_k − z_k) c / (η_k (1 − c)) · (√ν̂_k + ε)
+
+    The way back of `state_from_adamw`. A factored ν comes out as the product of its means. Where
+    η_k is 0 or c is 1, m is 0.
+
+    Args:
+      spa_state: a state that holds one `spa_adamw`, in any chain or wrapper (but `optax.flatten`).
+        Of Flax nnx, `optimizer.opt_state`.
+      params: x_k, where that run stands.
+      learning_rate: η_k as it was passed to `spa_adamw`, a scalar or a schedule of the count k.
+      into: a state that holds one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, as its
+        `init` gives it, in any chain or wrapper, of Flax nnx too.
+      b1: β₁ of the run that goes on, in [0, 1).
+      b2: β₂ of both runs, in [0, 1).
+      eps: ε of both runs, ≥ 0.
+      averaging: c_{k+1} in (0, 1] as it was passed to `spa_adamw`. None for 1 − b1.
+
+    Returns:
+      `into` with m, ν, and k as its count and that of its schedules; what else the chain keeps is
+      as it was.
+
+    Raises:
+      ValueError: if `spa_state` does not hold just one state of `spa_adamw`, or `into` one of Adam,
+        or they are of other params than `params`, or a number is out of range.
+
+    Examples:
+      One step of 1 with c = 0.5 takes x half of the way to z: it has as far to go.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa_adamw, state_to_adamw
+      >>> tx = spa_adamw(1.0, averaging=0.5, weight_decay=0.0)
+      >>> x = jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(4.0), tx.init(x), x)
+      >>> x = optax.apply_updates(x, updates)
+      >>> adamw = optax.adamw(1.0, b1=0.5)
+      >>> state = state_to_adamw(state, x, learning_rate=1.0, b1=0.5, into=adamw.init(x))
+      >>> print(f"{optax.tree.get(state, 'mu'):.3f}")  # m̂ is 2, half of the gradient
+      1.000
+
+    References:
+      As of `state_from_adamw`.
+    """
+    eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
+    held, x = only(spa_state, SPAState, "spa_state"), by_path(params)
+    k = scalar_of(held.count)
+    eta, c = eta_at(k), c_at(k)
+    nu = _second_moment("spa_state", spa_state, x, b2, eps, k)
+    keys = _keys_of_z("spa_state", spa_state, params, nu)
+    z = dict(zip(keys, map(jnp.asarray, jax.tree.leaves(held.z)), strict=True))
+    w = eta * (1 - c)
+    c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
+
+    def m_hat(key: str) -> Array:
+        dtype = wide_dtype(x[key], z[key])
+        d = c_over_w.astype(dtype) * (x[key].astype(dtype) - z[key].astype(dtype))
+        return d * (jnp.sqrt(nu[key]) + eps)
+
+    m = {key: m_hat(key) for key in nu}
+    adam = only(into, optax.ScaleByAdamState, "into")
+    (keys,) = keys_of("into", [adam.mu], params)
+    _check_params("into", keys, nu, x)
+    stored = lambda moment, decay: [
+        _with_bias(moment[key], decay, k) if key in moment else jnp.zeros_like(x[key])
+        for key in keys
+    ]
+    state = optax.ScaleByAdamState(k, stored(m, b1), stored(nu, b2))
+    into = replace_nodes(into, optax.ScaleByAdamState, lambda node: like(node, state))
+    return with_count(into, k)
+
+
+def state_from_schedule_free(
+    schedule_free_state: PyTree,
+    params: PyTree,
+    *,
+    into: PyTree,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_lr_power: float = 2.0,
+) -> PyTree:
+    """The state with which `gpa` or `gpa_adamw` continues a run of `optax.contrib.schedule_free`.
+
+    Both have y for params, and keep z. b1, as μ_y, the second moment and the count are taken along,
+    too. With the averaging of `schedule_free_averaging` the run goes on as if it had not moved.
+
+    Args:
+      schedule_free_state: a state that holds one `ScheduleFreeState`, in any chain or wrapper (but
+        `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
+      params: y_k, where that run stands.
+      into: a state of `gpa` or `gpa_adamw`, as its `init` gives it, in any chain or wrapper, of
+        Flax nnx too. If it has a second moment, so must that run.
+      b2: β₂ of both runs, in [0, 1), where they have a second moment.
+      eps: ε of both runs, ≥ 0, likewise.
+      weight_lr_power: of that run.
+
+    Returns:
+      `into` with z, μ_y, ν, and k as its count and that of its schedules; what else the chain keeps
+      is as it was.
+
+    Raises:
+      ValueError: if `schedule_free_state` does not hold just one `ScheduleFreeState`, or `into` one
+        `GPAState`, or they are of other params than `params`.
+
+    Examples:
+      Here x is the mean of two values of z, 9 and 7.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import eval_params, gpa, state_from_schedule_free
+      >>> tx = optax.contrib.schedule_free(optax.sgd(1.0), 1.0, b1=0.5)
+      >>> y = jnp.array(10.0)
+      >>> state = tx.init(y)
+      >>> for gradient in (1.0, 2.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, y)
+      ...     y = optax.apply_updates(y, updates)
+      >>> new = state_from_schedule_free(state, y, into=gpa(1.0, interpolation=0.5).init(y))
+      >>> print(y, new.inner.z, eval_params(new, y))
+      7.5 7.0 8.0
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 2.
+    """
+    check_second_moment(b2, eps)
+    held = only(schedule_free_state, optax.contrib.ScheduleFreeState, "schedule_free_state")
+    only(into, GPAState, "into")
+    x = by_path(params)
+    (keys,) = keys_of("schedule_free_state", [held.z], params)
+    z = dict(zip(keys, jax.tree.leaves(held.z), strict=True))
+    of_into = _keys_of_z("into", into, params, {key: x[key] for key in z if is_float(x[key])})
+    k = scalar_of(held.step_count) - 1
+    mu_y, eta, total = map(scalar_of, (held.b1, held.max_lr, held.weight_sum))
+    c = jnp.where(total > 0, eta**weight_lr_power / jnp.where(total > 0, total, 1), 0)
+    inner = SPAState(k, [z[key] for key in of_into], eta, c, eta * (1 - c) * mu_y)
+    into = replace_nodes(into, GPAState, lambda node: like(node, GPAState(inner, mu_y)))
+    if _second_moments(into):
+        nu = _second_moment("schedule_free_state", held.base_optimizer_state, x, b2, eps, k)
+        into = _with_second_moment(into, nu, b2, eps, k)
+    return with_count(into, k)
+
+
+def state_to_schedule_free(
+    gpa_state: PyTree,
+    params: PyTree,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    into: PyTree,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_lr_power: float = 2.0,
+) -> PyTree:
+    """The state with which `optax.contrib.schedule_free` continues a run of `gpa` or `gpa_adamw`.
+
+    The way back of `state_from_schedule_free`. The sum of weights is the last weight over c_k.
+
+    Args:
+      gpa_state: a state that holds one `gpa` or `gpa_adamw`, in any chain or wrapper (but
+        `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
+      params: y_k, where that run stands.
+      learning_rate: as it was passed to `optax.contrib.schedule_free`, a scalar or a schedule that
+        does not fall.
+      into: a state of `optax.contrib.schedule_free`, as its `init` gives it, in any chain or
+        wrapper, of Flax nnx too. If it has a second moment, so must that run.
+      b2: β₂ of both runs, in [0, 1), where they have a second moment.
+      eps: ε of both runs, ≥ 0, likewise.
+      weight_lr_power: of the run that goes on.
+
+    Returns:
+      `into` with z, b1, the sum of weights, ν, and the count; what else the chain keeps is as it
+      was.
+
+    Raises:
+      ValueError: if `gpa_state` does not hold just one `GPAState`, or `into` one
+        `ScheduleFreeState`, or they are of other params than `params`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import gpa, schedule_free_averaging, state_to_schedule_free
+      >>> tx = gpa(1.0, schedule_free_averaging(1.0), interpolation=0.5)
+      >>> y = jnp.array(10.0)
+      >>> state = tx.init(y)
+      >>> for gradient in (1.0, 2.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, y)
+      ...     y = optax.apply_updates(y, updates)
+      >>> into = optax.contrib.schedule_free(optax.sgd(1.0), 1.0, b1=0.5).init(y)
+      >>> new = state_to_schedule_free(state, y, learning_rate=1.0, into=into)
+      >>> print(new.z, new.weight_sum, optax.contrib.schedule_free_eval_params(new, y))
+      7.0 2.0 8.0
+
+    References:
+      As of `state_from_schedule_free`.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_second_moment(b2, eps)
+    held, x = only(gpa_state, GPAState, "gpa_state"), by_path(params)
+    (keys,) = keys_of("gpa_state", [held.inner.z], params)
+    z = dict(zip(keys, jax.tree.leaves(held.inner.z), strict=True))
+    old = only(into, optax.contrib.ScheduleFreeState, "into")
+    (of_into,) = keys_of("into", [old.z], params)
+    _check_params("into", of_into, {key: x[key] for key in z if is_float(x[key])}, x)
+    k = scalar_of(held.inner.count)
+    eta = jnp.where(k > 0, at_count("learning_rate", learning_rate)(k), 0)
+    c = scalar_of(held.inner.c).astype(eta.dtype)
+    total = jnp.where(c > 0, eta**weight_lr_power / jnp.where(c > 0, c, 1), 0)
+    base = old.base_optimizer_state
+    if _second_moments(base):
+        nu = _second_moment("gpa_state", gpa_state, x, b2, eps, k)
+        base = _with_second_moment(base, nu, b2, eps, k)
+    new = optax.contrib.ScheduleFreeState(
+        scalar_of(held.mu_y), total, k + 1, eta, base, [z[key] for key in of_into]
+    )
+    into = replace_nodes(into, optax.contrib.ScheduleFreeState, lambda node: like(node, new))
+    return with_count(into, k)
+
+
+# ---------------------------------------------------------------------------------- moments of Adam
+
+
+def _checked(
+    learning_rate: optax.ScalarOrSchedule,
+    averaging: optax.ScalarOrSchedule | None,
+    b1: ArrayLike,
+    b2: ArrayLike,
+    eps: ArrayLike,
+) -> tuple[AtCount, AtCount]:
+    """η and c of a count."""
+    check_rate("learning_rate", learning_rate)
+    check_b1(b1)
+    check_second_moment(b2, eps)
+    c: Any = 1 - b1 if averaging is None else averaging
+    check_averaging(c)
+    if is_plain_number(c) and c == 0:
+        raise ValueError("`averaging` must be > 0, for z to be at a finite distance, got 0")
+    return at_count("learning_rate", learning_rate), at_count("averaging", c)
+
+
+def _without_bias(moment: PyTree, x: ByPath, decay: ArrayLike, k: Array) -> ByPath:
+    """A moment as Adam uses it; 0 before the first step."""
+
+    def unbiased(v: Array) -> Array:
+        v = v.astype(wide_dtype(v))
+        return v / _bias(decay, jnp.maximum(k, 1), v.dtype)
+
+    return {key: unbiased(v) for key, v in by_path(moment).items() if is_float(x[key])}
+
+
+def _with_bias(value: Array, decay: ArrayLike, k: Array) -> Array:
+    """A moment as Adam stores it."""
+    return value * _bias(decay, k, value.dtype)
+
+
+def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
+    """1 − decay^k."""
+    return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
+
+
+def _keys_of_z(name: str, state: PyTree, params: PyTree, trained: ByPath) -> list[str]:
+    """The paths of the leaves of z, in their order."""
+    (keys,) = keys_of(name, [only(state, SPAState, name).z], params)
+    _check_params(name, keys, trained, by_path(params))
+    return keys
+
+
+def _check_params(name: str, keys: list[str], trained: ByPath, x: ByPath) -> None:
+    """Raises ValueError unless a state is of the params that another is of."""
+    if odd := {key for key in keys if is_float(x[key])} ^ set(trained):
+        raise ValueError(
+            f"`{name}` must be of the same params as the other state, got one that differs at"
+            f" {min(odd) or 'its root'}"
+        )
+
+
+def _second_moments(state: PyTree) -> list[Any]:
+    """The nodes that hold one, full or factored."""
+    full = type(optax.scale_by_rms(bias_correction=True).init(()))  # which optax does not export
+    return find(state, (full, optax.FactoredState))
+
+
+def _second_moment(
+    name: str, state: PyTree, x: ByPath, b2: ArrayLike, eps: ArrayLike, k: Array
+) -> ByPath:
+    """ν without bias."""
+    nodes = _second_moments(state)
+    if len(nodes) != 1:
+        raise ValueError(f"`{name}` must hold one second moment, got {len(nodes)}")
+    if not isinstance(nodes[0], optax.FactoredState):
+        return _without_bias(nodes[0].nu, x, b2, k)
+    rows, columns, full = (by_path(tree) for tree in nodes[0][1:])
+
+    def nu(key: str) -> Array:
+        if full[key].shape == x[key].shape:
+            return full[key]
+        i, j = _factored_axes(x[key])
+        row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
+        return row * column / jnp.mean(row, i, keepdims=True)
+
+    return {key: jnp.maximum(nu(key) - eps**2, 0) for key in full}
+
+
+def _with_second_moment(
+    into: PyTree, nu: ByPath, b2: ArrayLike, eps: ArrayLike, k: Array
+) -> PyTree:
+    """A state with ν, given without bias, in the form that it keeps."""
+    nodes = _second_moments(into)
+    if len(nodes) != 1:
+        raise ValueError(f"`into` must hold one second moment, got {len(nodes)}")
+
+    def place(node: Any) -> Any:
+        if not isinstance(node, optax.FactoredState):
+            stored = [_with_bias(nu[key], b2, k) for key in by_path(node.nu)]
+            return like(node, node._replace(count=k, nu=stored))
+        leaves = ([], [], [])
+        for key, old in by_path(node.v).items():
+            v = nu[key] + eps**2
+            i, j = _factored_axes(v)
+            is_full = old.shape == v.shape
+            none = jnp.zeros(1)
+            new = (none, none, v) if is_full else (v.mean(j), v.mean(i), none)
+            for of_field, leaf in zip(leaves, new, strict=True):
+                of_field.append(leaf)
+        return like(node, optax.FactoredState(k, *leaves))
+
+    return replace_nodes(into, type(nodes[0]), place)
+
+
+def _factored_axes(x: Array) -> tuple[int, int]:
+    """The second longest axis and the longest, in optax's order."""
+    i, j = np.argsort(x.shape)[-2:]
+    return int(i), int(j)
