@@ -6,12 +6,14 @@ import tempfile
 from collections.abc import Iterator
 
 # Before jax is imported: eight CPU devices for the sharding tests, and a compiler that optimizes
-# little and is four times faster. Flags given by the user come last, and win.
+# little, does not cut small programs into pieces, and is several times faster. Flags given by the
+# user come last, and win.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
         "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
         os.environ.get("XLA_FLAGS", ""),
     )
 )
