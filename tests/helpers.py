@@ -114,14 +114,17 @@ def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
 
 def train(
     loss: Callable[[PyTree, Array], Array],
-    first: list[Any],
-    second: list[Any],
+    txs: list[Any],
     params: PyTree,
-    num_steps: int = NUM_STEPS,
+    edited: dict[int, Any] | None = None,
 ) -> list[PyTree]:
-    """Trains with several transforms side by side; each is replaced by its second halfway."""
+    """Trains with several transforms side by side, and with those that take over from some halfway.
 
-    def scan(txs: list[Any], carry: list[tuple[PyTree, Any]], steps: slice) -> Any:
+    The keys of `edited` are places in `txs`. Its params come last.
+    """
+    halves = jnp.asarray(batches()).reshape(2, -1, BATCH)
+
+    def scan(txs: list[Any], carry: list[tuple[PyTree, Any]], half: Array) -> Any:
         def body(carry: list[tuple[PyTree, Any]], batch: Array) -> Any:
             new = []
             for tx, (params, state) in zip(txs, carry, strict=True):
@@ -129,11 +132,16 @@ def train(
                 new.append((optax.apply_updates(params, updates), state))
             return new, None
 
-        return jax.lax.scan(body, carry, jnp.asarray(batches(num_steps))[steps])[0]
+        return jax.lax.scan(body, carry, half)[0]
 
-    carry = [(params, tx.init(params)) for tx in first]
-    carry = scan(first, carry, slice(num_steps // 2))
-    carry = scan(second, carry, slice(num_steps // 2, None))
+    def next_half(carry: Any, half: Array) -> Any:  # compiled once for both
+        carry = scan(txs, carry, half)
+        return carry, carry
+
+    carry, ends = jax.lax.scan(next_half, [(params, tx.init(params)) for tx in txs], halves)
+    if edited:
+        halfway = [jax.tree.map(lambda leaf: leaf[0], ends[place]) for place in edited]
+        carry += scan(list(edited.values()), halfway, halves[1])
     return [params for params, _ in carry]
 
 

@@ -60,18 +60,14 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
     def run(alphas: Array, betas: Array, edited: Array) -> list[Array]:
         alpha, beta = table(alphas), table(betas) if momentum is None else momentum
         edit = table(edited)
-        switched = lambda k: jnp.where(k < NUM_STEPS // 2, alpha(k), edit(k))
-        runs = [  # the transforms of the first half and of the second
-            (sgdm(alpha, beta, nesterov), None),
-            (spa_from_sgdm(alpha, beta, nesterov), None),
-            (injected(learning_rate=alpha, momentum=beta, nesterov=nesterov), None),
-            (spa_from_sgdm(alpha, beta, nesterov, horizon=7), None),
-            (sgdm(switched, beta, nesterov), None),
-            (spa_from_sgdm(alpha, beta, nesterov), spa_from_sgdm(edit, beta, nesterov)),
+        txs = [
+            sgdm(alpha, beta, nesterov),
+            spa_from_sgdm(alpha, beta, nesterov),
+            injected(learning_rate=alpha, momentum=beta, nesterov=nesterov),
+            spa_from_sgdm(alpha, beta, nesterov, horizon=7),
         ]
-        first, second = zip(*((a, b or a) for a, b in runs), strict=True)
-        params = jnp.zeros((65, 10), dtype)
-        return train(logistic_regression(dtype), list(first), list(second), params)
+        edits = {0: sgdm(edit, beta, nesterov), 1: spa_from_sgdm(edit, beta, nesterov)}
+        return train(logistic_regression(dtype), txs, jnp.zeros((65, 10), dtype), edits)
 
     return run
 
@@ -365,6 +361,6 @@ def test_a_network_on_digits() -> None:
 
         sgd = sgdm(WARMUP_COSINE, 0.9)
         txs = [sgd, spa_from_sgdm(WARMUP_COSINE, 0.9), optax.chain(sgd, rounding_noise())]
-        run = optimized(lambda params: train(loss, txs, txs, params))
+        run = optimized(lambda params: train(loss, txs, params))
         reference, x, noisy = run(optax.tree.cast(params, jnp.float64))
     assert_apart_by_rounding(x, reference, noisy, at_most=1e-6)
