@@ -182,6 +182,12 @@ every_transform = pytest.mark.parametrize(
 )
 
 
+@functools.cache
+def made(make: Any, stochastic: bool = True) -> Any:
+    """Once for all tests, which share its compiled updates."""
+    return make(rounding_key=KEY if stochastic else None)
+
+
 def run(tx: Any, num_steps: int = 6, params: Any = PARAMS, grads: Any = GRADS) -> Any:
     """Params and state after some jitted steps."""
     state = tx.init(params)
@@ -193,14 +199,14 @@ def run(tx: Any, num_steps: int = 6, params: Any = PARAMS, grads: Any = GRADS) -
 
 @every_transform
 def test_reproducible_from_key_and_count(make: Any) -> None:
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     params, state = run(tx)
     again, _ = run(make(rounding_key=jax.random.wrap_key_data(jax.random.key_data(KEY))))
     chex.assert_trees_all_equal(again, params)
     old_kind, _ = run(make(rounding_key=jax.random.key_data(KEY)))
     chex.assert_trees_all_equal(old_kind, params)
     other, _ = run(make(rounding_key=jax.random.key(1)))
-    nearest, nearest_state = run(make())
+    nearest, nearest_state = run(made(make, stochastic=False))
     chex.assert_trees_all_equal_shapes_and_dtypes(nearest_state, state)  # no key in the state
     for different in (other, nearest):
         assert not np.array_equal(different["w"], params["w"])
@@ -285,7 +291,7 @@ def test_no_dead_zone() -> None:
 
 @every_transform
 def test_any_sharding_gives_the_same_bits(make: Any) -> None:
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     expected, _ = run(tx, 3)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     for spec in (PartitionSpec(("a", "b")), PartitionSpec()):
@@ -338,7 +344,7 @@ def test_no_temporary_of_parameter_size() -> None:
 @every_transform
 def test_wrappers(make: Any) -> None:
     """The bits of the transform alone, in whatever it is put into."""
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     expected, _ = run(tx)
     bad = jax.tree.map(lambda g: g * jnp.nan, GRADS)
     wrapped = optax.apply_if_finite(optax.chain(optax.identity(), tx), 3)
@@ -366,7 +372,7 @@ def test_wrappers(make: Any) -> None:
 
 @every_transform
 def test_accumulated_masked_and_partitioned(make: Any) -> None:
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     expected, _ = run(tx, 1)
     with jax.numpy_dtype_promotion("standard"):
         params, _ = run(optax.MultiSteps(tx, 2), 2)
@@ -375,7 +381,7 @@ def test_accumulated_masked_and_partitioned(make: Any) -> None:
     masked = optax.masked(tx, {"w": True, "b": False})
     for wrapped in (masked, optax.partition({"spa": tx, "rest": optax.identity()}, labels)):
         params, _ = run(wrapped)
-        nearest, _ = run(make())
+        nearest, _ = run(made(make, stochastic=False))
         assert not np.array_equal(params["w"], nearest["w"])
         chex.assert_trees_all_close(params["w"], nearest["w"], atol=0.05)
 
@@ -393,7 +399,7 @@ def test_injected(static_args: Any) -> None:
 
 @every_transform
 def test_saved_and_resumed(make: Any, tmp_path: Path) -> None:
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     expected, _ = run(tx, 6)
     params, state = run(tx, 3)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -408,7 +414,7 @@ def test_saved_and_resumed(make: Any, tmp_path: Path) -> None:
 
 @every_transform
 def test_nnx_and_export(make: Any) -> None:
-    tx = make(rounding_key=KEY)
+    tx = made(make)
     model = nnx.Linear(4, 16, param_dtype=BF16, rngs=nnx.Rngs(0))
     start = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
