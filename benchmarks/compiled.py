@@ -122,15 +122,15 @@ TPU_ENVIRONMENT = {
 
 
 @functools.cache
-def devices_of(target: str, pod: bool = False) -> list[Any]:
-    """Devices to compile for."""
+def devices_of(target: str, pod: bool = False, topology: str | None = None) -> list[Any]:
+    """Devices to compile for: of a host, of a pod, or of another topology of TPUs."""
     jax.config.update("jax_platforms", "cpu")
     jax.devices()  # starts jax, which reads XLA_FLAGS before they are hidden
     try:
         if target in CARDS:
             return _card_topology(CARDS[target]).devices
         with mock.patch.dict(os.environ, TPU_ENVIRONMENT):
-            name = (PODS if pod else TPUS)[target]
+            name = topology or (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError) as error:
         package = "'jax[cuda12]'" if target in CARDS else "libtpu"

@@ -11,6 +11,7 @@ import equivalence
 import jax
 import language_model
 import low_precision
+import memory
 import numpy as np
 import pytest
 import update_cost
@@ -49,7 +50,7 @@ SCRIPTS = {
     module.__name__: module
     for module in (
         digits,
-        *(compiled, equivalence, language_model, low_precision, update_cost),
+        *(compiled, equivalence, language_model, low_precision, memory, update_cost),
     )
 }
 
@@ -96,6 +97,8 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("equivalence", ["--steps", "5"], "--steps must be a multiple of 10, got 5"),
         ("equivalence", ["--momentum", "1"], "--momentum must be in [0, 1), got 1.0"),
         ("equivalence", ["--json", "FILE/x"], "--json must be a file that can be written, got"),
+        ("memory", ["--target", "abacus"], "invalid choice: 'abacus'"),
+        ("memory", ["--picture", "FOLDER"], "--picture must be a file that can be written, got"),
         ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
         ("language_model", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         ("language_model", ["--rounds", "-1"], "--rounds must be >= 0, got -1"),
