@@ -38,7 +38,7 @@ def test_init_leaves_nothing_large_whole(name: str) -> None:
     """Everything that is shaped like a parameter is split like it."""
     tx, dtype = memory.optimizers()[name]
     params = memory.split_params(TINY, dtype, jax.devices())
-    state, whole = memory.split_state(tx, params)
+    state, whole = memory.split_state(tx, TINY, params)
     assert whole < 100  # scalars
     of_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     split = [leaf for leaf in jax.tree.leaves(state) if leaf.shape in of_shape]
@@ -50,7 +50,7 @@ def test_init_leaves_nothing_large_whole(name: str) -> None:
 def test_init_of_adamw_leaves_both_moments_whole() -> None:
     """The positive control."""
     params = memory.split_params(TINY, jnp.float32, jax.devices())
-    _, whole = memory.split_state(optax.adamw(1e-3), params)
+    _, whole = memory.split_state(optax.adamw(1e-3), TINY, params)
     assert whole >= 8 * SIZE
 
 
@@ -58,7 +58,7 @@ def test_the_decoder_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text by heart, on eight devices, from a loss of log(256), which chunks do not change."""
     tx = spa_adamw(1e-2, rounding_key=jax.random.key(0))
     shapes = memory.split_params(TINY, jnp.bfloat16, jax.devices())
-    state_shapes, _ = memory.split_state(tx, shapes)
+    state_shapes, _ = memory.split_state(tx, TINY, shapes)
     start = lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
     tokens = jnp.arange(8 * 16).reshape(8, 16) * 37 % 256
 
@@ -84,7 +84,7 @@ def test_the_decoder_learns(monkeypatch: pytest.MonkeyPatch) -> None:
 def collectives_on_v5e(name: str) -> dict[str, int]:
     tx, dtype = memory.optimizers()[name]
     params = memory.split_params(TINY, dtype, compiled.devices_of("v5e"))
-    state, whole = memory.split_state(tx, params)
+    state, whole = memory.split_state(tx, TINY, params)
     assert (whole < 100) == (name in OURS)
     step = memory.compile_step(tx, TINY, params, state, length=128)
     return memory.collectives(step.compile().as_text())
