@@ -274,10 +274,11 @@ def collectives(text: str) -> dict[str, int]:
     return dict(sorted(Counter(kind for kind, _, _ in set(found)).items()))
 
 
-def measure(
-    tx: optax.GradientTransformation, dtype: Any, model: Model, devices: list[Any]
-) -> dict[str, Any]:
-    params = split_params(model, dtype, devices)
+def measure(target_name: str, optimizer: str) -> dict[str, Any]:
+    target, (tx, dtype) = TARGETS[target_name], optimizers()[optimizer]
+    devices = compiled.devices_of(target.device, topology=target.topology)
+    model = MODELS[target.model]
+    params = split_params(model, dtype, devices if target.topology else devices[:1])
     start = time.perf_counter()
     state, whole = split_state(tx, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -287,17 +288,18 @@ def measure(
         program = compile_step(tx, model, params, state).compile()
         memory = program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        size = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
+        total = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
         result |= {
             "refused": False,
-            "GiB": size / 2**30,
+            "GiB": total / 2**30,
             "collectives": collectives(text_of(program)),
         }
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise
         result |= {"refused": True, "GiB": gigabytes(str(error)), "collectives": {}}
-    return result | {"seconds": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    return result | {"seconds": seconds, "versions": compiled.versions(target.device)}
 
 
 def gigabytes(message: str) -> float | None:
@@ -330,33 +332,35 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """A panel for each target, a bar for each optimizer."""
+    num_bytes = {record["optimizer"]: record["bytes"] for record in records}
+    names = [name for name in optimizers() if name in num_bytes]
     targets = list(dict.fromkeys(record["target"] for record in records))
-    names = list(dict.fromkeys(record["optimizer"] for record in records))
     figure, panels = plt.subplots(
         1,
         len(targets),
-        figsize=(2.6 + 2.6 * len(targets), 1.2 + 0.32 * len(names)),
+        figsize=(3 + 2.4 * len(targets), 1 + 0.32 * len(names)),
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
     for axes, target in zip(panels[0], targets, strict=True):
+        of_target = [record for record in records if record["target"] == target]
         limit = TARGETS[target].limit
-        largest = max([limit, *(r["GiB"] or 0 for r in records if r["target"] == target)])
-        for record in (record for record in records if record["target"] == target):
-            size = record["GiB"] or 1.1 * limit
-            is_ours = record["optimizer"].startswith(("spa", "gpa"))
-            colour = "tab:blue" if is_ours else "0.55"
-            y = names.index(record["optimizer"])
-            axes.barh(y, size, color=colour, alpha=1 if fits(record) else 0.3)
-            text = f"{size:.1f}" if record["GiB"] else ""
-            text += "" if fits(record) else " out of memory"
-            axes.text(0.02 * largest, y, text, va="center", color="white" if fits(record) else "k")
+        end = max([limit, *(record["GiB"] or 0 for record in of_target)])
+        for record in of_target:
+            name, size = record["optimizer"], record["GiB"]
+            colour = "tab:blue" if name.startswith(("spa", "gpa")) else "0.45"
+            y, fitting = names.index(name), fits(record)
+            axes.barh(y, size or end, color=colour, alpha=1 if fitting else 0.25)
+            text = "" if size is None else f"{size:.1f}"
+            text += "" if fitting else " out of memory"
+            axes.text(0.02 * end, y, text, va="center", color="white" if fitting else "tab:red")
         axes.axvline(limit, color="tab:red", linestyle="--")
-        axes.set(title=target, xlabel=f"GiB a device, of {limit:.1f}", xlim=(0, 1.05 * largest))
-    panels[0, 0].set_yticks(range(len(names)), names)
+        axes.set(title=target, xlabel=f"GiB a device, of {limit:.1f}", xlim=(0, 1.04 * end))
+    labels = [f"{name}: {num_bytes[name]:.0f} B" for name in names]
+    panels[0, 0].set_yticks(range(len(names)), labels)
     panels[0, 0].invert_yaxis()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
@@ -375,17 +379,13 @@ def main(argv: list[str] | None = None) -> str:
     arguments = parse_arguments(argv)
     found = common.Records(arguments.json, ("target", "optimizer"))
     records, text = [], []
-    for name in arguments.target:
-        target = TARGETS[name]
-        devices = compiled.devices_of(target.device, topology=target.topology)
-        devices = devices if target.topology else devices[:1]
-        for optimizer in tqdm(arguments.optimizer, desc=name, leave=False):
-            run = functools.partial(
-                measure, *optimizers()[optimizer], MODELS[target.model], devices
-            )
-            records.append(found.get((name, optimizer), run))
-        of_target = [record for record in records if record["target"] == name]
-        text += [f"{name}; {compiled.versions(target.device)}", table(of_target)]
+    for target in arguments.target:
+        of_target = [
+            found.get((target, optimizer), functools.partial(measure, target, optimizer))
+            for optimizer in tqdm(arguments.optimizer, desc=target, leave=False)
+        ]
+        text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
+        records += of_target
     if arguments.picture:
         draw(records, arguments.picture)
     print("\n\n".join(text))
