@@ -208,7 +208,7 @@ TARGETS = {
 
 
 def split_params(model: Model, dtype: Any, devices: list[Any]) -> Any:
-    """Each along the first axis that is neither that of the layers nor the vocabulary's."""
+    """Split along the second axis: the first is often that of the layers. A vector has but one."""
     mesh = Mesh(np.array(devices), "devices")
 
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -304,10 +304,8 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
 
 def gigabytes(message: str) -> float | None:
     """What XLA says that a program needs, where it refuses it."""
-    found = re.search(r"\(([\d.]+)G\) exceeds available", message) or re.search(
-        r"Used ([\d.]+)G of", message
-    )
-    return float(found[1]) if found else None
+    found = re.search(r"\(([\d.]+)G\) exceeds available|Used ([\d.]+)G of", message)
+    return float(found[1] or found[2]) if found else None
 
 
 # ----------------------------------------------------------------------------------- table, picture
@@ -365,10 +363,17 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="what to train on what")
-    add("--optimizer", nargs="+", choices=optimizers(), default=list(optimizers()), help="which")
+    add(
+        "--optimizer",
+        nargs="+",
+        choices=optimizers(),
+        default=list(optimizers()),
+        help="those to compare",
+    )
     add("--picture", type=Path, help="where to draw it")
     arguments = common.parse(parser, argv)
     common.command_line.check_writable(parser, arguments, "picture")
