@@ -1,13 +1,13 @@
-r"""AdamW beside its averaging forms, at 10 bytes a parameter and at 14, on a small language model.
+r"""AdamW beside its averaging forms, at 4 to 14 bytes a parameter, on a small language model.
 
     python benchmarks/language_model.py
 
 Trains a decoder of bytes on the modules of Python's own standard library, an eighth of whose files
 are held out. All schemes have the same networks, batches, weight decay and second moment, and
 compute in bfloat16; they differ in what is kept of a parameter, and in how momentum is made. Each
-is tuned on a grid of three rates, the same for all, and three momenta, by the validation loss of
-seed 0, and then run with other seeds. The rate is warmed up and decays by a cosine to 0, but for
-Schedule-Free, whose rate is warmed up and stays.
+is tuned by the validation loss of seed 0, from the middle of a grid of rates and momenta towards
+the best of the neighbours until none is better, and then run with other seeds. The rate is warmed
+up and decays by a cosine to 0, but for Schedule-Free, whose rate is warmed up and stays.
 
 On a GPU, with 25 million params:
 
@@ -18,7 +18,6 @@ With --json a run that is in OUT, a line each, is not run again.
 """
 
 import functools
-import itertools
 import statistics
 import sysconfig
 import time
@@ -33,13 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from low_precision import BF16, F32, with_master
+from low_precision import BF16, F32, in_float32, stochastic, with_kahan, with_master
 from tqdm import tqdm
 
 from spa_optax import eval_params, gpa_adamw, spa_adamw
 
-RATES = (0.002, 0.004, 0.008)
+RATES = tuple(0.00025 * 2**i for i in range(11))
 ADAM: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
+MIN_SIZE = 32  # of the axes of what is factored: the heads of attention
 NUM_EVALUATIONS = 20
 EVALUATION_BATCHES = 32
 
@@ -53,29 +53,99 @@ class Scheme(NamedTuple):
     """What is kept of a parameter, and how momentum is made."""
 
     dtype: Any  # of the params
-    momenta: tuple[float, float, float]  # to choose from
+    momenta: tuple[float, ...]  # to choose from
     make: Make  # from learning rate, momentum and key
     evaluate: Callable[[Any, Any], Any] = eval_params
+    start: tuple[float, float] = (0.004, 0.8)  # rate and momentum
 
 
-def adamw(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+def adamw(
+    rate: optax.Schedule, b1: Any, key: jax.Array, mu_dtype: Any = None
+) -> optax.GradientTransformation:
     del key
-    return optax.adamw(rate, b1, **ADAM)
+    return optax.adamw(rate, b1, mu_dtype=mu_dtype, **ADAM)
 
 
-def spa_form(stochastic: bool) -> Make:
-    return lambda rate, c, key: spa_adamw(rate, c, **ADAM, rounding_key=key if stochastic else None)
+def adafactor(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+    """With momentum, decay, and rates on the scale of the others'."""
+    del key
+    tx = optax.adafactor(
+        rate, min_dim_size_to_factor=MIN_SIZE, multiply_by_parameter_scale=False, momentum=b1
+    )
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        count, inner = state
+        updates, inner = tx.update(updates, inner, params)
+        decayed = lambda u, x: u - rate(count) * ADAM["weight_decay"] * x
+        return jax.tree.map(decayed, updates, params), (count + 1, inner)
+
+    return optax.GradientTransformation(
+        lambda params: (jnp.zeros([], jnp.int32), tx.init(params)), update
+    )
 
 
-def gpa_form(stochastic: bool) -> Make:
-    return lambda rate, c, key: gpa_adamw(rate, c, **ADAM, rounding_key=key if stochastic else None)
+def narrow(key: jax.Array, num_bytes: int) -> dict[str, Any]:
+    """What the averaging forms need to have bfloat16 params at so many bytes."""
+    result: dict[int, dict[str, Any]] = {
+        10: {},
+        8: {"state_dtype": BF16},
+        6: {"state_dtype": BF16, "second_moment_dtype": BF16},
+        4: {
+            "state_dtype": BF16,
+            "second_moment": "factored",
+            "min_dim_size_to_factor": MIN_SIZE,
+        },
+    }
+    return {"rounding_key": key, **result[num_bytes]}
+
+
+def rival(factored: bool) -> Make:
+    """Ordinary momentum of the same direction, in bfloat16. It and params round stochastically."""
+
+    def make(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+        direction = in_float32(factored_rms() if factored else rms())
+
+        def init(params: Any) -> Any:
+            m = jax.tree.map(jnp.zeros_like, params)
+            return jnp.zeros([], jnp.int32), direction.init(params), m
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            count, inner, m = state
+            d, inner = direction.update(updates, inner, params)
+            m = jax.tree.map(lambda m, d: b1 * m.astype(F32) + (1 - b1) * d, m, d)
+            decayed = lambda x, m: x - rate(count) * (m + ADAM["weight_decay"] * x)
+            new = jax.tree.map(lambda x, m: decayed(x.astype(F32), m), params, m)
+            keys = jax.random.split(jax.random.fold_in(key, count))
+            m, new = (
+                jax.tree.map(stochastic, tree, optax.tree.split_key_like(key, tree))
+                for key, tree in zip(keys, (m, new), strict=True)
+            )
+            return jax.tree.map(jnp.subtract, new, params), (count + 1, inner, m)
+
+        return optax.GradientTransformation(init, update)
+
+    return make
+
+
+def rms() -> optax.GradientTransformation:
+    return optax.scale_by_rms(ADAM["b2"], eps_in_sqrt=False, bias_correction=True)
+
+
+def factored_rms() -> optax.GradientTransformation:
+    """That of `spa_adamw`."""
+    return optax.scale_by_factored_rms(
+        decay_rate=ADAM["b2"],
+        min_dim_size_to_factor=MIN_SIZE,
+        epsilon=1e-16,
+        decay_rate_fn=lambda k, b2: b2 * (1 - b2**k) / (1 - b2 ** (k + 1)),
+    )
 
 
 def schedule_free(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
     """`optax.contrib.schedule_free_adamw`, which takes no schedule but a length of the warm-up."""
     del key
     base = optax.chain(
-        optax.scale_by_rms(ADAM["b2"], eps_in_sqrt=False, bias_correction=True),
+        rms(),
         optax.add_decayed_weights(ADAM["weight_decay"]),
         optax.scale_by_learning_rate(rate),
     )
@@ -83,19 +153,46 @@ def schedule_free(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.Gradie
 
 
 REFERENCE = "AdamW, float32"
-B1, C, C_SLOW = (0.6, 0.8, 0.9), (0.4, 0.2, 0.1), (0.4, 0.1, 0.026)
+B1 = (0.0, 0.4, 0.6, 0.8, 0.9, 0.95, 0.975)
+C = (1.0, 0.6, 0.4, 0.2, 0.1, 0.05, 0.025)
+C_SLOW = (1.0, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)
+itself = lambda state, params: params
+
+
+def spa_scheme(num_bytes: int) -> Scheme:
+    make = lambda rate, c, key: spa_adamw(rate, c, **ADAM, **narrow(key, num_bytes))
+    return Scheme(BF16, C, make, start=(0.004, 0.2))
+
+
+def gpa_scheme(num_bytes: int) -> Scheme:
+    make = lambda rate, c, key: gpa_adamw(rate, c, **ADAM, **narrow(key, num_bytes))
+    return Scheme(BF16, C_SLOW, make, start=(0.008, 0.1))
+
+
 SCHEMES = {
-    REFERENCE: Scheme(F32, B1, adamw, lambda state, params: params),
     "AdamW, bfloat16, float32 master copy": Scheme(
-        BF16, B1, lambda *given: with_master(adamw(*given)), lambda state, params: params
+        BF16, B1, lambda *given: with_master(adamw(*given)), itself
     ),
-    "spa_adamw, bfloat16, nearest": Scheme(BF16, C, spa_form(stochastic=False)),
-    "spa_adamw, bfloat16, stochastic": Scheme(BF16, C, spa_form(stochastic=True)),
-    "gpa_adamw, bfloat16, nearest": Scheme(BF16, C_SLOW, gpa_form(stochastic=False)),
-    "gpa_adamw, bfloat16, stochastic": Scheme(BF16, C_SLOW, gpa_form(stochastic=True)),
+    REFERENCE: Scheme(F32, B1, adamw, itself),
+    "AdamW, float32, bfloat16 m": Scheme(
+        F32, B1, lambda *given: adamw(*given, mu_dtype=BF16), itself
+    ),
+    "AdamW, bfloat16, Kahan": Scheme(
+        BF16, B1, lambda *given: with_kahan(in_float32(adamw(*given, mu_dtype=BF16))), itself
+    ),
     "schedule_free_adamw, float32": Scheme(
-        F32, (0.8, 0.9, 0.95), schedule_free, optax.contrib.schedule_free_eval_params
+        F32,
+        (0.6, 0.8, 0.9, 0.95, 0.98),
+        schedule_free,
+        optax.contrib.schedule_free_eval_params,
+        start=(0.008, 0.9),
     ),
+    "Adafactor, float32": Scheme(F32, B1, adafactor, itself),
+    "Adafactor, bfloat16": Scheme(BF16, B1, adafactor, itself),
+    "bfloat16 m": Scheme(BF16, B1, rival(factored=False), itself),
+    "bfloat16 m, factored": Scheme(BF16, B1, rival(factored=True), itself),
+    **{f"spa_adamw, {n} bytes": spa_scheme(n) for n in (10, 8, 6, 4)},
+    **{f"gpa_adamw, {n} bytes": gpa_scheme(n) for n in (10, 8, 6, 4)},
 }
 
 
@@ -225,7 +322,7 @@ class Trainer:
 
 def time_steps(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
     """Seconds a step, as a ratio to the reference's in the same round: the median."""
-    given = (RATES[0], B1[0], jax.random.key(0))
+    given = (0.001, 0.4, jax.random.key(0))
     carries, seconds = {name: t.init(*given) for name, t in trainers.items()}, []
     for _ in range(rounds + 2):
         seconds.append({})
@@ -282,14 +379,33 @@ def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str
     return common.markdown([*header, "steps to AdamW's", "time/step"], rows)
 
 
+def tune(scheme: Scheme, run: Callable[[float, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    """From `start` to the best neighbour in the grid, until none is better. The best is last."""
+    i, j = RATES.index(scheme.start[0]), scheme.momenta.index(scheme.start[1])
+    found = {}
+    while True:
+        for k, n in ((i, j), (i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)):
+            if (k, n) not in found and 0 <= k < len(RATES) and 0 <= n < len(scheme.momenta):
+                found[k, n] = run(RATES[k], scheme.momenta[n])
+        best = min(found, key=lambda at: final(found[at]))
+        if best == (i, j):
+            return [*(found[at] for at in sorted(found) if at != best), found[best]]
+        i, j = best
+
+
 def tuning_table(tuned: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for name, records in tuned.items():
-        for momentum in SCHEMES[name].momenta:
-            losses = {r["rate"]: final(r) for r in records if r["momentum"] == momentum}
-            cells = [f"{losses[rate]:.4f}" for rate in RATES]
-            rows.append([name, f"{momentum:g}", *cells])
-    return common.markdown(["scheme", "momentum", *(f"{rate:g}" for rate in RATES)], rows)
+        rates = sorted({record["rate"] for record in records})
+        losses = {(r["rate"], r["momentum"]): f"{final(r):.4f}" for r in records}
+        for momentum in sorted({record["momentum"] for record in records}):
+            at = [
+                f"{rate:g}: {losses[rate, momentum]}"
+                for rate in rates
+                if (rate, momentum) in losses
+            ]
+            rows.append([name, f"{momentum:g}", ", ".join(at)])
+    return common.markdown(["scheme", "momentum", "validation loss by rate"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -316,20 +432,18 @@ def main(argv: list[str] | None = None) -> str:
     records = common.Records(arguments.json, ("scheme", "rate", "momentum", "seed"))
     trainers = {name: Trainer(SCHEMES[name], arguments) for name in arguments.scheme}
     seeds = range(1, arguments.seeds + 1)
-    grid_size = len(RATES) * len(B1)
-    bar = tqdm(total=len(trainers) * (grid_size + len(seeds)))
+    bar = tqdm()
     tuned, runs = {}, {}
     for name, trainer in trainers.items():
         bar.set_description(name)
 
-        def run(rate: float, momentum: float, seed: int) -> dict[str, Any]:
+        def run(rate: float, momentum: float, seed: int = 0) -> dict[str, Any]:
             bar.update()
             key = (name, rate, momentum, seed)  # noqa: B023  # called in this round
             return records.get(key, lambda: trainer(rate, momentum, seed))  # noqa: B023
 
-        grid = itertools.product(RATES, SCHEMES[name].momenta)
-        tuned[name] = [run(rate, momentum, 0) for rate, momentum in grid]
-        best = min(tuned[name], key=final)
+        tuned[name] = tune(SCHEMES[name], run)
+        best = tuned[name][-1]
         runs[name] = [run(best["rate"], best["momentum"], seed) for seed in seeds]
     bar.close()
     size = next(iter(runs.values()))[0]["params"]

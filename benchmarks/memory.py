@@ -38,7 +38,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from low_precision import BF16, F32, with_master
+from low_precision import BF16, F32, in_float32, with_master
 from tqdm import tqdm
 
 from spa_optax import gpa, gpa_adamw, spa, spa_adamw
@@ -174,15 +174,6 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
         "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **narrow), BF16),
         "gpa, factored ν, bfloat16 z": (factored(gpa(1e-3, **narrow)), BF16),
     }
-
-
-def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same, with state and computation in float32."""
-    wide = lambda tree: optax.tree.cast(tree, F32)
-    return optax.GradientTransformation(
-        lambda params: tx.init(wide(params)),
-        lambda updates, state, params=None: tx.update(wide(updates), state, wide(params)),
-    )
 
 
 # ---------------------------------------------------------------------------------------- compiling

@@ -103,7 +103,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("language_model", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         ("language_model", ["--rounds", "-1"], "--rounds must be >= 0, got -1"),
         ("language_model", ["--heads", "3"], "--width must be a multiple of --heads, got 128"),
-        ("language_model", ["--scheme", "gpa_adamw, bfloat16, nearest"], "the reference, got ["),
+        ("language_model", ["--scheme", "gpa_adamw, 8 bytes"], "the reference, got ["),
     ],
 )
 def test_bad_arguments(
@@ -202,21 +202,21 @@ def test_images_of_low_precision(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_model, "RATES", (0.004,))
+    monkeypatch.setattr(language_model, "tune", lambda scheme, run: [run(*scheme.start)])
     out = tmp_path / "runs"
-    schemes = ["AdamW, float32", "gpa_adamw, bfloat16, stochastic"]
+    schemes = ["AdamW, float32", "gpa_adamw, 8 bytes"]
     sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--length", "16", "--steps", "60"]
     arguments = ["--scheme", *schemes, "--seeds", "2", "--rounds", "1", "--json", str(out), *sizes]
     text = language_model.main(arguments)
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(records) == 2 * (3 + 2)  # three momenta, and two more seeds
+    assert len(records) == 2 * (1 + 2)  # two more seeds
     for record in records:
         first, last = record["curve"][0], record["curve"][-1]
         assert (first[0], last[0], len(record["curve"])) == (3, 60, 20)
         assert last[1] < first[1]
         assert last[1] < math.log(256)
     num_bytes = {record["scheme"]: round(record["bytes"], 1) for record in records}
-    assert num_bytes == dict(zip(schemes, (12, 10), strict=True))
+    assert num_bytes == dict(zip(schemes, (12, 8), strict=True))
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     rows = {row[1]: row for row in rows if len(row) == 9}
     assert rows["AdamW, float32"][5:8] == ["0.0000 ± 0.0000", "60", "1.00"]
@@ -224,6 +224,24 @@ def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     lines = out.read_text()
     language_model.main([*arguments, "--rounds", "0"])
     assert out.read_text() == lines  # nothing is run again
+
+
+def test_tuning_ends_where_no_neighbour_is_better() -> None:
+    """In a bowl, whose bottom is not in the middle; all neighbours of the best were tried."""
+    scheme = language_model.SCHEMES["AdamW, float32"]
+
+    def run(rate: float, momentum: float) -> dict[str, object]:
+        loss = math.log2(rate / 0.001) ** 2 + 50 * (momentum - 0.4) ** 2
+        return {"rate": rate, "momentum": momentum, "curve": [(1, loss)]}
+
+    records = language_model.tune(scheme, run)
+    best = records[-1]
+    assert (best["rate"], best["momentum"]) == (0.001, 0.4)
+    tried = {(record["rate"], record["momentum"]) for record in records}
+    assert tried > {(0.0005, 0.4), (0.002, 0.4), (0.001, 0.0), (0.001, 0.6)}
+    assert len(tried) == len(records) < 20
+    table = language_model.tuning_table({"AdamW, float32": records})
+    assert "| AdamW, float32 | 0.4 | 0.0005: 1.0000, 0.001: 0.0000, 0.002: 1.0000 |" in table
 
 
 def test_language_model_is_validated_on_other_files() -> None:
