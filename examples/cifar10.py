@@ -377,8 +377,10 @@ def random_data() -> Data:
 
 
 if __name__ == "__main__":
-    # Without an accelerator: 2, 4 or 8 devices that share the cores are faster than one. They also
-    # share threads, and those of steps that wait for their inputs could block those that compute.
-    jax.config.update("jax_num_cpu_devices", math.gcd(8, os.cpu_count() or 1))
+    # Without an accelerator: 2, 4 or 8 devices that share the cores are faster than one. With no
+    # more threads than devices, and steps that queue up, XLA can come to a standstill.
+    num_devices = math.gcd(8, os.cpu_count() or 1)
+    jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
     main()

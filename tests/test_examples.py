@@ -241,7 +241,7 @@ def test_tuning_ends_where_no_neighbour_is_better() -> None:
     assert tried > {(0.0005, 0.4), (0.002, 0.4), (0.001, 0.0), (0.001, 0.6)}
     assert len(tried) == len(records) < 20
     table = language_model.tuning_table({"AdamW, float32": records})
-    assert "| AdamW, float32 | 0.4 | 0.0005: 1.0000, 0.001: 0.0000, 0.002: 1.0000 |" in table
+    assert "| AdamW, float32 | 0.4 | 0.0005: 1.0000, 0.001: 0.0000, 0.002: 1.0000" in table
 
 
 def test_language_model_is_validated_on_other_files() -> None:
