@@ -259,6 +259,36 @@ def test_states_that_are_not_there() -> None:
         (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\), got 1.0"),
         (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
         (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
+        (spa_adamw, {"decay_at": "x"}, r"`decay_at` must be one of \('params', 'z'\), got 'x'"),
+        (spa_adamw, {"second_moment": "row"}, "`second_moment` must be one of .*, got 'row'"),
+        (gpa_adamw, {"second_moment_dtype": jnp.bfloat16}, "`rounding_key` must be given with"),
+        (
+            spa_adamw,
+            {"second_moment_dtype": jnp.float16, "rounding_key": jax.random.key(0)},
+            "`second_moment_dtype` must be None or bfloat16, which has the range of float32, got",
+        ),
+        (
+            spa_adamw,
+            {
+                "second_moment_dtype": jnp.bfloat16,
+                "rounding_key": jax.random.key(0),
+                "second_moment": "factored",
+            },
+            "`second_moment_dtype` must be None where `second_moment` is",
+        ),
+        (spa_adamw, {"decay_rate": 0.8}, "`decay_rate` must be None unless `second_moment` is"),
+        (
+            gpa_adamw,
+            {"decay_rate": 0.0, "second_moment": "factored"},
+            r"`decay_rate` must be in \(0, 1\], got 0.0",
+        ),
+        (gpa_adamw, {"min_dim_size_to_factor": 8}, "`min_dim_size_to_factor` must be None unless"),
+        (
+            gpa_adamw,
+            {"min_dim_size_to_factor": 0, "second_moment": "factored"},
+            "`min_dim_size_to_factor` must be a concrete integer >= 1, got 0",
+        ),
+        (spa_adamw, {"clipping_threshold": 0.0}, "`clipping_threshold` must be > 0, got 0.0"),
     ],
 )
 def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:

@@ -1,4 +1,4 @@
-"""`stagewise` and `momentum_drop`, to the step."""
+"""`stagewise`, `momentum_drop` and `schedule_free_averaging`, to the step."""
 
 import itertools
 import math
@@ -17,6 +17,7 @@ from spa_optax import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
+    schedule_free_averaging,
     spa,
     spa_from_sgdm,
     stagewise,
@@ -230,3 +231,71 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+# ---------------------------------------------------------------------------- Schedule-Free's c
+
+
+def authors_averaging(rates: np.ndarray, power: float) -> list[float]:
+    """The loop of the authors' own code, from the rate of every step."""
+    largest = total = 0.0
+    averaging = []
+    for rate in rates:
+        largest = max(largest, float(rate))
+        weight = largest**power
+        total += weight
+        averaging.append(weight / total if total else 0.0)
+    return averaging
+
+
+RISES: dict[str, tuple[Any, int]] = {
+    "none": (0.3, 0),
+    "the authors' warm-up": (0.3, 7),
+    "from 0": (lambda k: 0.1 * (jnp.minimum(k, 5) / 5), 5),
+    "0 for a while, then a decay": (
+        lambda k: jnp.where(k < 3, 0, 0.2 * 0.9 ** (k - 3).astype(float)),
+        3,
+    ),
+    "up and down": (lambda k: jnp.array([0.1, 0.3, 0.2, 0.5])[jnp.minimum(k, 3)], 3),
+}
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("name", RISES)
+def test_schedule_free_averaging(name: str, power: float) -> None:
+    rate, num_warmup_steps = RISES[name]
+    counts = np.arange(40, dtype=np.int32)
+    with x64():
+        c = schedule_free_averaging(rate, num_warmup_steps, weight_power=power)
+        rates = 0.3 * np.minimum((counts + 1) / max(num_warmup_steps, 1), 1)
+        if callable(rate):
+            rates = np.array([rate(k) for k in counts])
+        expected = authors_averaging(rates, power)
+        np.testing.assert_allclose(c(counts), expected, rtol=1e-12)
+        np.testing.assert_allclose(jax.jit(c)(counts[5]), expected[5], rtol=1e-12)
+    if name == "none":
+        np.testing.assert_allclose(c(counts), 1 / (counts + 1.0), rtol=1e-6)
+
+
+def test_schedule_free_averaging_of_bad_rates() -> None:
+    rises = lambda k: 0.1 * k.astype(float)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (-0.1, {}, "`learning_rate` must be finite and >= 0, got -0.1"),
+        (lambda k: -1.0, {}, "`learning_rate` must be finite and >= 0 during its warm-up"),
+        (
+            lambda k: 0.0,
+            {"num_warmup_steps": 3},
+            "`learning_rate` must be > 0 and largest by count 3",
+        ),
+        (rises, {"num_warmup_steps": 3}, "largest by count 3, .* got 0.4 after 0.3"),
+        (
+            0.1,
+            {"num_warmup_steps": -1},
+            "`num_warmup_steps` must be a concrete integer >= 0, got -1",
+        ),
+        (0.1, {"num_warmup_steps": 2.0}, "`num_warmup_steps` must be a concrete integer >= 0"),
+        (0.1, {"weight_power": -1.0}, "`weight_power` must be finite and >= 0, got -1.0"),
+    ]
+    for rate, kwargs, match in cases:
+        with pytest.raises(ValueError, match=match):
+            schedule_free_averaging(rate, **kwargs)
