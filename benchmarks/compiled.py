@@ -70,6 +70,7 @@ def groups() -> list[Optimizers]:
     """Transforms with the dtype of their params; the first of a group is the peer of the others."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
     f32, bf16, key = jnp.float32, jnp.bfloat16, jax.random.key(0)
+    narrow: dict[str, Any] = {"state_dtype": bf16, "rounding_key": key}
     return [
         {
             "optax.sgd(0.1, 0.9)": (optax.sgd(0.1, 0.9), f32),
@@ -93,6 +94,15 @@ def groups() -> list[Optimizers]:
             "optax.adamw(1e-3)": (optax.adamw(1e-3), f32),
             "spa_adamw(1e-3)": (spa_adamw(1e-3), f32),
             "gpa_adamw(1e-3)": (gpa_adamw(1e-3), f32),
+            "optax.adamw(1e-3, mu_dtype=bfloat16)": (optax.adamw(1e-3, mu_dtype=bf16), f32),
+            "spa_adamw, bfloat16 params, 10 bytes": (spa_adamw(1e-3, rounding_key=key), bf16),
+            "the same, 8 bytes": (spa_adamw(1e-3, **narrow), bf16),
+            "the same, 6 bytes": (spa_adamw(1e-3, second_moment_dtype=bf16, **narrow), bf16),
+            "the same, 4 bytes": (spa_adamw(1e-3, second_moment="factored", **narrow), bf16),
+            "gpa_adamw, bfloat16 params, 4 bytes": (
+                gpa_adamw(1e-3, second_moment="factored", **narrow),
+                bf16,
+            ),
         },
         {
             "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params": (

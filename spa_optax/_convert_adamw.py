@@ -432,11 +432,11 @@ def _with_second_moment(
             return like(node, node._replace(count=k, nu=stored))
         leaves = ([], [], [])
         for key, old in by_path(node.v).items():
-            v = nu[key] + eps**2
-            i, j = _factored_axes(v)
-            is_full = old.shape == v.shape
-            none = jnp.zeros(1)
-            new = (none, none, v) if is_full else (v.mean(j), v.mean(i), none)
+            v, none = nu[key] + eps**2, jnp.zeros(1)
+            new = (none, none, v)
+            if old.shape != v.shape:
+                i, j = _factored_axes(v)
+                new = (v.mean(j), v.mean(i), none)
             for of_field, leaf in zip(leaves, new, strict=True):
                 of_field.append(leaf)
         return like(node, optax.FactoredState(k, *leaves))

@@ -141,6 +141,32 @@ def test_there_and_back(form: str) -> None:
     assert relative_difference(new, old) < max(ulp, 1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_leaves_of_all_kinds(form: str) -> None:
+    """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
+    params = {
+        "stack": jnp.ones((2, 12, 11)),
+        "vector": jnp.ones(30, jnp.bfloat16),
+        "one": jnp.ones(1),
+        "scalar": jnp.array(2.0),
+        "count": jnp.arange(3),
+    }
+    grads = jax.tree.map(lambda p: jnp.cos(p.astype(float)).astype(p.dtype), params)
+    old, new = optax.adamw(0.1, **ADAM), spa_adamw(0.1, **ADAM, **FORMS[form])
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = old.update(grads, old.init(params), params)
+    into = new.init(params)
+    there = state_from_adamw(state, params, learning_rate=0.1, **ADAM, into=into)
+    chex.assert_trees_all_equal_shapes_and_dtypes(there, into)
+    new.update(grads, there, params)
+    back = state_to_adamw(there, params, learning_rate=0.1, **ADAM, into=old.init(params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(params))
+    for name in ("mu", "nu"):
+        found, expected = (optax.tree.get(s, name) for s in (back, state))
+        for key in ("stack", "one", "scalar"):
+            np.testing.assert_allclose(found[key], expected[key], rtol=2**-7)
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
     "partition": lambda tx: optax.partition(
