@@ -12,8 +12,8 @@ params and state.
 - *bytes/param*: params and state.
 - *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
   refuses the step, what it says that it needs.
-- *whole*: the state that `jax.jit(tx.init)` alone does not split, and keeps on every device, in
-  GiB. The step is compiled with all of the state split like the params.
+- *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
+  all of the state split like the params.
 - *collectives*: those of the whole step; in a loop each is one.
 - *compile*: seconds.
 
