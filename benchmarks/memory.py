@@ -38,10 +38,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from low_precision import BF16, F32, in_float32, with_master
+from low_precision import BF16, F32, with_master
 from tqdm import tqdm
 
-from spa_optax import gpa, gpa_adamw, spa, spa_adamw
+from spa_optax import gpa_adamw, spa_adamw
 
 LENGTH = 2_048  # tokens of a sequence, of which every device has one
 CHUNK = 256  # tokens of a sequence at a time in attention, and at most in the loss
@@ -160,7 +160,8 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
     """Each with the dtype of its params."""
     key = jax.random.key(0)
     narrow: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    factored = lambda last: optax.chain(in_float32(optax.scale_by_factored_rms()), last)
+    of_16_bits: dict[str, Any] = {"second_moment_dtype": BF16}
+    factored: dict[str, Any] = {"second_moment": "factored"}
     return {
         "AdamW, float32": (optax.adamw(1e-3), F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
@@ -169,10 +170,12 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "spa_adamw, bfloat16": (spa_adamw(1e-3, rounding_key=key), BF16),
         "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **narrow), BF16),
-        "spa, factored ν, bfloat16 z": (factored(spa(1e-3, **narrow)), BF16),
+        "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **narrow, **of_16_bits), BF16),
+        "spa_adamw, bfloat16 z, factored ν": (spa_adamw(1e-3, **narrow, **factored), BF16),
         "gpa_adamw, bfloat16": (gpa_adamw(1e-3, rounding_key=key), BF16),
         "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **narrow), BF16),
-        "gpa, factored ν, bfloat16 z": (factored(gpa(1e-3, **narrow)), BF16),
+        "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **narrow, **of_16_bits), BF16),
+        "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **narrow, **factored), BF16),
     }
 
 
