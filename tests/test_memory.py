@@ -39,7 +39,7 @@ def test_init_leaves_nothing_large_whole(name: str) -> None:
     tx, dtype = memory.optimizers()[name]
     params = memory.split_params(TINY, dtype, jax.devices())
     state, whole = memory.split_state(tx, TINY, params)
-    assert whole < 100  # scalars
+    assert whole < 200  # scalars, and placeholders of a factored ν
     of_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     split = [leaf for leaf in jax.tree.leaves(state) if leaf.shape in of_shape]
     assert len(split) >= len(jax.tree.leaves(params))
@@ -85,7 +85,7 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
     tx, dtype = memory.optimizers()[name]
     params = memory.split_params(TINY, dtype, compiled.devices_of("v5e"))
     state, whole = memory.split_state(tx, TINY, params)
-    assert (whole < 100) == (name in OURS)
+    assert (whole < 200) == (name in OURS)
     step = memory.compile_step(tx, TINY, params, state, length=128)
     return memory.collectives(step.compile().as_text())
 
