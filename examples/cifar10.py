@@ -37,7 +37,7 @@ from spa_optax import eval_params, gpa, spa, spa_adamw, spa_from_sgdm
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
-EPOCHS, BATCH = 8, 128
+EPOCHS, BATCH = 12, 128
 SHIFT = 2  # pixels, at most, by which a training image moves
 SMOOTHING = 0.1  # of labels
 WARMUP = 0.2  # of all steps: rates rise from 0, then fall to 0
