@@ -3,8 +3,8 @@
     pip install '.[examples]' && python examples/cifar10.py
 
 The command downloads CIFAR-10 (170 MB) into the folder `data`, trains on all devices, each with its
-share of every batch, prints a table and draws training loss and test accuracy. Measured on two CPU
-cores: 84.7 % in 11 minutes (`--seeds 1`).
+share of every batch, prints a table and draws training loss and test accuracy. On two CPU cores
+`spa_from_sgdm` had 85.5 % ± 0.1 % (3 seeds) in 8 minutes each, on JPEG-recompressed images.
 
 To train on your own images, store them with `np.savez` and pass the file as --npz: x_train and
 x_test are uint8 of shape (n, 32, 32, 3), y_train and y_test integers of shape (n,) from 0. The
