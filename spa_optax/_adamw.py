@@ -218,7 +218,7 @@ def gpa_adamw(
 def _direction(
     b2: ArrayLike,
     eps: ArrayLike,
-    second_moment: SecondMoment,
+    second_moment: str,
     second_moment_dtype: DTypeLike | None,
     decay_rate: ArrayLike | None,
     min_dim_size_to_factor: int | None,
@@ -291,7 +291,7 @@ def _with_decay(
     last: optax.GradientTransformationExtraArgs,
     weight_decay: optax.ScalarOrSchedule,
     mask: PyTree | Callable[[PyTree], PyTree] | None,
-    decay_at: DecayAt,
+    decay_at: str,
 ) -> optax.GradientTransformationExtraArgs:
     """A direction, weight decay, and a member of the family, in 32 bits or more."""
     check_rate("weight_decay", weight_decay)

@@ -63,20 +63,18 @@ def state_from_adamw(
         `spa_adamw`, or they are of other params than `params`, or a number is out of range.
 
     Examples:
-      After one step with a gradient of 4, m̂/√ν̂ is 1, and AdamW has x at 9. The next step would be
-      half of that and a half of the new gradient's, so that z is a whole step ahead.
+      Where m̂/√ν̂ is 1, the momentum would carry AdamW on by 1/2, 1/4, … z is where that ends.
 
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import spa_adamw, state_from_adamw
-      >>> adamw = optax.adamw(1.0, b1=0.5, weight_decay=0.0)
-      >>> x = jnp.array(10.0)
-      >>> updates, state = adamw.update(jnp.array(4.0), adamw.init(x), x)
-      >>> x = optax.apply_updates(x, updates)
-      >>> new = spa_adamw(1.0, averaging=0.5, weight_decay=0.0).init(x)
-      >>> new = state_from_adamw(state, x, learning_rate=1.0, b1=0.5, into=new)
-      >>> print(f"{x:.3f} {optax.tree.get(new, 'z'):.3f}")
-      9.000 8.000
+      >>> x = jnp.array(9.0)
+      >>> moments = {"mu": jnp.array(2.0), "nu": jnp.array(0.016), "count": jnp.array(1)}
+      >>> state = optax.tree.set(optax.adamw(1.0, b1=0.5).init(x), **moments)
+      >>> into = spa_adamw(1.0, averaging=0.5).init(x)
+      >>> new = state_from_adamw(state, x, learning_rate=1.0, b1=0.5, into=into)
+      >>> print(f"{optax.tree.get(new, 'z'):.3f}")  # m̂ = 2/(1 − 0.5), ν̂ = 0.016/(1 − 0.999)
+      8.000
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1, with directions of

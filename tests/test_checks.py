@@ -293,7 +293,7 @@ def test_states_that_are_not_there() -> None:
 )
 def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        make(**{"learning_rate": 0.1, **kwargs})
+        unchecked(make)(**{"learning_rate": 0.1, **kwargs})
 
 
 def test_what_no_scalar_is() -> None:

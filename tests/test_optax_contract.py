@@ -72,13 +72,17 @@ ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
 ALL = FACTORIES | ALIASES
 
 
+def keywords(make: Any) -> dict[str, Any]:
+    return getattr(make.__wrapped__, "keywords", {})
+
+
 def ulps_of_rounding(make: Any) -> float:
     """How far two runs may be apart that round ν differently: one ulp of bfloat16, if at all."""
-    return 2**-7 if "second_moment_dtype" in getattr(make, "keywords", {}) else 0.0
+    return 2**-7 if "second_moment_dtype" in keywords(make) else 0.0
 
 
 def is_factored(make: Any) -> bool:
-    return "second_moment" in getattr(make, "keywords", {})
+    return "second_moment" in keywords(make)
 
 
 # One for each way through the code; the others are slow only because they are many.
@@ -246,7 +250,7 @@ def test_state_dtype(make: Any, state_dtype: Any) -> None:
     expected, _ = apply(make(), PARAMS, [GRADS] * 10)
     assert float(jnp.abs(expected["w"] - PARAMS["w"]).max()) > 0.05
     ulp = 2 * float(jnp.finfo(state_dtype).eps)
-    is_stochastic = "rounding_key" in getattr(make.__wrapped__, "keywords", {})
+    is_stochastic = "rounding_key" in keywords(make)
     atol = 10 * (ulp if is_stochastic else ulp / 2)
     chex.assert_trees_all_close(x, expected, atol=atol, rtol=1e-5)
 

@@ -298,4 +298,4 @@ def test_schedule_free_averaging_of_bad_rates() -> None:
     ]
     for rate, kwargs, match in cases:
         with pytest.raises(ValueError, match=match):
-            schedule_free_averaging(rate, **kwargs)
+            unchecked(schedule_free_averaging)(rate, **kwargs)
