@@ -192,8 +192,9 @@ def schedule_free_averaging(
     1/(k + 1).
 
     Args:
-      learning_rate: γ_k ≥ 0, a schedule of the count k that is largest by count `num_warmup_steps`;
-        or the number that it is warmed up to, by the authors' γ (k + 1)/`num_warmup_steps`.
+      learning_rate: γ_k ≥ 0, a schedule of the count k that is largest by count `num_warmup_steps`,
+        evaluated under `jax.vmap`; or the number that it is warmed up to, by the authors'
+        γ (k + 1)/`num_warmup_steps`.
       num_warmup_steps: the length of the warm-up, ≥ 0.
       weight_power: p ≥ 0.
 
@@ -224,20 +225,22 @@ def schedule_free_averaging(
     end = check_steps("num_warmup_steps", num_warmup_steps, least=0)
     is_power = lambda v: 0 <= v < float("inf")
     power = check_concrete("weight_power", weight_power, "finite and >= 0", is_power)
-    counts = np.arange(end + 2)
+    counts = np.arange(end + 2, dtype=np.int32)
     if callable(learning_rate):
         with jax.ensure_compile_time_eval():
-            rates = np.array([learning_rate(jnp.int32(k)) for k in counts], np.float64)
+            rates = np.asarray(jax.vmap(learning_rate)(counts), np.float64)
         if not np.all(np.isfinite(rates) & (rates >= 0)):
             raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
-        if not 0 < rates[-1] <= rates[:-1].max():
+        largest, after = rates[:-1].max(), rates[-1]
+        if not (largest > 0 and after <= (1 + 1e-6) * largest):  # but for rounding
             raise ValueError(
                 f"`learning_rate` must be > 0 and largest by count {end}, where `num_warmup_steps`"
-                f" ends its warm-up, got {rates[-1]:g} after {rates[:-1].max():g}"
+                f" ends its warm-up, got {after:g} after {largest:g}"
             )
     else:
         rates = np.minimum((counts + 1) / max(end, 1), 1)
-    weights = (np.maximum.accumulate(rates) / rates.max())[: end + 1] ** power
+    rates = rates[: end + 1]
+    weights = (np.maximum.accumulate(rates) / rates.max()) ** power
     # 1/c, in float64; inf as long as rates are 0.
     inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)
 
