@@ -581,8 +581,8 @@ def test_sharded_params(make: Any) -> None:
         assert all(leaf.sharding.is_equivalent_to(sharding, 2) for leaf in large)
     update = jax.jit(tx.update).lower(grads, state, params).compile()
     # What tracks adds its own sums, ‖g‖² and ‖u‖², a factored ν its means, and no other collective.
-    num_sums = 2 if isinstance(state, (TrackMomentumState, UntilNoiseState)) else 0
-    num_sums = 2 if is_factored(make) else num_sums
+    is_tracked = isinstance(state, (TrackMomentumState, UntilNoiseState))
+    num_sums = 2 if is_tracked or is_factored(make) else 0
     found = COLLECTIVE.findall(update.as_text())
     assert set(found) <= ({"all-reduce"} if num_sums else set())
     assert len(re.findall(r"= .* all-reduce(-start)?\(", update.as_text())) <= num_sums
