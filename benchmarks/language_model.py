@@ -35,7 +35,7 @@ from flax import nnx
 from low_precision import BF16, F32, in_float32, stochastic, with_kahan, with_master
 from tqdm import tqdm
 
-from spa_optax import eval_params, gpa_adamw, spa_adamw
+from spa_optax import eval_params, gpa, gpa_adamw, schedule_free_averaging, spa_adamw
 
 RATES = tuple(0.00025 * 2**i for i in range(11))
 ADAM: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
@@ -46,7 +46,20 @@ EVALUATION_BATCHES = 32
 
 # ----------------------------------------------------------------------------------------- schemes
 
-Make = Callable[[optax.Schedule, Any, jax.Array], optax.GradientTransformation]
+
+class Rate(NamedTuple):
+    """The learning rate of a count."""
+
+    peak: Any
+    shape: optax.Schedule  # from 0 to 1 in the warm-up
+    warm_up: int  # steps
+
+    def __call__(self, count: Any) -> Any:
+        """As Optax calls a schedule."""
+        return self.peak * self.shape(count)
+
+
+Make = Callable[[Rate, Any, jax.Array], optax.GradientTransformation]
 
 
 class Scheme(NamedTuple):
@@ -57,16 +70,17 @@ class Scheme(NamedTuple):
     make: Make  # from learning rate, momentum and key
     evaluate: Callable[[Any, Any], Any] = eval_params
     start: tuple[float, float] = (0.004, 0.8)  # rate and momentum
+    decays: bool = True  # the rate, by a cosine
 
 
 def adamw(
-    rate: optax.Schedule, b1: Any, key: jax.Array, mu_dtype: Any = None
+    rate: Rate, b1: Any, key: jax.Array, mu_dtype: Any = None
 ) -> optax.GradientTransformation:
     del key
     return optax.adamw(rate, b1, mu_dtype=mu_dtype, **ADAM)
 
 
-def adafactor(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+def adafactor(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformation:
     """With momentum, decay, and rates on the scale of the others'."""
     del key
     tx = optax.adafactor(
@@ -102,7 +116,7 @@ def narrow(key: jax.Array, num_bytes: int) -> dict[str, Any]:
 def rival(factored: bool) -> Make:
     """Ordinary momentum of the same direction, in bfloat16. It and params round stochastically."""
 
-    def make(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+    def make(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformation:
         direction = in_float32(factored_rms() if factored else rms())
 
         def init(params: Any) -> Any:
@@ -141,7 +155,7 @@ def factored_rms() -> optax.GradientTransformation:
     )
 
 
-def schedule_free(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+def schedule_free(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformation:
     """`optax.contrib.schedule_free_adamw`, which takes no schedule but a length of the warm-up."""
     del key
     base = optax.chain(
@@ -152,8 +166,66 @@ def schedule_free(rate: optax.Schedule, b1: Any, key: jax.Array) -> optax.Gradie
     return optax.contrib.schedule_free(base, rate, b1)
 
 
+def gpa_schedule_free(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformation:
+    """The same rule as a member of `gpa`'s family, at 4 bytes."""
+    c = schedule_free_averaging(rate.shape, rate.warm_up)
+    return gpa_adamw(rate, c, b1, **ADAM, **narrow(key, 4))
+
+
+def matrices(params: Any) -> Any:
+    """Which axes of a kernel are its inputs and its outputs; None for all else."""
+
+    def dimensions(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        *_, layer, name = (entry.key for entry in path)
+        num_inputs = x.ndim - 1 if layer == "out" else 1  # "out" joins the heads of attention
+        axes = tuple(range(x.ndim))
+        result = optax.contrib.MuonDimensionNumbers(axes[:num_inputs], axes[num_inputs:])
+        return result if name == "kernel" else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+muon = functools.partial(
+    optax.contrib.muon, muon_weight_dimension_numbers=matrices, consistent_rms=0.2
+)
+
+
+def muon_with_adamw(rate: Rate, beta: Any, key: jax.Array) -> optax.GradientTransformation:
+    """With steps of Adam's size, and AdamW for what is no kernel of a layer."""
+    del key
+    decay = ADAM["weight_decay"]
+    adam = {"adam_b1": 0.8, "adam_b2": ADAM["b2"], "adam_weight_decay": decay}
+    return muon(rate, beta=beta, weight_decay=decay, **adam)
+
+
+def gpa_muon(rate: Rate, c: Any, **options: Any) -> optax.GradientTransformation:
+    """`gpa` over Muon's direction without its momentum, and `gpa_adamw` for the rest."""
+    direction = without_state(muon(-1.0, beta=0.0, nesterov=False))
+    of_z = {name: options[name] for name in ("state_dtype", "rounding_key") if name in options}
+    kernels = optax.chain(
+        direction,
+        optax.add_decayed_weights(ADAM["weight_decay"]),
+        gpa(rate, c, 0.9, **of_z),
+    )
+    is_kernel = lambda path, _: "kernels" if path[-1].key == "kernel" else "rest"
+    return optax.partition(
+        {"kernels": kernels, "rest": gpa_adamw(rate, c, **ADAM, **options)},
+        functools.partial(jax.tree_util.tree_map_with_path, is_kernel),
+    )
+
+
+def without_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The first step of `tx`, at every step."""
+
+    def first_step(updates: Any, params: Any) -> Any:
+        return tx.update(updates, tx.init(params), params)[0]
+
+    return optax.stateless(first_step)
+
+
 REFERENCE = "AdamW, float32"
 B1 = (0.0, 0.4, 0.6, 0.8, 0.9, 0.95, 0.975)
+B1_SLOW = (0.6, 0.8, 0.9, 0.95, 0.98)
 C = (1.0, 0.6, 0.4, 0.2, 0.1, 0.05, 0.025)
 C_SLOW = (1.0, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)
 itself = lambda state, params: params
@@ -182,10 +254,11 @@ SCHEMES = {
     ),
     "schedule_free_adamw, float32": Scheme(
         F32,
-        (0.6, 0.8, 0.9, 0.95, 0.98),
+        B1_SLOW,
         schedule_free,
         optax.contrib.schedule_free_eval_params,
         start=(0.008, 0.9),
+        decays=False,
     ),
     "Adafactor, float32": Scheme(F32, B1, adafactor, itself),
     "Adafactor, bfloat16": Scheme(BF16, B1, adafactor, itself),
@@ -193,6 +266,16 @@ SCHEMES = {
     "bfloat16 m, factored": Scheme(BF16, B1, rival(factored=True), itself),
     **{f"spa_adamw, {n} bytes": spa_scheme(n) for n in (10, 8, 6, 4)},
     **{f"gpa_adamw, {n} bytes": gpa_scheme(n) for n in (10, 8, 6, 4)},
+    "gpa_adamw as Schedule-Free, 4 bytes": Scheme(
+        BF16, B1_SLOW, gpa_schedule_free, start=(0.008, 0.9), decays=False
+    ),
+    "Muon, float32": Scheme(F32, B1_SLOW, muon_with_adamw, itself, start=(0.004, 0.9)),
+    "gpa over Muon, float32": Scheme(
+        F32, C_SLOW, lambda rate, c, _: gpa_muon(rate, c), start=(0.008, 0.1)
+    ),
+    "gpa over Muon, 4 bytes": Scheme(
+        BF16, C_SLOW, lambda rate, c, key: gpa_muon(rate, c, **narrow(key, 4)), start=(0.008, 0.1)
+    ),
 }
 
 
@@ -283,9 +366,9 @@ class Trainer:
         def make_tx(peak: Any, momentum: Any, key: jax.Array) -> optax.GradientTransformation:
             warm_up, end = arguments.steps // 10, arguments.steps
             shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warm_up, end)
-            if scheme.make is schedule_free:
+            if not scheme.decays:
                 shape = optax.warmup_constant_schedule(0.0, 1.0, warm_up)
-            return scheme.make(lambda count: peak * shape(count), momentum, key)
+            return scheme.make(Rate(peak, shape, warm_up), momentum, key)
 
         def init(peak: Any, momentum: Any, key: jax.Array) -> Any:
             params = nnx.to_pure_dict(nnx.state(make_network(nnx.Rngs(key)), nnx.Param))

@@ -15,7 +15,14 @@ from jax.experimental.shard_alike import shard_alike
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check_none_without_z, check_same_tree, is_none
-from spa_optax._precision import Seed, is_float, rounded, rounds_to, seeds_like, wide_dtype
+from spa_optax._precision import (
+    Seed,
+    is_float,
+    rounded,
+    rounds_to,
+    seeds_like,
+    wide_dtype,
+)
 
 
 class SPAState(NamedTuple):
@@ -56,14 +63,20 @@ Rule = Callable[[SPAState, PyTree], Scalars]  # from the state and the params
 Decay = Callable[[Int[Array, ""], PyTree], PyTree]  # from the count and z_k to λ z_k
 
 
-class StepInfo(NamedTuple):
-    """What a step used, for diagnostics."""
+class Step(NamedTuple):
+    """What a step did to x, for diagnostics: x_{k+1} − x_k = p (d_k − η g_k) − δ g_k."""
 
+    gradient: PyTree[Array]  # g_k, with what decays at z
+    distance: PyTree[Array]  # d_k = z_k − x_k after its rescaling, in the dtype to compute in
+    rounding: PyTree[Array]  # the most that rounding of x_k and z_k adds to d_k
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
     r: dict[str, Float[Array, ""]]  # for each dtype of params; empty: 1
-    z: PyTree[Array]  # z_k after its rescaling, in the dtype to compute in
+    c_before: Float[Array, ""]  # c_k, of the last step
+
+
+Observe = Callable[[Step], None]
 
 
 def init(params: PyTree, state_dtype: DTypeLike | None = None) -> SPAState:
@@ -83,8 +96,8 @@ def advance(
     rule: Rule,
     rounding_key: PRNGKeyArray | None,
     decay: Decay | None = None,
-) -> tuple[PyTree, SPAState, StepInfo]:
-    """One step: x_{k+1} − x_k, the new state, and what the step used."""
+) -> tuple[PyTree, SPAState, Step]:
+    """One step: x_{k+1} − x_k, the new state, and what the step did."""
     _check_update(updates, state, params)
     state = jax.tree.map(jnp.asarray, state)
     g, x, z = trained(updates, params, state.z)
@@ -106,10 +119,16 @@ def advance(
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
     u = _param_update(g, x, z_next, p, delta, key)
 
+    # What is not observed is not computed.
+    if decay is not None:
+        g = map_trained(lambda d, g: g + d.astype(g.dtype), decay(state.count, z_k), g)
+    distance = map_trained(lambda z, x: z - x.astype(z.dtype), z_k, x)
+    eps = lambda x, z: float(max(jnp.finfo(x.dtype).eps, jnp.finfo(z.dtype).eps))
+    rounding = map_trained(lambda d, x, z: eps(x, z) * x.astype(d.dtype), distance, x, z)
+    step = Step(g, distance, rounding, eta, p, delta, r, state.c)
     f32 = lambda scalar: scalar.astype(jnp.float32)
     count = jnp.asarray(optax.safe_increment(state.count))
-    state = SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast))
-    return u, state, StepInfo(eta, p, delta, r, z_k)
+    return u, SPAState(count, z_next, f32(now.eta), f32(now.c), f32(now.coast)), step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,11 +140,19 @@ class Update:
     decay: Decay | None = None
 
     def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        observe: Observe | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, SPAState]:
-        """`advance`, as Optax calls it."""
+        """`advance`, as Optax calls it. `observe`, an extra argument, is called with the step."""
         del extra_args
-        u, state, _ = advance(updates, state, params, self.rule, self.rounding_key, self.decay)
+        u, state, step = advance(updates, state, params, self.rule, self.rounding_key, self.decay)
+        if observe is not None:
+            observe(step)
         return u, state
 
 

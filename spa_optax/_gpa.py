@@ -20,12 +20,14 @@ from spa_optax._convert import by_path
 from spa_optax._core import (
     Decay,
     GPAState,
+    Observe,
     Scalars,
     SPAState,
     advance,
     find,
     init,
     is_at_start,
+    map_trained,
     scalar_of,
 )
 from spa_optax._hyperparams import AtCount, at_count
@@ -142,9 +144,15 @@ class _Update:
     decay: Decay | None = None
 
     def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        observe: Observe | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, GPAState]:
-        """`advance`, from y_k to y_{k+1}."""
+        """`advance`, from y_k to y_{k+1}. `observe`, an extra argument, is told of x's step."""
         del extra_args
         if not isinstance(state, GPAState):
             raise ValueError(f"`state` must be a `GPAState`, got {type(state).__name__}")
@@ -154,9 +162,13 @@ class _Update:
             eta, c = self.eta_at(inner.count), self.c_at(inner.count)
             return gpa_scalars(eta, c, mu_y, mu_y_held, inner)
 
-        updates, inner, _ = advance(
+        updates, inner, step = advance(
             updates, state.inner, params, rule, self.rounding_key, self.decay
         )
+        if observe is not None:  # z_k − y_k is μ_y (z_k − x_k)
+            over_mu_y = lambda leaf: leaf / mu_y_held.astype(leaf.dtype)
+            d, rounding = (map_trained(over_mu_y, tree) for tree in (step.distance, step.rounding))
+            observe(step._replace(distance=d, rounding=rounding, p=inner.c, delta=None))
         return updates, GPAState(inner, mu_y.astype(jnp.float32))
 
 

@@ -1,12 +1,14 @@
 """When momentum pays: the gauge of the paper's Insight 1, and what to do about what it says."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.tree_util import keystr
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import (
@@ -19,13 +21,11 @@ from spa_optax._checks import (
     check_rate,
     check_steps,
 )
-from spa_optax._convert import INJECTED, like
+from spa_optax._convert import INJECTED, like, replace_nodes
 from spa_optax._core import (
     GPAState,
-    Rule,
     SPAState,
-    StepInfo,
-    Update,
+    Step,
     advance,
     find,
     init,
@@ -33,42 +33,61 @@ from spa_optax._core import (
     only,
     scalar_of,
     times,
-    trained,
 )
 from spa_optax._hyperparams import at_count
-from spa_optax._precision import has_narrow, wide_dtype
+from spa_optax._precision import has_narrow, is_float, wide_dtype
 from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
 from spa_optax._spa import spa_scalars
+
+PerLeaf = bool | Callable[[PyTree], PyTree]
 
 
 class Means(NamedTuple):
     """Moving averages, each still to be divided by `weight`, the sum of their weights."""
 
-    iterate: Float[Array, ""]  # of ‖x_k − x_{k−1}‖²/(η²c)
-    noise: Float[Array, ""]  # of the same, if every cross term vanished
-    gradient: Float[Array, ""]  # of ½‖g_k‖²
-    weight: Float[Array, ""]
+    iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
+    noise: Float[Array, "*n"]  # of the same, if every cross term vanished
+    gradient: Float[Array, "*n"]  # of ½‖g_k‖²
+    weight: Float[Array, "*n"]
 
 
 class AlignmentMeans(NamedTuple):
-    """Moving averages over steps at which ⟨g_k, x_k − x_{k−1}⟩ is known, to be divided alike."""
+    """Moving averages over steps at which u_{k−1} follows from z_k − x_k, to be divided alike."""
 
-    inner_product: Float[Array, ""]  # of ⟨g_k, x_k − x_{k−1}⟩
-    step: Float[Array, ""]  # of ‖x_k − x_{k−1}‖²
-    gradient: Float[Array, ""]  # of ‖g_k‖²
-    weight: Float[Array, ""]
+    inner_product: Float[Array, "*n"]  # of ⟨g_k, u_{k−1}⟩
+    step: Float[Array, "*n"]  # of ‖u_{k−1}‖²
+    gradient: Float[Array, "*n"]  # of ‖g_k‖²
+    weight: Float[Array, "*n"]
+
+
+class Sums(NamedTuple):
+    """What is measured of a step."""
+
+    sq_gradient: Float[Array, "*n"]  # ‖g_k‖²
+    sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
+    inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
+    sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
+
+
+class Gauge(NamedTuple):
+    """What is kept of the steps: numbers, or vectors over groups of params."""
+
+    iterate: Float[Array, "*n"]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
+    noise: Float[Array, "*n"]  # the same, if every cross term vanished
+    gradient: Float[Array, "*n"]  # ‖g‖² of the last measured step
+    spread: Float[Array, "*n"]  # what ‖z_k − x_k‖² would be if every cross term vanished
+    means: Means
+    alignment: AlignmentMeans
+    num_skipped: Int[Array, "*n"]  # measured steps that were not finite
 
 
 class TrackMomentumState(NamedTuple):
-    """State of `track_momentum`: that of SPA, and scalars."""
+    """State of `track_momentum`."""
 
-    inner: SPAState
-    step: Float[Array, ""]  # ‖x_k − x_{k−1}‖²; −1 where it is not known
-    noise: Float[Array, ""]  # v_k, what it would be if every cross term vanished
-    spread: Float[Array, ""]  # p_k, what ‖z_k − x_k‖² would be in that case
-    means: Means
-    alignment: AlignmentMeans
-    num_skipped: Int[Array, ""]  # steps with a ‖g_k‖² or ‖u_k‖² that was not finite
+    inner: PyTree
+    count: Int[Array, ""]
+    gauge: Gauge
+    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge; {} for the whole
 
 
 class MomentumReport(NamedTuple):
@@ -80,48 +99,63 @@ class MomentumReport(NamedTuple):
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
     gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
-    num_skipped: Int[Array, ""]  # steps with a ‖g_k‖² or ‖u_k‖² that was not finite
+    num_skipped: Int[Array, ""]  # measured steps that were not finite
 
 
 def track_momentum(
-    inner: optax.GradientTransformation, decay: float = 0.99
+    inner: optax.GradientTransformation,
+    decay: float = 0.99,
+    *,
+    every: int = 1,
+    per_leaf: PerLeaf = False,
+    averaging: float | None = None,
+    b2: float = 0.999,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the averages that tell when momentum pays; `momentum_report` reads them.
+    """Watches an optimizer for whether its momentum pays; `momentum_report` reads it off.
 
     With u_k = x_{k+1} − x_k the step, before it is rounded to the params' dtype, bias-corrected
     moving averages of
 
         ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
 
-    The inner product needs no buffer. It follows from ‖u_k‖², ‖u_{k−1}‖² and ‖g_k‖² by
+    No step is stored. With d_k = z_k − x_k, they follow from ‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ by
 
-        u_k = a u_{k−1} − b g_k        a = c_{k+1}(1/c_k − 1)      b = c_{k+1}η_k
+        u_k = c_{k+1} (d_k − η_k g_k)      u_{k−1} = c_k/(1 − c_k) d_k
 
-    times r for a z that was moved by r. And from ‖g_k‖² alone, what ‖u_k‖² would be if every cross
-    term vanished, as for gradients that are nothing but noise:
+    And from ‖g_k‖² alone, what ‖u_k‖² would be if every cross term vanished, as for gradients that
+    are nothing but noise:
 
         v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
-    The updates are those of `inner`, to the bit. Wrap SPA itself, not a chain, so that what is
-    tracked is the gradient that it receives and the step that it returns:
-    `optax.chain(optax.add_decayed_weights(1e-4), track_momentum(spa(1.0)))`. The result goes into
-    chains and wrappers like any other.
+    `inner` is any transformation that holds one member of the family: `spa`, `spa_from_sgdm`,
+    `gpa` (whose x is watched, not its params), `spa_adamw`, `gpa_adamw`, or a chain with one of
+    them. g_k is the update that the member receives, after clipping, preconditioning and decay:
+    under the Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw`, and what else
+    holds the state of `optax.trace` or `optax.scale_by_adam`, are watched as the SPA of the same
+    momentum: averages of directions, with a rate of 1. Wrappers that skip updates, such as
+    `optax.MultiSteps`, go around `track_momentum`.
 
-    The inner product is NaN, and its average begins anew, where it does not follow: after c_k = 1,
-    where there is no momentum to align with, and where momentum was restarted. With Nesterov
-    momentum, and where params or z have 16 bits or fewer, it never does. Steps must be well above
-    the rounding of params. Where they are not, as with many params of 16 bits, x lags behind z, and
-    the gain is too high.
+    The updates are those of `inner`, to the bit.
 
     Args:
-      inner: what `spa` or `spa_from_sgdm` returns.
-      decay: of the averages, in [0, 1). At 0 they are the values of the last step.
+      inner: what to watch.
+      decay: of the averages, in [0, 1), per measured step. At 0 they are the values of the last.
+      every: steps from one measurement to the next, ≥ 1. In between only scalars are computed, and
+        ‖g_k‖² counts as unchanged.
+      per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
+        strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
+      averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from
+        `optax.inject_hyperparams` (`momentum` or `b1`).
+      b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν; if injected, that.
+
+    Under `optax.inject_hyperparams` name `decay`, `every` and `per_leaf` in its `static_args`.
 
     Returns:
-      A transformation whose state is a `TrackMomentumState`: that of `inner`, and scalars.
+      A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge.
 
     Raises:
-      ValueError: if `inner` is something else, or `decay` is out of range.
+      ValueError: if an argument is out of range, or, in `init`, `inner` holds no momentum, more
+        than one, or a wrapper that skips updates.
 
     Examples:
       Two steps with η = 1 and c = 0.5: x goes from 0 to −1, and on to −2 with a gradient of 1.
@@ -145,151 +179,262 @@ def track_momentum(
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
-      Figure 2. The noise level and the inner product by recursion are this package's.
+      Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    member = inner.update
-    if not isinstance(member, Update):
-        raise ValueError(
-            "`inner` must be what `spa` or `spa_from_sgdm` returns, with chains and wrappers around"
-            f" `track_momentum`, got a `{type(inner).__name__}`"
-        )
+    tx = _checked_transformation(inner)
     decay = _check_decay(decay)
+    every = check_steps("every", every)
+    if averaging is not None:
+        is_c = lambda v: 0 < v <= 1
+        averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
+
+    b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
-        return _untracked(inner.init(params))  # pyright: ignore[reportArgumentType]
+        state = inner.init(params)
+        _check_watchable(state, averaging)
+        labels = _labels(per_leaf, params)
+        groups = {label: optax.EmptyState() for label in _groups(labels)}
+        gauge = _new_gauge(() if labels is None else (len(groups),))
+        return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, TrackMomentumState]:
-        del extra_args
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
-        u, state, _ = _track(updates, state, params, member.rule, member.rounding_key, decay)
-        return u, state
+        labels = None if params is None else _labels(per_leaf, params)
+
+        def observed() -> tuple[PyTree, PyTree, Step]:
+            steps = []
+            observe = {**extra_args, "observe": steps.append}
+            u, now = tx.update(updates, state.inner, params, **observe)
+            return u, now, steps[0] if steps else _step_of_optax(state.inner, now, averaging, b2)
+
+        u, now, step = observed()
+        is_measured = state.count % every == 0
+        if every == 1:
+            sums = _sums(step, labels)
+        else:  # from an update of its own, so that at other steps nothing is kept for it
+            measure = lambda: _sums(observed()[2], labels)
+            nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
+            sums = jax.lax.cond(is_measured, measure, nothing)
+        gauge, _ = _measured(state.gauge, step, sums, is_measured, state.count == 0, decay)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return u, TrackMomentumState(now, count, gauge, state.groups)
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(
+            f"`inner` must be a gradient transformation, got a `{type(inner).__name__}`"
+        )
+    return optax.with_extra_args_support(inner)
 
 
 def _check_decay(decay: float) -> float:
     return check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
 
 
-def _untracked(inner: SPAState) -> TrackMomentumState:
-    """The state before the first step."""
-    zero = lambda: jnp.zeros([], jnp.float32)  # one each, so that all can be donated
-    return TrackMomentumState(
-        inner=inner,
-        step=jnp.full([], -1, jnp.float32),
-        noise=zero(),
-        spread=zero(),
-        means=Means(zero(), zero(), zero(), zero()),
-        alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
-        num_skipped=jnp.zeros([], jnp.int32),
-    )
+_OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
+_SKIPS_UPDATES = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
 
 
-def _track(
-    updates: PyTree,
-    state: TrackMomentumState,
-    params: PyTree | None,
-    rule: Rule,
-    rounding_key: PRNGKeyArray | None,
-    decay: float,
-) -> tuple[PyTree, TrackMomentumState, Bool[Array, ""]]:
-    """The update and the state; and whether this step has added to the averages."""
-    u, inner, info = advance(updates, state.inner, params, rule, rounding_key)
-    g, x, z_k = trained(updates, params, info.z)
-    has_alignment = info.delta is None and not has_narrow(x) and not has_narrow(inner.z)
-    squares = _square(g, x), _square(_step_from_z(g, x, z_k, info), x)
-    return u, *_averaged(state, inner, info, *squares, has_alignment, decay)
+def _check_watchable(state: PyTree, averaging: float | None) -> None:
+    """That a state of `inner` holds one momentum, of known c, that moves at every step."""
+    for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
+        raise ValueError(
+            "`inner` must not hold wrappers that skip updates or gauges, which go around"
+            f" `track_momentum`, got a `{type(wrapper).__name__}`"
+        )
+    members, of_optax = find(state, SPAState), find(state, _OPTAX_MOMENTUM)
+    if len(members) + len(of_optax) != 1:
+        raise ValueError(
+            "`inner` must hold one momentum, that of `spa` or a relative, of `optax.trace` or of"
+            f" `optax.scale_by_adam`, got {len(members) + len(of_optax)}"
+        )
+    if members and averaging is not None:
+        raise ValueError(
+            f"`averaging` must be None for an `inner` that has its own c, got {averaging!r}"
+        )
+    if of_optax:
+        _averaging_of(state, averaging)
 
 
-def _step_from_z(g: PyTree, x: PyTree, z_k: PyTree, info: StepInfo) -> PyTree:
-    """u_k = p (z_k − x_k − η g_k) − δ g_k, before rounding.
+def _averaging_of(state: PyTree, averaging: float | None) -> Any:
+    """The c = 1 − β of Optax's own momentum: as it was given, or is injected."""
+    beta = _injected(state, ("momentum", "b1"), None)
+    if averaging is None and beta is None:
+        raise ValueError(
+            "`averaging` must be given for an `inner` with Optax's own momentum, whose state does"
+            " not hold β: it is 1 − β, got None"
+        )
+    return 1 - jnp.asarray(beta) if averaging is None else averaging
 
-    From what the update reads, so that its kernel adds up the squares as well. Of u itself, or of
-    z_{k+1}, XLA makes a second kernel: 1.4 times the cycles on a TPU, and a copy of u on a GPU.
+
+def _injected(state: PyTree, names: tuple[str, ...], otherwise: Any) -> Any:
+    """A hyper-parameter of `optax.inject_hyperparams`."""
+    found = [node.hyperparams for node in find(state, INJECTED)]
+    values = [hyperparams[name] for hyperparams in found for name in names if name in hyperparams]
+    return values[0] if values else otherwise
+
+
+def _rsqrt(v: Array) -> Array:
+    return jnp.where(v > 0, v, jnp.inf) ** -0.5
+
+
+def _step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: float) -> Step:
+    """The step of `optax.trace` or `optax.scale_by_adam` as one of SPA with η = 1.
+
+    From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
+    all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
+    (old,), (new,) = find(before, _OPTAX_MOMENTUM), find(after, _OPTAX_MOMENTUM)
+    c = jnp.asarray(_averaging_of(before, averaging), jnp.float32)
+    wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
+    if isinstance(old, optax.TraceState):
+        m, m_next, weight = old.trace, new.trace, jnp.ones([])
+        scale = jax.tree.map(lambda m: jnp.ones([]), m)
+    else:
+        m, m_next, weight = old.mu, new.mu, c
+        b2 = _injected(before, ("b2",), b2)
+        unbiased = 1 - jnp.asarray(b2, jnp.float32) ** jnp.asarray(new.count).astype(jnp.float32)
+        scale = jax.tree.map(lambda v: _rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
 
-    def u(z: Array, x: Array, g: Array) -> Array:
-        distance = (z - x.astype(z.dtype)) - times(info.eta, g, z.dtype)
-        u = times(info.p, distance, z.dtype)
-        return u if info.delta is None else u - times(info.delta, g, z.dtype)
+    def gradient(m: Array, m_next: Array, s: Array) -> Array:
+        m, m_next = wide(m), wide(m_next)
+        return times(1 / weight, s, m.dtype) * (m_next - times(1 - c, m, m.dtype))
 
-    return map_trained(u, z_k, x, g)
-
-
-def _square(tree: PyTree, params: PyTree) -> Float[Array, ""]:
-    """‖·‖² over all that is not None and belongs to floating-point params, as float32."""
-
-    def square(_: Array, leaf: Any) -> Array:
-        leaf = jnp.asarray(leaf)
-        leaf = leaf.astype(wide_dtype(leaf))
-        return jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32)
-
-    squares = map_trained(square, params, tree)
-    return sum(jax.tree.leaves(squares), jnp.zeros([], jnp.float32))
+    distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
+    rounding = lambda m: jnp.zeros_like(wide(m))  # m is a sum of its own
+    g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
+    return Step(g, d, map_trained(rounding, m), jnp.ones([]), c, None, {}, c)
 
 
-def _averaged(
-    state: TrackMomentumState,
-    inner: SPAState,
-    info: StepInfo,
-    sq_gradient: Float[Array, ""],
-    sq_update: Float[Array, ""],
-    has_alignment: bool,
+def _labels(per_leaf: PerLeaf, params: PyTree) -> dict[str, str] | None:
+    """The label of each trained parameter by its path; None where the whole has one gauge."""
+    if per_leaf is False:
+        return None
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = [path for path, leaf in leaves if is_float(leaf)]
+    if per_leaf is True:
+        return {keystr(path): keystr(path, simple=True, separator=".") for path in paths}
+    if not callable(per_leaf):
+        raise ValueError(
+            f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
+        )
+    of_subtree = lambda label, subtree: jax.tree.map(lambda _: label, subtree)
+    labelled = jax.tree.map(of_subtree, per_leaf(params), params)
+    labels = {keystr(path): label for path, label in jax.tree_util.tree_leaves_with_path(labelled)}
+    for path, label in labels.items():
+        if not isinstance(label, str):
+            raise ValueError(f"`per_leaf` must return strings as labels, got {label!r} for {path}")
+    return {keystr(path): labels[keystr(path)] for path in paths}
+
+
+def _groups(labels: dict[str, str] | None) -> list[str]:
+    return [] if labels is None else sorted(set(labels.values()))
+
+
+def _new_gauge(shape: tuple[int, ...]) -> Gauge:
+    """The gauge before the first step."""
+    zero = lambda: jnp.zeros(shape, jnp.float32)  # one each, so that all can be donated
+    means = Means(zero(), zero(), zero(), zero())
+    alignment = AlignmentMeans(zero(), zero(), zero(), zero())
+    none = jnp.full(shape, -1, jnp.float32)
+    skipped = jnp.zeros(shape, jnp.int32)
+    return Gauge(none, zero(), zero(), zero(), means, alignment, skipped)
+
+
+def _sums(step: Step, labels: dict[str, str] | None) -> Sums:
+    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over the whole, or for each group."""
+
+    def of_leaf(d: Array, g: Array, rounding: Array) -> Sums:
+        g = g.astype(wide_dtype(g, d))
+        dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
+        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding))
+
+    by_leaf = jax.tree_util.tree_leaves_with_path(
+        map_trained(of_leaf, step.distance, step.gradient, step.rounding),
+        is_leaf=lambda n: isinstance(n, Sums),
+    )
+    zero = Sums(*(jnp.zeros([], jnp.float32) for _ in Sums._fields))
+    add = lambda a, b: jax.tree.map(jnp.add, a, b)
+    if labels is None:
+        return functools.reduce(add, (sums for _, sums in by_leaf), zero)
+    totals = dict.fromkeys(_groups(labels), zero)
+    for path, sums in by_leaf:
+        label = labels[keystr(path)]
+        totals[label] = add(totals[label], sums)
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *totals.values())
+
+
+def _measured(
+    gauge: Gauge,
+    step: Step,
+    sums: Sums,
+    is_measured: Bool[Array, ""],
+    is_first: Bool[Array, ""],
     decay: float,
-) -> tuple[TrackMomentumState, Bool[Array, ""]]:
-    """The new state from ‖g_k‖² and ‖u_k‖², and whether the averages have a new term."""
+) -> tuple[Gauge, Bool[Array, "*n"]]:
+    """The gauge after a step, and where its averages have a new term."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
-    eta, c, delta = f32(info.eta), f32(info.p), f32(info.delta)
+    eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
     # Those of all dtypes are the same, but where momentum restarts for some.
-    r = f32(functools.reduce(jnp.minimum, info.r.values() or [jnp.ones([])]))
-    eta_before, c_before = state.inner.eta, state.inner.c
-    is_finite = jnp.isfinite(sq_gradient) & jnp.isfinite(sq_update)
-    one = jnp.ones([], jnp.float32)
-    average = lambda mean, term: decay * mean + (1 - decay) * term
+    r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
+    sq_g, sq_d, g_d, sq_rounding = sums
+    is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
+    is_known = is_measured & is_finite
+    one = jnp.ones_like(sq_g)
 
-    # The terms of the step that led here, which has no scale where η or c was 0.
-    scale = eta_before**2 * c_before
-    counts = is_finite & (state.step >= 0) & (scale > 0)
-    safe = jnp.where(scale > 0, scale, 1)
-    terms = Means(state.step / safe, state.noise / safe, sq_gradient / 2, one)
-    counts &= jnp.isfinite(terms.iterate) & jnp.isfinite(terms.noise)
-    means = jax.tree.map(
-        lambda mean, term: jnp.where(counts, average(mean, term), mean), state.means, terms
-    )
+    def averaged(means: Any, terms: Any, counts: Array) -> Any:
+        average = lambda mean, term: decay * mean + (1 - decay) * term
+        new = lambda mean, term: jnp.where(counts, average(mean, term), mean)
+        return jax.tree.map(new, means, terms)
 
-    # ‖u_k‖² = ‖a u_{k−1} − b g_k‖², unless u_k depends on more than that.
-    a, b = r * c * (1 / jnp.where(c_before > 0, c_before, 1) - 1), c * eta
-    squares, safe = a**2 * state.step + b**2 * sq_gradient, jnp.where(a * b > 0, 2 * a * b, 1)
-    inner_product = (squares - sq_update) / safe
-    # The squares are known to some eps. Beside the bound of Cauchy and Schwarz that must be little,
-    # and the bound must hold.
-    error = float(jnp.finfo(jnp.float32).eps) * squares / safe
-    bound = jnp.sqrt(jnp.maximum(state.step, 0)) * jnp.sqrt(sq_gradient)
-    follows = is_finite & (state.step >= 0) & (a * b > 0) & (error < 1e-4 * bound)
-    follows &= jnp.abs(inner_product) < 1.001 * bound
-    follows &= has_alignment
-    terms = AlignmentMeans(inner_product, state.step, sq_gradient, one)
-    alignment = jax.tree.map(
-        lambda mean, term: jnp.where(follows, average(mean, term), 0), state.alignment, terms
-    )
+    # The step that led here, or the last that was measured.
+    counts = is_known & (gauge.iterate >= 0)
+    terms = Means(gauge.iterate, gauge.noise, sq_g / 2, one)
+    means = averaged(gauge.means, terms, counts)
 
-    spread = r**2 * state.spread
-    noise = c**2 * spread + (c * eta + delta) ** 2 * sq_gradient
-    spread = (1 - c) ** 2 * spread + ((1 - c) * eta - delta) ** 2 * sq_gradient
-    state = TrackMomentumState(
-        inner=inner,
-        step=jnp.where(is_finite, sq_update, -1),
-        noise=jnp.where(is_finite, noise, state.noise),
-        spread=jnp.where(is_finite, spread, state.spread),
+    # u_{k−1} = c_k/(1 − c_k) d_k, where d_k is more than rounding.
+    follows = is_known & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
+    follows &= sq_rounding < 1e-4 * sq_d
+    s = c_before / jnp.where(c_before < 1, 1 - c_before, 1) / jnp.where(r > 0, r, 1)
+    alignment = averaged(gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows)
+    # Where it does not follow the average begins anew.
+    alignment = jax.tree.map(lambda a: jnp.where(is_measured & ~follows, 0, a), alignment)
+
+    # What ‖u_k‖² is, u_k = c d_k − (c η + δ) g_k, and what it would be without cross terms.
+    b = c * eta + delta
+    square = jnp.maximum(c**2 * sq_d - 2 * c * b * g_d + b**2 * sq_g, 0)
+    gradient = jnp.where(is_known, sq_g, gauge.gradient)
+    before = jnp.where(is_first & is_known, sq_d, r**2 * gauge.spread)
+    noise = c**2 * before + b**2 * gradient
+    spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
+    # In units of η²c, of which there is none where η or c is 0.
+    scale = eta**2 * c
+    unit = jnp.where(scale > 0, scale, 1)
+    iterate, level = square / unit, noise / unit
+    has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
+    gauge = Gauge(
+        iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
+        noise=jnp.where(has_unit, level, gauge.noise),
+        gradient=gradient,
+        spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread),
         means=means,
         alignment=alignment,
-        num_skipped=state.num_skipped + jnp.where(is_finite, 0, 1),
+        num_skipped=gauge.num_skipped + (is_measured & ~is_finite).astype(jnp.int32),
     )
-    return state, counts & (sq_gradient > 0)
+    return gauge, counts & (sq_g > 0)
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
@@ -302,12 +447,15 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     c, 1.053 at c = 0.1 (the paper's "noise level of 1" is without its cross terms), and moves where
     η, c or the gradients' size change.
 
+    Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
+    alike, whatever the scale of their gradients.
+
     Args:
       opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
 
     Returns:
-      Scalars, NaN as long as there is nothing to go by. May be called under `jax.jit`, to return
-      them from the training step.
+      Scalars, NaN as long as there is nothing to go by; under `per_leaf` over all params together.
+      May be called under `jax.jit`, to return them from the training step.
 
     Raises:
       ValueError: if `opt_state` does not hold just one `TrackMomentumState`.
@@ -333,10 +481,68 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
-    state = only(opt_state, TrackMomentumState, "opt_state")
+    gauge = _gauge_of(opt_state)
+    if jnp.ndim(gauge.iterate) == 0:
+        return _report(gauge)
+    # Sums of squares add up, and the weights of groups are the same unless one was skipped.
+    together = lambda means: jax.tree.map(jnp.sum, means)._replace(weight=means.weight.max())
+    return _report(
+        gauge._replace(
+            means=together(gauge.means),
+            alignment=together(gauge.alignment),
+            num_skipped=gauge.num_skipped.max(),
+        )
+    )
+
+
+def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
+    """The report of each parameter array, or each label, of `track_momentum(…, per_leaf=…)`.
+
+    Args:
+      opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
+
+    Returns:
+      A `MomentumReport` by label, in alphabetical order. The label of an array is its path.
+
+    Raises:
+      ValueError: if `opt_state` does not hold just one `TrackMomentumState`, or one for the whole.
+
+    Examples:
+      Momentum helps b, whose gradients agree, and not w, whose gradients alternate:
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_reports, track_momentum
+      >>> tx = track_momentum(spa(1.0, averaging=0.5), per_leaf=True)
+      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(1)}
+      >>> state = tx.init(params)
+      >>> for k in range(10):
+      ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> for label, report in momentum_reports(state).items():
+      ...     print(label, bool(report.gain > report.noise_level))
+      b True
+      w False
+    """
+    gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
+    if not state.groups:
+        raise ValueError(
+            "`opt_state` must come from `track_momentum` with `per_leaf`, got the whole"
+        )
+    report = _report(gauge)
+    of_group = lambda i: MomentumReport(*(values[i] for values in report))
+    return {label: of_group(i) for i, label in enumerate(sorted(state.groups))}
+
+
+def _gauge_of(opt_state: PyTree) -> Gauge:
     # Under Flax nnx the leaves are variables.
-    scalars = (state.means, state.alignment, state.num_skipped)
-    means, alignment, num_skipped = jax.tree.map(jnp.asarray, scalars)
+    return jax.tree.map(jnp.asarray, only(opt_state, TrackMomentumState, "opt_state").gauge)
+
+
+def _report(gauge: Gauge) -> MomentumReport:
+    means, alignment = gauge.means, gauge.alignment
     cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
     return MomentumReport(
         gain=means.iterate / means.gradient,
@@ -345,7 +551,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
         inner_product=alignment.inner_product / alignment.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        num_skipped=num_skipped,
+        num_skipped=gauge.num_skipped,
     )
 
 
@@ -433,7 +639,9 @@ def spa_until_noise(
 
     def init_fn(params: PyTree) -> UntilNoiseState:
         return UntilNoiseState(
-            tracked=_untracked(init(params, state_dtype)),
+            tracked=TrackMomentumState(
+                init(params, state_dtype), jnp.zeros([], jnp.int32), _new_gauge(()), {}
+            ),
             num_quiet=jnp.zeros([], jnp.int32),
             dropped_at=jnp.full([], -1, jnp.int32),
         )
@@ -451,9 +659,13 @@ def spa_until_noise(
         if hold == "alpha":
             eta = eta_at_constant_alpha(eta, before, c)
         rule: Any = lambda inner, _: spa_scalars(eta, c, inner)
-        updates, now, measured = _track(updates, state.tracked, params, rule, rounding_key, decay)
+        inner, _, gauge, _ = state.tracked
+        updates, inner, step = advance(updates, inner, params, rule, rounding_key)
+        sums, always = _sums(step, None), jnp.array(True)
+        gauge, measured = _measured(gauge, step, sums, always, count == 0, decay)
+        now = TrackMomentumState(inner, count + 1, gauge, {})
         # The gain and the noise level share their denominator.
-        is_quiet = now.means.iterate <= (1 + tolerance) * now.means.noise
+        is_quiet = now.gauge.means.iterate <= (1 + tolerance) * now.gauge.means.noise
         is_quiet &= count.astype(before.dtype) * before >= 5
         num_quiet = jnp.where(is_quiet, state.num_quiet + 1, 0)
         num_quiet = jnp.where(measured, num_quiet, state.num_quiet)
@@ -526,7 +738,6 @@ def release_momentum(
     if callable(learning_rate):
         count = like(spa_state.count, [jnp.array(scalar_of(spa_state.count), copy=True)])
         sgd_state = optax.tree.set(sgd_state, count=count)
-    kinds = (UntilNoiseState, TrackMomentumState, GPAState, SPAState)
-    holds = lambda node: isinstance(node, kinds)
-    state = jax.tree.map(lambda node: sgd_state if holds(node) else node, opt_state, is_leaf=holds)
-    return tx, state
+    state = replace_nodes(opt_state, UntilNoiseState, lambda node: node.tracked)
+    state = replace_nodes(state, TrackMomentumState, lambda node: node.inner)
+    return tx, replace_nodes(state, (GPAState, SPAState), lambda _: sgd_state)

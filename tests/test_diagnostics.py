@@ -15,10 +15,14 @@ from flax import nnx
 from helpers import batches, lenient, logistic_regression, optimized, relative_difference
 
 from spa_optax import (
+    eval_params,
     gpa,
+    gpa_adamw,
     hyperparams_from_sgdm,
     momentum_drop,
+    schedule_free_averaging,
     spa,
+    spa_adamw,
     spa_from_sgdm,
     stagewise,
     state_from_sgdm,
@@ -27,6 +31,7 @@ from spa_optax.diagnostics import (
     TrackMomentumState,
     UntilNoiseState,
     momentum_report,
+    momentum_reports,
     release_momentum,
     spa_until_noise,
     track_momentum,
@@ -96,9 +101,11 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
     assert error.max() < 1e-3
     cosine = -inner_product[known] / bound[known]
     np.testing.assert_allclose(h["alignment"][k][known], cosine, atol=2e-3)
-    # Nothing is NaN but where c_k is 1, or next to it, or the first step does not move.
+    # It is NaN at the first step, and where z − x = (1/c − 1) u is within 100 eps of x.
     assert np.isnan(h["inner_product"][0])
-    certain = (h["c"][:-1] < 0.999) & (bound > 0) & (h["eta"][1:] > 1e-2)
+    distance = (1 / np.maximum(h["c"][:-1], 1e-9) - 1) * np.sqrt(square(u))
+    certain = (distance > 110 * 1.2e-7 * np.sqrt(square(h["x"])[k])) & (h["c"][:-1] > 0)
+    assert certain.sum() > 140
     assert known[certain].all()
     assert known[h["c"][:-1] == 1].sum() == 0
 
@@ -190,9 +197,10 @@ def test_updates_are_untouched_to_the_bit(name: str) -> None:
     chex.assert_trees_all_equal(state, tracked_state.inner)
 
 
-def test_params_of_16_bits_have_no_alignment() -> None:
-    h = run(track_momentum(spa(1.0, 0.1)), 50, jnp.bfloat16)
-    assert np.isnan(h["inner_product"]).all()
+def test_params_of_16_bits_have_no_alignment_once_they_are_rounded() -> None:
+    h = run(track_momentum(spa(0.1, 0.1)), 50, jnp.bfloat16)
+    assert np.isfinite(h["alignment"][1:4]).all()  # z − x is as large as x so far
+    assert np.isnan(h["alignment"][30:]).all()
     assert np.isfinite(h["gain"][1:]).all()
     # What counts is the step before it is rounded to the 8 bits of x.
     exact = run(track_momentum(spa(1.0, 0.1), decay=0.0), 50, jnp.bfloat16)
@@ -285,22 +293,213 @@ def test_nothing_in_the_state_is_nan() -> None:
             _, state = jax.jit(tx.update)(params, state, params)
 
 
-def test_a_run_that_was_converted_begins_without_a_last_step() -> None:
-    """z − x is there, but no step that it came from: no wrong number."""
+def test_a_run_that_was_converted_has_a_last_step() -> None:
+    """That of SGD+M: it follows from z − x."""
     sgd, params = optax.sgd(0.1, momentum=0.9), jnp.ones(10)
-    sgd_state = sgd.init(params)
+    state = sgd.init(params)
     for _ in range(5):
-        updates, sgd_state = sgd.update(params, sgd_state, params)
-        params = params + updates
+        last, state = sgd.update(params, state, params)
+        params = params + last
     tx = track_momentum(spa_from_sgdm(0.1, 0.9), decay=0.0)
-    converted = state_from_sgdm(sgd_state, params, learning_rate=0.1, momentum=0.9, count=5)
-    state = tx.init(params)._replace(inner=converted)
-    updates, state = tx.update(params, state, params)
-    assert np.isnan(momentum_report(state).inner_product)
-    params = params + updates
-    _, state = tx.update(params, state, params)
-    report = momentum_report(state)
-    np.testing.assert_allclose(report.inner_product, updates @ params, rtol=1e-4)
+    state = tx.init(params)._replace(
+        inner=state_from_sgdm(state, params, learning_rate=0.1, momentum=0.9, count=5)
+    )
+    for _ in range(3):
+        updates, state = tx.update(params, state, params)
+        report = momentum_report(state)
+        np.testing.assert_allclose(report.inner_product, last @ params, rtol=1e-4)
+        params, last = params + updates, updates
+
+
+# ------------------------------------------------------------------ of every member, and of Optax's
+
+C, ADAM = 0.2, {"b2": 0.9, "eps": 1e-12, "weight_decay": 0.0}
+CHAIN = lambda tx: optax.chain(optax.clip(10.0), optax.add_decayed_weights(0.0), tx)
+INJECTED_SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=1 - C)
+INJECTED_ADAM = optax.inject_hyperparams(optax.adamw)(learning_rate=0.1, b1=1 - C, b2=0.9)
+WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "spa": (spa(0.1, C), {}),
+    "sgdm": (spa_from_sgdm(0.1, 1 - C), {}),
+    "gpa": (gpa(0.1, C, 0.7), {}),
+    "gpa, c as Schedule-Free": (gpa(0.1, schedule_free_averaging(0.1), 0.9), {}),
+    "spa_adamw": (spa_adamw(0.1, C, **ADAM), {}),
+    "gpa_adamw": (gpa_adamw(0.1, C, **ADAM), {}),
+    "decay at z": (gpa_adamw(0.1, C, decay_at="z", **ADAM), {}),
+    "chain": (CHAIN(spa(0.1, C)), {}),
+    "chain of Adam": (CHAIN(gpa_adamw(0.1, C, **ADAM)), {}),
+    "masked": (optax.masked(spa(0.1, C), True), {}),
+    "injected": (optax.inject_hyperparams(spa)(learning_rate=0.1, averaging=C), {}),
+    "optax.sgd": (optax.sgd(0.1, 1 - C), {"averaging": C}),
+    "optax.sgd in a chain": (CHAIN(optax.sgd(0.1, 1 - C)), {"averaging": C}),
+    "optax.sgd, bfloat16 m": (
+        optax.sgd(0.1, 1 - C, accumulator_dtype=jnp.bfloat16),
+        {"averaging": C},
+    ),
+    "optax.sgd, injected": (INJECTED_SGD, {}),
+    "optax.adamw": (optax.adamw(0.1, 1 - C, 0.9), {"averaging": C, "b2": 0.9}),
+    "optax.adamw, injected": (INJECTED_ADAM, {}),
+}
+
+
+def reports(tx: Any, gradients: jax.Array) -> Any:
+    """After every step, from params 0 under gradients that do not depend on them."""
+
+    def body(carry: Any, g: Any) -> Any:
+        params, state = carry
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(g, state, params)
+        return (optax.apply_updates(params, updates), state), momentum_report(state)
+
+    params = jnp.zeros(gradients.shape[1:])
+    return optimized(lambda: jax.lax.scan(body, (params, tx.init(params)), gradients)[1])()
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_noise_and_a_constant_direction(name: str) -> None:
+    """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
+    tx, options = WATCHED[name]
+    tracked = track_momentum(tx, 0.95, **options)
+    noise = jax.random.normal(jax.random.key(0), (400, 20_000))
+    if "adam" in name.lower() or name == "decay at z":  # whose ν would go with g
+        noise = jnp.sign(noise)
+    report = reports(tracked, noise)
+    ratio = report.gain / report.noise_level
+    # As in `test_noise_is_at_noise_level`; m of 8 bits is known to 2^-9.
+    np.testing.assert_allclose(ratio[5:], 1, atol=0.05)
+    assert jnp.abs(ratio[5:].mean() - 1) < 0.01
+    assert jnp.abs(report.alignment[5:]).max() < 0.05
+    one_way = reports(tracked, jnp.ones((400, 10)))
+    if "Schedule-Free" in name:
+        return
+    np.testing.assert_allclose(report.noise_level[-1], 2 / (2 - C), rtol=0.01)
+    np.testing.assert_allclose(one_way.gain[-1], 2 / C, rtol=1e-2)
+    np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("every", [1, 3])
+def test_watching_changes_nothing(name: str, every: int) -> None:
+    """To the bit, of updates and states."""
+    tx, options = WATCHED[name]
+    tracked = track_momentum(tx, every=every, per_leaf=True, **options)
+    params = {"w": jax.random.normal(jax.random.key(0), (7, 5)), "b": jnp.ones(3)}
+
+    def train(tx: Any) -> Any:
+        def body(carry: Any, key: Any) -> Any:
+            params, state = carry
+            g = jax.tree.map(lambda p: p + jax.random.normal(key, p.shape), params)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = tx.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), updates
+
+        keys = jax.random.split(jax.random.key(1), 20)
+        return jax.jit(lambda: jax.lax.scan(body, (params, tx.init(params)), keys))()
+
+    (plain, state), updates = train(tx)
+    (watched, tracked_state), tracked_updates = train(tracked)
+    chex.assert_trees_all_equal(updates, tracked_updates)
+    chex.assert_trees_all_equal(plain, watched)
+    chex.assert_trees_all_equal(state, tracked_state.inner)
+
+
+def test_of_gpa_it_is_x_that_is_watched() -> None:
+    """Against x in float64, with μ_y in steps."""
+    mu_y = lambda k: jnp.where(k < 30, 0.9, 0.5)
+    tx = track_momentum(gpa(COSINE, 0.1, mu_y), decay=0.0)
+    loss = logistic_regression(jnp.float32)
+    params = jnp.zeros((65, 10))
+    state, update = tx.init(params), jax.jit(tx.update)
+    x, previous = np.zeros((65, 10)), (0.0, 0.0)
+    for k, batch in enumerate(batches()[:80]):
+        g = jax.grad(loss)(params, jnp.asarray(batch))
+        updates, state = update(g, state, params)
+        params = params + updates
+        report, (u, scale) = momentum_report(state), previous
+        if k > 2:  # the rate of step 0 is 0
+            inner = state.inner.inner
+            np.testing.assert_allclose(report.iterate_term, (u**2).sum() / scale, rtol=1e-3)
+            np.testing.assert_allclose(report.inner_product, (u * g).sum(), rtol=1e-2, atol=1e-6)
+        inner = state.inner.inner
+        new = np.asarray(eval_params(state, params), np.float64)
+        previous, x = (new - x, float(inner.eta**2 * inner.c)), new
+
+
+def test_decay_at_z_counts_as_gradient() -> None:
+    options: dict[str, Any] = {**ADAM, "weight_decay": 0.3}
+    tx = track_momentum(spa_adamw(0.1, C, decay_at="z", **options), decay=0.0)
+    params = jnp.array([2.0, -1.0])
+    state = tx.init(params)
+    for _ in range(2):
+        z = state.inner[-1].z
+        _, state = tx.update(jnp.array([1.0, 3.0]), state, params)
+    direction = np.array([1.0, 1.0]) + 0.3 * np.asarray(z)
+    np.testing.assert_allclose(
+        momentum_report(state).gradient_term, (direction**2).sum() / 2, rtol=1e-5
+    )
+
+
+def test_sgd_is_watched_as_its_primal_averaging() -> None:
+    """`optax.sgd` beside `spa_from_sgdm`, of which it knows neither rate nor scale."""
+    noise = jax.random.normal(jax.random.key(0), (100, 50)) + 0.3
+    of_sgd = reports(track_momentum(CHAIN(optax.sgd(0.1, 0.8)), averaging=0.2), noise)
+    of_spa = reports(track_momentum(CHAIN(spa_from_sgdm(0.1, 0.8))), noise)
+    for field in ("gain", "noise_level", "alignment", "gradient_term"):
+        ours, theirs = getattr(of_spa, field)[3:], getattr(of_sgd, field)[3:]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_adamw_is_watched_as_its_primal_averaging() -> None:
+    """Where ν̂ is constant they are the same."""
+    signs = jnp.sign(jax.random.normal(jax.random.key(0), (200, 50)) + 0.5)
+    grads = signs * jnp.logspace(-4, 4, 50)  # a scale each, which ν takes away
+    of_adamw = reports(track_momentum(optax.adamw(0.1, 0.8, 0.99), averaging=0.2, b2=0.99), grads)
+    of_spa = reports(track_momentum(spa_adamw(0.1, 0.2, b2=0.99, weight_decay=0.0)), grads)
+    for field in ("gain", "noise_level", "alignment"):
+        ours, theirs = getattr(of_spa, field)[3:], getattr(of_adamw, field)[3:]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert of_spa.gain[-1] > 2 * of_spa.noise_level[-1]
+
+
+def test_groups_add_up() -> None:
+    """By leaf, by label and as a whole, at every third step; c and η are the same for all."""
+    keys = jax.random.split(jax.random.key(0), 30)
+    params = {"a": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, "n": jnp.arange(2), "o": jnp.ones(5)}
+    label = lambda params: {"a": "inner", "n": "inner", "o": "outer"}
+
+    def run(per_leaf: Any) -> Any:
+        tx = optax.masked(
+            track_momentum(spa(1.0, 0.1), 0.0, every=3, per_leaf=per_leaf),
+            {"a": True, "n": False, "o": True},
+        )
+        state, update = tx.init(params), jax.jit(tx.update)
+        for k, key in enumerate(keys):
+            of_leaf = lambda p, k=k, key=key: (k % 5) * jax.random.normal(key, p.shape)
+            _, state = update(jax.tree.map(of_leaf, params), state, params)
+        return (momentum_reports if per_leaf else momentum_report)(state), momentum_report(state)
+
+    (by_leaf, together), (whole, _) = run(True), run(False)
+    chex.assert_trees_all_close(together, whole, rtol=1e-5)
+    assert list(by_leaf) == ["a.b", "a.w", "o"]
+    total = sum(report.gradient_term for report in by_leaf.values())
+    np.testing.assert_allclose(total, whole.gradient_term, rtol=1e-5)
+    total = sum(report.iterate_term for report in by_leaf.values())
+    np.testing.assert_allclose(total, whole.iterate_term, rtol=1e-5)
+    unmasked = lambda params: {k: v for k, v in label(params).items() if k in params and k != "n"}
+    labelled, _ = run(lambda params: unmasked(params) | {"n": params["n"]})
+    assert list(labelled) == ["inner", "outer"]
+    chex.assert_trees_all_close(labelled["outer"], by_leaf["o"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_measured_at_every_so_many_steps(every: int) -> None:
+    """The same gain, level and alignment as at every step: the statistics are those of a run."""
+    noise = jax.random.normal(jax.random.key(0), (1_000, 2_000)) + 0.2
+    report = reports(track_momentum(spa(0.1, 0.1), 0.9, every=every), noise)
+    expected = reports(track_momentum(spa(0.1, 0.1), 0.99), noise)
+    for field in ("gain", "noise_level", "alignment", "gradient_term"):
+        got = getattr(report, field)[-1]
+        np.testing.assert_allclose(got, getattr(expected, field)[-1], rtol=0.05)
+    assert (jnp.diff(report.gradient_term[2 * every :]) != 0).mean() < 1.01 / every
 
 
 # ------------------------------------------------------------------------------------ acting on it
@@ -537,15 +736,45 @@ def test_bad_input() -> None:
     narrow = params.astype(jnp.bfloat16)
     one_step = lambda c, params: spa(1.0, c).update(params, spa(1.0, c).init(params), params)[1]
     for call, message in [
-        (lambda: track_momentum(optax.sgd(0.1)), "`inner` must be what `spa` or `spa_from_sgdm`"),
+        (lambda: track_momentum(1.0), "`inner` must be a gradient transformation, got a `float`"),
+        (lambda: track_momentum(optax.sgd(0.1)).init(params), "`inner` must hold one momentum"),
         (
-            lambda: track_momentum(chain(spa(1.0))),
-            "with chains and wrappers around `track_momentum`, got a",
+            lambda: track_momentum(optax.chain(spa(1.0), spa(1.0))).init(params),
+            "of `optax.scale_by_adam`, got 2",
         ),
-        (lambda: track_momentum(tracked), "`inner` must be what"),
+        (
+            lambda: track_momentum(tracked).init(params),
+            "which go around `track_momentum`, got a `TrackMomentumState`",
+        ),
+        (
+            lambda: track_momentum(optax.apply_if_finite(spa(1.0), 3)).init(params),
+            "got a `ApplyIfFiniteState`",
+        ),
+        (
+            lambda: track_momentum(optax.adamw(0.1)).init(params),
+            "`averaging` must be given for an `inner` with Optax's own momentum",
+        ),
+        (
+            lambda: track_momentum(spa(1.0), averaging=0.1).init(params),
+            "`averaging` must be None for an `inner` that has its own c, got 0.1",
+        ),
+        (
+            lambda: track_momentum(optax.sgd(0.1, 0.9), averaging=0.0),
+            "`averaging` must be None or in (0, 1], got 0.0",
+        ),
+        (lambda: track_momentum(spa(1.0), every=0), "`every` must be a concrete integer >= 1"),
+        (
+            lambda: track_momentum(spa(1.0), per_leaf="w").init(params),
+            "`per_leaf` must be a bool or a function from params to labels, got 'w'",
+        ),
+        (
+            lambda: track_momentum(spa(1.0), per_leaf=lambda params: 1).init(params),
+            "`per_leaf` must return strings as labels, got 1",
+        ),
         (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
         (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),
         (lambda: momentum_report(state), "`opt_state` must hold one `TrackMomentumState`, got 0"),
+        (lambda: momentum_reports(tracked.init(params)), "with `per_leaf`, got the whole"),
         (lambda: momentum_report((tracked.init(params),) * 2), "`TrackMomentumState`, got 2"),
         (lambda: tracked.update(params, state, params), "`state` must be a `TrackMomentumState`"),
         (lambda: tracked.update(params, tracked.init(params)), "`params` must be passed"),
