@@ -349,8 +349,14 @@ def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, 
 class Trainer:
     """One scheme: its compiled functions, from rate, momentum and seed."""
 
-    def __init__(self, scheme: Scheme, arguments: Any) -> None:
-        """Compiles when first called."""
+    def __init__(
+        self,
+        scheme: Scheme,
+        arguments: Any,
+        watch: Callable[[int, Any], None] = lambda count, state: None,
+    ) -> None:
+        """Compiles when first called. `watch` is shown the optimizer's state after every step."""
+        self.watch = watch
         sizes = (arguments.width, arguments.heads, arguments.layers, arguments.length)
         make_network = lambda rngs: Decoder(*sizes, BF16, rngs)
         seen, unseen = map(jnp.asarray, read_text())
@@ -396,6 +402,7 @@ class Trainer:
         carry, curve = self.init(*given), []
         for k in range(self.num_steps):
             carry = self.step(carry, k, *given)
+            self.watch(k, carry[1])
             if (k + 1) % self.every == 0 or k + 1 == self.num_steps:
                 curve.append((k + 1, float(self.validation_loss(carry))))
         size = optax.tree.size(carry[0])

@@ -228,9 +228,16 @@ def schedule(name: str, peak: Any, num_steps: int) -> optax.Schedule:
 
 
 def make_train(
-    task: Task, scheme: Scheme, beta: float, schedule_name: str
+    task: Task,
+    scheme: Scheme,
+    beta: float,
+    schedule_name: str,
+    watch: Callable[[int, Any], None] = lambda count, state: None,
 ) -> Callable[[float, int], dict[str, Any]]:
-    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state."""
+    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state.
+
+    `watch` is shown the optimizer's state after every step.
+    """
     num_batches = len(task.labels) // task.batch
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.network(nnx.Rngs(0))))
 
@@ -268,6 +275,7 @@ def make_train(
         carry, batches, losses = init(eta, key), shuffle(key), []
         for k in range(task.num_epochs * num_batches):
             carry = step(carry, k, batches, eta, key)
+            watch(k, carry[1])
             if k % num_batches == num_batches - 1 and k // num_batches >= task.num_epochs - 5:
                 losses.append(loss_jitted(carry[0], task.images, task.labels))
         size = optax.tree.size(carry[0])

@@ -1,8 +1,8 @@
 """When momentum pays: the gauge of the paper's Insight 1, and what to do about what it says."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from spa_optax._hyperparams import at_count
 from spa_optax._precision import has_narrow, is_float, wide_dtype
 from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
 from spa_optax._spa import spa_scalars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PerLeaf = bool | Callable[[PyTree], PyTree]
 
@@ -553,6 +556,67 @@ def _report(gauge: Gauge) -> MomentumReport:
         gradient_term=means.gradient / means.weight,
         num_skipped=gauge.num_skipped,
     )
+
+
+def plot_momentum(
+    reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
+) -> "Figure":
+    """Draws what the gauge has read over a run: gain over noise level, and alignment.
+
+    Args:
+      reports: by step, what `momentum_report` or `momentum_reports` returned. "all", where it is
+        among the labels, is drawn thick.
+
+    Returns:
+      A Matplotlib figure, which needs matplotlib.
+
+    Raises:
+      ValueError: if there is no report, or labels differ from step to step.
+
+    Examples:
+      Watched at every tenth step, and collected every hundred, which costs next to nothing:
+
+          tx = track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)
+          reports = {}
+          for step in range(num_steps):
+              params, opt_state = train_step(params, opt_state, batch)
+              if step % 100 == 0:
+                  reports[step] = momentum_report(opt_state)
+          plot_momentum(reports).savefig("momentum.png")
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figure 2.
+    """
+    import matplotlib.pyplot as plt
+
+    as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
+    by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
+    labels = list(next(iter(by_step.values()), ()))
+    if not labels or any(list(of_step) != labels for of_step in by_step.values()):
+        raise ValueError(
+            f"`reports` must hold the same labels at every step, at least one, got {labels!r} first"
+        )
+    figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
+    for i, label in enumerate(labels):
+        of_label = [of_step[label] for of_step in by_step.values()]
+        ratio = [float(report.gain) / float(report.noise_level) for report in of_label]
+        # From purple to yellow, in the order of the labels.
+        color = "black" if label in ("", "all") else plt.get_cmap("viridis")(i / len(labels))
+        style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
+        top.plot(list(by_step), ratio, **style)
+        bottom.plot(list(by_step), [float(report.alignment) for report in of_label], **style)
+    top.set_title("Does momentum pay? Above 1 steps add up, at 1 and below they do not")
+    top.set_ylabel("gain / noise level")
+    top.set_yscale("log")
+    top.axhline(1, color="C3", linestyle="--")
+    bottom.set_ylabel("alignment, cos(−g, last step)")
+    bottom.axhline(0, color="C3", linestyle="--")
+    bottom.set_xlabel("step")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    if labels != [""]:
+        figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
 
 
 class UntilNoiseState(NamedTuple):
