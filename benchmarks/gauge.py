@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> str:
     if arguments.plot:
         for task, (first, *_) in layers.items():
             of_count = lambda i, first=first: {
-                label: MomentumReport(*map(np.array, values[i][1:]))
+                label: MomentumReport(*map(jnp.asarray, values[i][1:]))
                 for label, values in first["reports"].items()
             }
             counts = [values[0] for values in next(iter(first["reports"].values()))]

@@ -3,6 +3,7 @@
 import math
 import operator
 import reprlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -32,6 +33,11 @@ def _check_number(
 ) -> None:
     if callable(value) and "schedule" in kind:
         return
+    if isinstance(value, tuple) and hasattr(value, "averaging"):
+        raise ValueError(
+            f"`{name}` must be {kind}, got a pair of hyper-parameters: unpack it, as in"
+            " `spa(*stagewise(...))`"
+        )
     if isinstance(
         value, jax.Array
     ):  # may be traced or on another device: its shape is all that is looked at
@@ -70,8 +76,18 @@ def check_rate(name: str, value: optax.ScalarOrSchedule) -> None:
 
 
 def check_averaging(value: optax.ScalarOrSchedule) -> None:
-    """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1]."""
+    """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1].
+
+    Warns of a number that is more likely a momentum.
+    """
     _check_number("averaging", value, "in [0, 1]", lambda v: 0 <= v <= 1)
+    if is_plain_number(value) and 0.8 <= value < 1:  # pyright: ignore[reportOperatorIssue]
+        beta = round(1 - float(value), 6)  # pyright: ignore[reportArgumentType]
+        warnings.warn(
+            f"`averaging` is 1 − momentum: {value!r} means a momentum of {beta:g}. For a momentum"
+            f" of {value!r} pass {beta:g}, or use `spa_from_sgdm`.",
+            stacklevel=3,
+        )
 
 
 def check_interpolation(value: optax.ScalarOrSchedule) -> None:

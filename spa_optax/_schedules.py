@@ -33,6 +33,7 @@ def stagewise(
     *,
     averaging_rule: _AveragingRule = "scale",
     rate: float | None = None,
+    transition_steps: int | None = None,
 ) -> SPAHyperparams:
     """Divides η by a factor at each boundary, and has c answer.
 
@@ -44,9 +45,10 @@ def stagewise(
         balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
 
     Abruptly, or gradually: η_k = max(η_{k−1}/rate, the η of its stage), which keeps α and β of
-    SGD+M from spiking (Insight 3). A stage then takes log(factor)/log(rate) steps to arrive: 4,607
-    for a factor of 10 at the paper's rate of 1.0005. It must arrive before the next boundary. A run
-    that ends before the last stage has arrived ends with a larger η.
+    SGD+M from spiking (Insight 3). A stage then takes `transition_steps` to arrive, which are
+    log(factor)/log(rate): 4,607 for a factor of 10 at the paper's rate of 1.0005. It must arrive
+    before the next boundary. A run that ends before the last stage has arrived ends with a larger
+    η.
 
     Args:
       learning_rate: η > 0 of the first stage.
@@ -56,6 +58,7 @@ def stagewise(
       averaging_rule: "constant", "scale" or "balance".
       rate: None for an abrupt change, else what η is divided by at every step, > 1, from b on,
         until it has arrived.
+      transition_steps: in the place of `rate`, how many steps it takes to arrive, ≥ 1.
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
@@ -76,6 +79,12 @@ def stagewise(
       >>> print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
       ['1.000', '0.500', '0.250', '0.125', '0.100', '0.100'] ['0.2', '0.4', '0.8', '1.0', '1.0']
 
+      In two steps:
+
+      >>> eta, c = stagewise(1.0, 0.1, [1], 4.0, transition_steps=2)
+      >>> print([f"{eta(k):.2f}" for k in range(5)])
+      ['1.00', '0.50', '0.25', '0.25', '0.25']
+
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6 (Insights 2
       and 3; the title of Section 5, "Reduce c_k", should read "increase").
@@ -87,7 +96,13 @@ def stagewise(
     steps = _check_boundaries(boundaries)
     factor = check_above_1("factor", factor)
     check_choice("averaging_rule", averaging_rule, _AveragingRule)
-    if rate is not None:
+    if transition_steps is not None:
+        if rate is not None:
+            raise ValueError(f"`rate` must be None beside `transition_steps`, got {rate!r}")
+        transition_steps = check_steps("transition_steps", transition_steps)
+        _check_transitions(transition_steps, steps)
+        rate = factor ** (1 / transition_steps)
+    elif rate is not None:
         _check_arrival(check_above_1("rate", rate), factor, steps)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
@@ -280,6 +295,15 @@ def _check_boundaries(boundaries: Any) -> list[int]:
     if sorted(set(steps)) != steps:
         raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
     return steps
+
+
+def _check_transitions(transition_steps: int, boundaries: list[int]) -> None:
+    for b, after in itertools.pairwise(boundaries):
+        if after - b < transition_steps:
+            raise ValueError(
+                f"`transition_steps` must be at most {after - b}, to arrive between boundaries {b}"
+                f" and {after}, got {transition_steps}"
+            )
 
 
 def _check_arrival(rate: float, factor: float, boundaries: list[int]) -> None:

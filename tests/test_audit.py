@@ -18,6 +18,7 @@ from spa_optax import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     spa,
+    spa_adamw,
     stagewise,
     theory,
 )
@@ -100,9 +101,11 @@ def test_breaches_of_figure_1() -> None:
 def test_the_report_begins_with_what_is_beyond_doubt() -> None:
     schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
     report = theory.audit(*hyperparams_from_sgdm(schedule, 0.9), 1_000, smoothness=5.0).report()
-    anticipates, bound = report.index("c anticipates the drop of α at step 500"), report.index("By")
-    assert anticipates < bound
-    assert re.search(r"rises from 0\.10\d? to 0\.526", report)
+    assert report.startswith(
+        "Nothing to change: α falls 10-fold at step 500. As primal averaging c"
+    )
+    assert re.search(r"rises from 0\.10\d? to 0\.526 over the 4\d steps before", report)
+    assert report.index("before") < report.index("By the bound")
     assert "sufficient, for the worst" in report
 
 
@@ -115,14 +118,14 @@ def test_a_schedule_that_is_nan_or_out_of_range_is_reported() -> None:
     ):
         audit = theory.audit(learning_rate, averaging, 100, smoothness=1.0)
         report = audit.report()
-        assert "a hyper-parameter is NaN or out of range: first at step" in report
+        assert report.startswith("A hyper-parameter is NaN or out of range at step")
         assert "hold at every step" not in report
     momentum = lambda k: jnp.where(k < 50, 0.9, jnp.nan)
     report = theory.audit(*hyperparams_from_sgdm(0.1, momentum), 100).report()
-    assert "a hyper-parameter is NaN or out of range: first at step 50, 50 in all" in report
+    assert "A hyper-parameter is NaN or out of range at step 50 and at 49 others" in report
     audit = theory.audit(lambda k: jnp.full_like(k, jnp.nan, float), 0.1, 100, smoothness=1.0)
     assert "η undefined, c 0.1 to 0.1" in audit.report()
-    assert "100 in all" in audit.report()
+    assert "at 99 others" in audit.report()
     assert "By the bound" not in audit.report()
     assert "out of range" not in theory.audit(0.01, 0.1, 100, smoothness=1.0).report()
 
@@ -135,13 +138,13 @@ def test_a_recipe_past_the_end_of_its_schedule(nan: bool) -> None:
     hyperparams = hyperparams_from_sgdm(root if nan else line, 0.9)
     audit = theory.audit(*hyperparams, 80)
     np.testing.assert_allclose((audit.eta, audit.c), values(hyperparams, np.arange(80)), rtol=1e-5)
-    assert "a hyper-parameter is NaN or out of range: first at step 61, 19 in all" in audit.report()
+    assert "is NaN or out of range at step 61 and at 18 others" in audit.report()
     assert np.isfinite(audit.eta[:60]).all()
 
 
 def test_one_step() -> None:
     audit = theory.audit(1.0, 0.1, 1, smoothness=1.0)
-    assert audit.report().startswith("1 steps: η 1 to 1, c 0.1 to 0.1")
+    assert "1 steps as SPA: η 1 to 1, c 0.1 to 0.1" in audit.report()
     assert "β undefined" in audit.report()  # β_0 is free
 
 
@@ -159,14 +162,16 @@ def test_plot() -> None:
     import matplotlib.pyplot as plt
 
     figure = theory.audit(*stagewise(10.0, 0.1, [20]), 100).plot()
-    assert [axis.get_ylabel() for axis in figure.axes] == ["η", "α = ηc", "c", "β"]
+    labels = ["η", "α = ηc", "α = ηc", "c", "β", "c"]
+    assert [axis.get_ylabel() for axis in figure.axes] == labels
+    assert figure.get_suptitle().startswith("α spikes to 10 times its neighbours at step 19")
     spikes = [line for line in figure.axes[1].lines if line.get_marker() == "o"]
     assert spikes[0].get_xdata().tolist() == [19]
     plt.close(figure)
     # A rise of c over 42 steps of 100,000 is less than a pixel wide: α and c there once more.
     schedule = lambda k: jnp.where(k < 50_000, 0.1, 0.01)
     figure = theory.audit(*hyperparams_from_sgdm(schedule, 0.9), 100_000).plot()
-    assert [axis.get_ylabel() for axis in figure.axes] == ["η", "α = ηc", "α = ηc", "c", "β", "c"]
+    assert [axis.get_ylabel() for axis in figure.axes] == labels
     ((x, y),) = (line.get_data() for line in figure.axes[5].lines)
     assert len(x) < 200
     assert x[y.argmax()] == 49_999
@@ -264,6 +269,123 @@ def test_conditions_come_in_the_order_of_the_report() -> None:
     ]
     broken = [name for name, steps in breaches.items() if steps.any()]
     assert len(broken) == 6
-    told = [line.removeprefix("- ").split(":")[0] for line in audit.report().splitlines()]
-    assert [line for line in told if line in breaches] == broken
+    report = audit.report(verbose=True)
+    told = [line.removeprefix("- ").split(":")[0] for line in report.splitlines()]
+    assert [line for line in told if line in breaches] == broken[2:]
+    assert [finding.kind for finding in audit.findings()] == ["beta", "spike"]
+    assert "coefficient" not in audit.report()
     assert list(theory.audit(1.0, 0.1, 6).breaches()) == list(breaches)[:6]
+
+
+# --------------------------------------------------------------------------------- the verdict
+
+STEPS = 10_000
+
+
+def line(*points: tuple[float, float]) -> optax.Schedule:
+    """Straight from point to point, (step, value)."""
+    steps, values = (jnp.array(of, float) for of in zip(*points, strict=True))
+    return lambda k: jnp.interp(k.astype(float), steps, values)
+
+
+SMOOTH = "Nothing unusual: β stays below 1, and no step changes α by half or more."
+RECIPES: dict[str, tuple[Any, Any, str]] = {
+    "step decay, as ResNet": (
+        optax.piecewise_constant_schedule(0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}),
+        0.9,
+        r"Nothing to change: α falls 10-fold at step 3,000 and at 2 others\. As primal averaging c"
+        r" rises from 0\.10\d to 0\.526 over the 4\d steps before, and z moves ahead: evaluate the"
+        r" params, not z\.",
+    ),
+    "warm-up and cosine": (
+        optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, STEPS),
+        0.9,
+        re.escape(SMOOTH),
+    ),
+    "one-cycle, momentum the other way round": (
+        optax.cosine_onecycle_schedule(STEPS, 0.1),
+        line((0, 0.95), (3_000, 0.85), (STEPS, 0.95)),
+        re.escape(SMOOTH),
+    ),
+    "linear decay": (optax.linear_schedule(0.1, 0.0, STEPS), 0.9, re.escape(SMOOTH)),
+    "warm-up, stable, decay": (
+        line((0, 0.0), (500, 0.1), (8_000, 0.1), (STEPS, 0.0)),
+        0.9,
+        re.escape(SMOOTH),
+    ),
+    "inverse square root": (
+        lambda k: 0.1 * jnp.minimum((k + 1.0) / 500, jnp.sqrt(500 / (k + 1.0))),
+        0.9,
+        re.escape(SMOOTH),
+    ),
+    "cosine with restarts": (
+        lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
+        0.9,
+        r"Nothing to change: α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others, a"
+        r" restart, and goes on with the momentum that it has\.",
+    ),
+    "halved on a plateau": (
+        lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
+        0.9,
+        r"Nothing to change: α falls 2-fold at step 1,500 and at 5 others\. As primal averaging c"
+        r" rises from 0\.10\d to 0\.182 over the 3\d steps before.*",
+    ),
+    "triangle, as airbench": (
+        line((0, 0.02), (2_000, 0.1), (STEPS, 0.007)),
+        0.85,
+        re.escape(SMOOTH),
+    ),
+    "cosine to a tenth, as GPT-3": (
+        optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
+        0.9,
+        re.escape(SMOOTH),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
+    learning_rate, momentum, verdict = RECIPES[name]
+    with jax.numpy_dtype_promotion("standard"):
+        audit = theory.audit_sgdm(learning_rate, momentum, STEPS)
+    assert re.fullmatch(verdict, audit.report().splitlines()[0])
+    assert not any(finding.needs_change for finding in audit.findings())
+
+
+def test_what_to_type_helps() -> None:
+    """Each form that the report suggests has nothing left that needs a change."""
+    needs_change = lambda audit: [f.kind for f in audit.findings() if f.needs_change]
+    spike = theory.audit(*stagewise(10.0, 0.1, [200]), 400)
+    assert "`stagewise(..., rate=1.01)`" in spike.report()
+    assert needs_change(spike) == ["spike"]
+    assert not needs_change(theory.audit(*stagewise(10.0, 0.1, [200], rate=1.01), 400))
+    fall = lambda k: jnp.where(k < 200, 1.0, 0.1)
+    beta = theory.audit(fall, 0.1, 400)
+    assert beta.report().startswith(
+        "β is 9 at step 200: no SGD+M has that. η is divided by 10 there, and c allows 1.11."
+    )
+    assert not needs_change(theory.audit_sgdm(lambda k: 0.1 * fall(k), 0.9, 400))
+    # To change c a step earlier makes the spike two steps long.
+    eta, c = stagewise(10.0, 0.1, [200])
+    earlier = theory.audit(eta, lambda k: c(k + 1), 400)
+    np.testing.assert_allclose(earlier.alpha[197:202], [1, 10, 10, 1, 1], rtol=1e-5)
+
+
+def test_sgdm_is_audited_as_its_primal_averaging() -> None:
+    schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
+    ours = theory.audit_sgdm(schedule, 0.9, 1_000, smoothness=5.0)
+    by_hand = theory.audit(*hyperparams_from_sgdm(schedule, 0.9), 1_000, smoothness=5.0)
+    for value, expected in zip(ours, by_hand, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_momentum_in_the_place_of_averaging_is_noticed() -> None:
+    for call in (
+        lambda: theory.audit(0.1, 0.9, 100),
+        lambda: spa(0.1, 0.9),
+        lambda: spa_adamw(1e-3, 0.9, 0.999),
+    ):
+        with pytest.warns(UserWarning, match="0.9 means a momentum of 0.1. For a momentum of 0.9"):
+            call()
+    with pytest.raises(ValueError, match=re.escape("unpack it, as in `spa(*stagewise(...))`")):
+        unchecked(spa)(stagewise(1.0, 0.1, [10]))

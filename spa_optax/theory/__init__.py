@@ -2,14 +2,14 @@
 
 Notation: the SPA step k uses η_k and c_{k+1}; f is L-smooth (`smoothness`) with infimum f*
 (`f_star`); g_k is the stochastic gradient at x_k; `gap` is f(x_0) − f*. Scalars and arrays
-broadcast. All functions but `forward_recursion` and `audit` can be jitted and vmapped. At c = 1
+broadcast. All functions but `forward_recursion` and the audits can be jitted and vmapped. At c = 1
 infinite limits are inf, and nothing is NaN.
 
 The paper prints several formulas with slips. The functions have the corrected forms: each docstring
 says what the paper prints, and the tests check the inequalities themselves.
 """
 
-from spa_optax.theory._audit import Audit as Audit, audit as audit
+from spa_optax.theory._audit import Audit as Audit, audit as audit, audit_sgdm as audit_sgdm
 from spa_optax.theory._formulas import (
     augmentation as augmentation,
     augmented_lyapunov as augmented_lyapunov,

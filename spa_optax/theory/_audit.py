@@ -1,7 +1,8 @@
-"""The audit of a schedule: its values in both forms, and the conditions that it breaks."""
+"""The audit of a schedule: its values in both forms, a verdict, and the conditions it breaks."""
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+import textwrap
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float
 
 from spa_optax._checks import check_averaging, check_rate, check_steps
 from spa_optax._coast import foreseen_momentum, foreseen_rate, look_ahead
+from spa_optax._convert import hyperparams_from_sgdm
 from spa_optax._hyperparams import FromSGDM, SGDMHyperparams, at_count
 from spa_optax.theory._formulas import (
     _max_decay_ratio,
@@ -24,18 +26,26 @@ if TYPE_CHECKING:
 
 
 class Condition(NamedTuple):
-    """A condition, and the steps of a schedule that break it."""
+    """A condition of the analysis, and the steps of a schedule that break it."""
 
     name: str  # of the breach, in words
     steps: Bool[np.ndarray, " n"]  # where it breaks
     size: Float[np.ndarray, " n"] | None = None  # if given, the report says where it is largest
-    rests_on_bound: bool = False  # else it is beyond doubt
 
     def summary(self) -> str:
         """The first step that breaks the condition, how many do, and where the size is largest."""
         first, count = int(np.argmax(self.steps)), int(self.steps.sum())
         largest = "" if self.size is None else f", largest at {int(np.argmax(self.size)):,}"
         return f"{self.name}: first at step {first:,}, {count:,} in all{largest}"
+
+
+class Finding(NamedTuple):
+    """What is worth knowing of a schedule: where, how large, and what to do about it."""
+
+    kind: Literal["range", "beta", "spike", "drop", "restart"]
+    steps: list[int]
+    text: str
+    needs_change: bool = True
 
 
 class Audit(NamedTuple):
@@ -51,109 +61,182 @@ class Audit(NamedTuple):
     max_learning_rate: Float[np.ndarray, " n"] | None
     max_decay_ratio: Float[np.ndarray, " n"] | None  # of η_{k−1}/η_k
 
-    def _conditions(self) -> dict[str, Condition]:
-        """By a key for the code; in the order in which the report states them."""
-        before, after = self.alpha[:-2], self.alpha[2:]
-        spike = np.zeros(len(self.alpha), bool)
-        spike[1:-1] = (self.alpha[1:-1] > 2 * before) & (self.alpha[1:-1] > 2 * after)
-        # Written so that NaN fails. β_0 is free.
-        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
-        in_range[1:] &= ~np.isnan(self.beta[1:])
-        conditions = {
-            "range": Condition("a hyper-parameter is NaN or out of range", ~in_range),
-            "alpha_spike": Condition("α spikes to over twice its neighbours", spike),
-            "beta_large": Condition("β is 1 or more", self.beta >= 1),
-            "beta_negative": Condition("β is negative", self.beta < 0),
-            "remainder_x": Condition(
-                "R_k's first coefficient is positive", self.remainder_x > 0, self.remainder_x
-            ),
-            "remainder_z": Condition(
-                "R_k's second coefficient (SGD's too) is positive",
-                self.remainder_z > 0,
-                self.remainder_z,
-            ),
-        }
-        if self.step_weight is not None and self.max_learning_rate is not None:
-            conditions["step_weight"] = Condition(
-                "the weight of ‖x_k − x_{k−1}‖² is positive",
-                self.step_weight > 0,
-                rests_on_bound=True,
-            )
-            conditions["max_learning_rate"] = Condition(
-                "η is over the limit for constants",
-                self.eta > self.max_learning_rate,
-                rests_on_bound=True,
-            )
-        return conditions
+    def findings(self) -> list[Finding]:
+        """What is worth knowing, what needs a change first."""
+        found = [self._out_of_range(), self._beta(), self._spike(), self._drop(), self._restart()]
+        return [finding for finding in found if finding.steps]
 
-    def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
-        """The steps that break each condition; the conditions that rest on the bound come last."""
-        return {condition.name: condition.steps for condition in self._conditions().values()}
+    def report(self, *, verbose: bool = False) -> str:
+        """The audit in words. Its first line says whether anything needs a change.
 
-    def report(self) -> str:
-        """The audit in words: first what is beyond doubt, then what rests on the bound."""
-        lines = [
-            f"{len(self.eta):,} steps: η {_interval(self.eta)}, c {_interval(self.c)}",
-            f"as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
+        Args:
+          verbose: whether to add R_k's coefficients, which are positive wherever η falls.
+        """
+        lines = [finding.text for finding in self.findings()]
+        if not lines:
+            lines = ["Nothing unusual: β stays below 1, and no step changes α by half or more."]
+        lines += [
+            f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
+            f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
         ]
-        lines += self._anticipations()
-        conditions = self._conditions()
-        out_of_range = conditions["range"].steps
-        broken = {key: each for key, each in conditions.items() if each.steps.any()}
-        lines += [each.summary() for each in broken.values() if not each.rests_on_bound]
-        if self.max_decay_ratio is None or out_of_range.all():
+        remainder, by_bound = self._remainder(), self._by_bound()
+        if verbose:
+            lines += [each.summary() for each in remainder if each.steps.any()]
+        out_of_range = self._is_out_of_range()
+        if not by_bound or self.max_decay_ratio is None or out_of_range.all():
             return "\n".join(lines)
         lines += [
             "By the bound, with this smoothness. Its conditions are sufficient, for the worst",
             "case: recipes that train well have had 3 to 77 times the limit on η.",
         ]
-        by_bound = {key: each for key, each in broken.items() if each.rests_on_bound}
-        for key, condition in by_bound.items():
+        broken = [each for each in by_bound if each.steps.any()]
+        for condition in broken:
             lines.append(f"- {condition.summary()}")
             k = int(np.argmax(condition.steps))
-            if key == "step_weight" and self.eta[k] != self.eta[max(k - 1, 0)]:
+            if condition.name == _STEP_WEIGHT and self.eta[k] != self.eta[max(k - 1, 0)]:
                 ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
                 lines[-1] += f"; η is divided by {ratio:.4g} there, {allowed:.4g} is allowed"
-        if not by_bound:
+        if not broken:
             other = "other " if out_of_range.any() else ""
             lines.append(f"- they hold at every {other}step")
         return "\n".join(lines)
 
-    def _drops(self) -> list[tuple[int, int]]:
-        """The steps at which α drops by half or more, and those at which c begins to rise ahead."""
-        before = np.nan_to_num(self.alpha[:-1])
-        largest = before.max(initial=0)
-        drops = 1 + np.flatnonzero((self.alpha[1:] < before / 2) & (before > 1e-3 * largest))
-        found = []
-        for k in drops.tolist():
-            ahead = self.c[max(k - 20_000, 0) : k]
-            # The rise without a break that ends at the drop.
-            falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
-            begin = falls[-1] + 1 if len(falls) else 0
-            # A jump of c does not anticipate anything.
-            if len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]:
-                found.append((k, k - len(ahead) + int(begin)))
-        return found
+    def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
+        """The steps that break each condition; those that rest on the bound come last."""
+        return {
+            "a hyper-parameter is NaN or out of range": self._is_out_of_range(),
+            "α spikes to over twice its neighbours": self._is_spike(),
+            "β is 1 or more": self.beta >= 1,
+            "β is negative": self.beta < 0,
+            **{each.name: each.steps for each in (*self._remainder(), *self._by_bound())},
+        }
 
-    def _anticipations(self) -> list[str]:
-        lines = [
-            f"c anticipates the drop of α at step {k:,}: over {k - 1 - begin} steps it rises from "
-            f"{self.c[begin]:.3g} to {self.c[k - 1]:.3g}"
-            for k, begin in self._drops()
+    # ------------------------------------------------------------------------------ conditions
+
+    def _is_out_of_range(self) -> Bool[np.ndarray, " n"]:
+        # Written so that NaN fails. β_0 is free.
+        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
+        in_range[1:] &= ~np.isnan(self.beta[1:])
+        return ~in_range
+
+    def _is_spike(self) -> Bool[np.ndarray, " n"]:
+        spike = np.zeros(len(self.alpha), bool)
+        now, before, after = self.alpha[1:-1], self.alpha[:-2], self.alpha[2:]
+        spike[1:-1] = (now > 2 * before) & (now > 2 * after)
+        return spike
+
+    def _remainder(self) -> list[Condition]:
+        second = "R_k's second coefficient (SGD's too) is positive"
+        return [
+            Condition(
+                "R_k's first coefficient is positive", self.remainder_x > 0, self.remainder_x
+            ),
+            Condition(second, self.remainder_z > 0, self.remainder_z),
         ]
-        more = [f"and so it does at {len(lines) - 3} more drops"] if len(lines) > 3 else []
-        return lines[:3] + more
+
+    def _by_bound(self) -> list[Condition]:
+        if self.step_weight is None or self.max_learning_rate is None:
+            return []
+        return [
+            Condition(_STEP_WEIGHT, self.step_weight > 0),
+            Condition("η is over the limit for constants", self.eta > self.max_learning_rate),
+        ]
+
+    # -------------------------------------------------------------------------------- findings
+
+    def _out_of_range(self) -> Finding:
+        steps = np.flatnonzero(self._is_out_of_range()).tolist()
+        text = "" if not steps else f"A hyper-parameter is NaN or out of range {_at(steps)}."
+        return Finding("range", steps, text)
+
+    def _beta(self) -> Finding:
+        steps = np.flatnonzero((self.beta >= 1) & ~self._is_out_of_range()).tolist()
+        if not steps:
+            return Finding("beta", [], "")
+        k = steps[0]
+        # β_k = (η_{k−1}/η_k)(1 − c_k)
+        allowed = 1 / (1 - self.c[k - 1]) if k and self.c[k - 1] < 1 else np.inf
+        fall = "falls to 0" if self.eta[k] == 0 else f"is divided by {_ratio(self.eta, k):.3g}"
+        return Finding(
+            "beta",
+            steps,
+            f"β is {self.beta[k]:.3g} {_at(steps)}: no SGD+M has that. η {fall} there, and c allows"
+            f" {allowed:.3g}. Let c rise as η falls, as `stagewise` does, lower η more slowly, or"
+            " give the recipe as SGD+M, to `spa_from_sgdm`.",
+        )
+
+    def _spike(self) -> Finding:
+        steps = np.flatnonzero(self._is_spike()).tolist()
+        if not steps:
+            return Finding("spike", [], "")
+        k = steps[0]
+        times = self.alpha[k] / max(self.alpha[k - 1], self.alpha[k + 1])
+        return Finding(
+            "spike",
+            steps,
+            f"α spikes to {times:.3g} times its neighbours {_at(steps)}, as in Figure 1(e): c rises"
+            " a step before η falls. Make the change gradual, `stagewise(..., rate=1.01)`, or give"
+            " the recipe as SGD+M, to `spa_from_sgdm`, whose c rises without a spike.",
+        )
+
+    def _drop(self) -> Finding:
+        before, now = np.nan_to_num(self.alpha[:-1]), self.alpha[1:]
+        # By half or more, but for what is next to nothing already, and for the end of a spike.
+        drops = (now <= 0.5 * (1 + 1e-6) * before) & (before > 3e-3 * before.max(initial=0))
+        steps = (1 + np.flatnonzero(drops & ~self._is_spike()[:-1])).tolist()
+        if not steps:
+            return Finding("drop", [], "")
+        k = steps[0]
+        fall = "to 0" if self.alpha[k] == 0 else f"{_ratio(self.alpha, k):.3g}-fold"
+        text = f"Nothing to change: α falls {fall} {_at(steps)}."
+        begin = self._rise_begins(k)
+        if begin is not None:
+            text += (
+                f" As primal averaging c rises from {self.c[begin]:.3g} to {self.c[k - 1]:.3g} over"
+                f" the {k - 1 - begin} steps before, and z moves ahead: evaluate the params, not z."
+            )
+        return Finding("drop", steps, text, needs_change=False)
+
+    def _rise_begins(self, k: int) -> int | None:
+        """Where the rise of c without a break that ends at a drop begins, if there is one."""
+        ahead = self.c[max(k - 20_000, 0) : k]
+        falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
+        begin = int(falls[-1]) + 1 if len(falls) else 0
+        # A jump of c does not anticipate anything.
+        is_rise = len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]
+        return k - len(ahead) + begin if is_rise else None
+
+    def _restart(self) -> Finding:
+        alpha, half = np.nan_to_num(self.alpha), 0.5 * np.nanmax(self.alpha, initial=0)
+        was_large = np.maximum.accumulate(alpha)[:-1] > half  # else it is the warm-up
+        starts = (np.diff(alpha) > half) & was_large & ~self._is_spike()[1:]
+        steps = (1 + np.flatnonzero(starts)).tolist()
+        if not steps:
+            return Finding("restart", [], "")
+        k = steps[0]
+        text = (
+            f"Nothing to change: α rises from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g}"
+            f" {_at(steps)}, a restart, and goes on with the momentum that it has."
+        )
+        return Finding("restart", steps, text, needs_change=False)
+
+    # ------------------------------------------------------------------------------------ plot
 
     def plot(self) -> "Figure":
-        """η, c, α and β over the steps, and α and c close to the first drop that c anticipates.
+        """η, c, α and β over the steps, and α, c and β close to the first thing that was found.
 
-        Spikes of α and steps with β ≥ 1 are marked. Needs matplotlib.
+        The title is the verdict. Steps that the report names are marked, those that need a change
+        in red. Axes are logarithmic where values span more than a factor of 20, and end at a two-
+        thousandth of the largest. Needs matplotlib.
         """
         import matplotlib.pyplot as plt
 
-        drops = self._drops()
-        size: Any = {"ncols": 3, "figsize": (13, 5)} if drops else {"ncols": 2, "figsize": (9, 5)}
+        findings = [finding for finding in self.findings() if finding.kind != "range"]
+        size: Any = (
+            {"ncols": 3, "figsize": (13, 5)} if findings else {"ncols": 2, "figsize": (9, 5)}
+        )
         figure, axes = plt.subplots(2, sharex="col", layout="constrained", **size)
+        figure.suptitle("\n".join(textwrap.wrap(self.report().split("\n")[0], 110)), fontsize=10)
         # Some thousand points at most, and every step at which α changes.
         steps = np.arange(len(self.eta))
         changes = np.abs(np.diff(self.alpha, prepend=self.alpha[0])) > 1e-3 * self.alpha
@@ -164,26 +247,45 @@ class Audit(NamedTuple):
         for axis, (name, value) in zip(axes[:, :2].T.ravel(), values.items(), strict=True):
             axis.plot(steps[keep], value[keep], color="C0")
             axis.set_ylabel(name)
-            positive = value[value > 0]
-            if len(positive) and positive.max() > 20 * positive.min():
+            finite = value[np.isfinite(value)]
+            largest, positive = finite.max(initial=0), finite[finite > 0]
+            if len(positive) and largest > 20 * positive.min():
                 axis.set_yscale("log")
+                axis.set_ylim(bottom=max(positive.min() / 1.5, largest / 2_000))
             else:
                 axis.set_ylim(bottom=0)
-        conditions = self._conditions()
-        spike, large = conditions["alpha_spike"].steps, conditions["beta_large"].steps
-        axes[0, 1].plot(steps[spike], self.alpha[spike], "o", color="C3")
-        axes[1, 1].plot(steps[large], self.beta[large], "o", color="C3")
+        for finding in findings:
+            marked = axes[1, 1] if finding.kind == "beta" else axes[0, 1]
+            value = self.beta if finding.kind == "beta" else self.alpha
+            color = "C3" if finding.needs_change else "C2"
+            marked.plot(finding.steps, value[finding.steps], "o", color=color, clip_on=False)
         for axis in axes[1]:
             axis.set_xlabel("step")
-        if drops:
-            k, begin = drops[0]
-            near = slice(max(begin - 20, 0), k + 20)
-            for axis, name in zip(axes[:, 2], ("α = ηc", "c"), strict=True):
-                axis.plot(steps[near], values[name][near], marker=".", color="C0")
-                axis.set_ylabel(name)
+        if findings:
+            k = findings[0].steps[0]
+            begin = self._rise_begins(k)
+            near = slice(max((k if begin is None else begin) - 20, 0), k + 20)
+            name = "β" if findings[0].kind == "beta" else "c"
+            for axis, of in zip(axes[:, 2], ("α = ηc", name), strict=True):
+                axis.plot(steps[near], values[of][near], marker=".", color="C0")
+                axis.set_ylabel(of)
                 axis.set_ylim(bottom=0)
-            axes[0, 2].set_title(f"close to the drop at step {k:,}")
+            axes[0, 2].set_title(f"close to step {k:,}", fontsize=10)
         return figure
+
+
+_STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
+
+
+def _at(steps: list[int]) -> str:
+    more = len(steps) - 1
+    others = f" and at {more:,} {'others' if more > 1 else 'other'}" if more else ""
+    return f"at step {steps[0]:,}{others}"
+
+
+def _ratio(values: np.ndarray, k: int) -> float:
+    """By what a value is divided at a step."""
+    return float(values[k - 1] / values[k])
 
 
 def _interval(values: np.ndarray) -> str:
@@ -224,9 +326,9 @@ def audit(
     *,
     smoothness: float | None = None,
 ) -> Audit:
-    """Checks a schedule against the theory, step by step.
+    """Checks a schedule of SPA step by step: a verdict, and the conditions of the theory.
 
-    For a recipe of SGD+M, call `audit(*hyperparams_from_sgdm(α, β), num_steps)`.
+    `audit_sgdm` does so for a recipe of SGD with momentum.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
@@ -238,7 +340,7 @@ def audit(
         one point, which is not the L of the theorem. None leaves these conditions out.
 
     Returns:
-      An `Audit`, with `report()` and `plot()`.
+      An `Audit`, with `report()`, `plot()` and, for programs, `findings()` and `breaches()`.
 
     Raises:
       ValueError: if a number is out of range, or `num_steps` is not an integer.
@@ -248,11 +350,12 @@ def audit(
 
       >>> from spa_optax import stagewise, theory
       >>> audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
-      >>> print(audit.report())
-      100 steps: η 1 to 10, c 0.1 to 1
-      as SGD+M: α 1 to 10, β 0 to 0.9
-      α spikes to over twice its neighbours: first at step 19, 1 in all
-      R_k's second coefficient (SGD's too) is positive: first at step 20, 1 in all, largest at 20
+      >>> print(audit.report()[:63])
+      α spikes to 10 times its neighbours at step 19, as in Figure 1(
+      >>> for line in audit.report().splitlines()[1:]:
+      ...     print(line)
+      100 steps as SPA: η 1 to 10, c 0.1 to 1
+      and as SGD+M: α 1 to 10, β 0 to 0.9
 
     References:
       arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
@@ -293,3 +396,38 @@ def audit(
             max_learning_rate=_max_learning_rate(c, smoothness),
             max_decay_ratio=_max_decay_ratio(eta_prev, c_now, smoothness, np.sqrt),
         )
+
+
+def audit_sgdm(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
+    num_steps: int,
+    *,
+    smoothness: float | None = None,
+) -> Audit:
+    """Checks a recipe of SGD with momentum step by step: `audit` of what `spa_from_sgdm` makes.
+
+    Args:
+      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
+      momentum: β_k in [0, 1), a scalar or a schedule that can be vmapped.
+      num_steps: the number of steps to check, n ≥ 1.
+      smoothness: as for `audit`.
+
+    Returns:
+      An `Audit`, with `report()` and `plot()`.
+
+    Raises:
+      ValueError: if a number is out of range, or `num_steps` is not an integer.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import theory
+      >>> schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
+      >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
+      Nothing to change: α falls 10-fold at step 500. As p
+
+    References:
+      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
+    """
+    hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
+    return audit(*hyperparams, num_steps, smoothness=smoothness)
