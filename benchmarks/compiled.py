@@ -76,6 +76,14 @@ def groups() -> list[Optimizers]:
             "optax.sgd(0.1, 0.9)": (optax.sgd(0.1, 0.9), f32),
             "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
             "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
+            "track_momentum(spa(1.0, 0.1), every=10)": (
+                track_momentum(spa(1.0, 0.1), every=10),
+                f32,
+            ),
+            "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)": (
+                track_momentum(optax.sgd(0.1, 0.9), averaging=0.1),
+                f32,
+            ),
         },
         {
             "optax.sgd(schedule, 0.9)": (optax.sgd(schedule, 0.9), f32),
@@ -89,6 +97,7 @@ def groups() -> list[Optimizers]:
         {
             "optax.contrib.schedule_free_sgd(0.1)": (optax.contrib.schedule_free_sgd(0.1), f32),
             "gpa(0.1)": (gpa(0.1), f32),
+            "track_momentum(gpa(0.1))": (track_momentum(gpa(0.1)), f32),
         },
         {
             "optax.adamw(1e-3)": (optax.adamw(1e-3), f32),
@@ -102,6 +111,15 @@ def groups() -> list[Optimizers]:
             "gpa_adamw, bfloat16 params, 4 bytes": (
                 gpa_adamw(1e-3, second_moment="factored", **narrow),
                 bf16,
+            ),
+            "track_momentum(spa_adamw(1e-3))": (track_momentum(spa_adamw(1e-3)), f32),
+            "track_momentum(spa_adamw(1e-3), every=10)": (
+                track_momentum(spa_adamw(1e-3), every=10),
+                f32,
+            ),
+            "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)": (
+                track_momentum(optax.adamw(1e-3), averaging=0.1, every=10),
+                f32,
             ),
         },
         {
@@ -281,13 +299,18 @@ def analyse(compiled: Any) -> Program:
 # ------------------------------------------------------------------------------------------ tables
 
 
-def measure(shapes: Any, devices: list[Any], title: str) -> dict[str, dict[str, Any]]:
-    """The figures of all updates of a tree, on one device."""
+def measure(
+    shapes: Any, devices: list[Any], title: str, wanted: list[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """The figures of a tree, on one device: of all updates, or of those wanted and their peers."""
     leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
     size = sum(math.prod(shape) for shape in leaves)
     figures: dict[str, dict[str, Any]] = {}
     updates = [
-        (name, *update, next(iter(group))) for group in groups() for name, update in group.items()
+        (name, *update, next(iter(group)))
+        for group in groups()
+        for name, update in group.items()
+        if wanted is None or name in wanted or (name == next(iter(group)) and {*wanted} & {*group})
     ]
     for name, tx, dtype, peer in tqdm(updates, desc=title, leave=False):
         start = time.perf_counter()
@@ -343,6 +366,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", nargs="+", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
     add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
+    names = [name for group in groups() for name in group]
+    add("--update", nargs="+", choices=names, metavar="NAME", help="these and their peers only")
     return common.parse(parser, argv)
 
 
@@ -354,10 +379,10 @@ def main(argv: list[str] | None = None) -> str:
         everything[target] = {}
         for name in arguments.tree:
             figures = everything[target][name] = measure(
-                TREES[name](), devices, f"{target}, {name}"
+                TREES[name](), devices, f"{target}, {name}", arguments.update
             )
             text += [f"{target}, {name}; {versions(target)}", table(figures)]
-        if target in TPUS:
+        if target in TPUS and arguments.update is None:
             counts = everything[target]["collectives"] = collectives(target)
             where = list(next(iter(counts.values())))
             rows = [[f"`{name}`", *map(str, of_name.values())] for name, of_name in counts.items()]

@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -13,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import batches, lenient, logistic_regression, optimized, relative_difference
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboardX import SummaryWriter
 
 from spa_optax import (
     eval_params,
@@ -28,10 +31,12 @@ from spa_optax import (
     state_from_sgdm,
 )
 from spa_optax.diagnostics import (
+    MomentumReport,
     TrackMomentumState,
     UntilNoiseState,
     momentum_report,
     momentum_reports,
+    plot_momentum,
     release_momentum,
     spa_until_noise,
     track_momentum,
@@ -531,6 +536,11 @@ def test_noise_drops_momentum(hold: Any, rate: Any) -> None:
     assert state.tracked.inner.c == 1
 
 
+def test_it_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match=re.escape("use `spa(*momentum_drop(...))`")):
+        spa_until_noise(1.0)
+
+
 def test_momentum_that_pays_is_kept() -> None:
     curvature = jnp.logspace(-4, -2, 50)
     tx, params = spa_until_noise(1.0, 0.1, patience=20), jnp.ones(50)
@@ -724,6 +734,65 @@ def test_report_of_an_nnx_optimizer() -> None:
         report = step(model, optimizer)
     assert all(np.isfinite(value) for value in report)
     chex.assert_trees_all_close(momentum_report(optimizer.opt_state), report, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------- plots and logs
+
+
+def collected(per_leaf: bool) -> dict[int, Any]:
+    """Reports of every tenth step."""
+    read = momentum_reports if per_leaf else momentum_report
+    tx = track_momentum(spa(0.1, 0.1), every=5, per_leaf=per_leaf)
+    params = {"b": jnp.zeros(3), "w": jnp.zeros((3, 2))}
+    state, update, found = tx.init(params), jax.jit(tx.update), {}
+    for k in range(100):
+        g = jax.tree.map(lambda p, k=k: jax.random.normal(jax.random.key(k), p.shape) + p, params)
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        if k % 10 == 9:
+            found[k] = read(state)
+    return found
+
+
+def test_plot() -> None:
+    import matplotlib.pyplot as plt
+
+    reports = collected(per_leaf=False)
+    figure = plot_momentum(reports)
+    top, bottom = figure.axes
+    (ratio, at_level), (alignment, at_0) = top.lines, bottom.lines
+    assert list(ratio.get_xdata()) == list(reports)
+    ratios = [float(report.gain / report.noise_level) for report in reports.values()]
+    np.testing.assert_allclose(ratio.get_ydata(), ratios, rtol=1e-6)
+    alignments = [float(report.alignment) for report in reports.values()]
+    np.testing.assert_allclose(alignment.get_ydata(), alignments, rtol=1e-6)
+    assert at_level.get_ydata() == [1, 1]
+    assert at_0.get_ydata() == [0, 0]
+    assert (top.get_ylabel(), bottom.get_xlabel()) == ("gain / noise level", "step")
+    assert not figure.legends
+    plt.close(figure)
+    figure = plot_momentum(collected(per_leaf=True))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["b", "w"]
+    plt.close(figure)
+    with pytest.raises(ValueError, match="`reports` must hold the same labels at every step"):
+        plot_momentum({})
+    with pytest.raises(ValueError, match=re.escape("at least one, got [''] first")):
+        plot_momentum({0: reports[9], 1: {"w": reports[9]}})
+
+
+def test_logged_to_tensorboard(tmp_path: Path) -> None:
+    """As the README logs it, and read back from the file of events."""
+    reports = collected(per_leaf=False)
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, report in reports.items():
+            for name, value in report._asdict().items():
+                writer.add_scalar(f"momentum/{name}", float(value), step)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    logged = events.Scalars("momentum/gain")
+    assert [event.step for event in logged] == list(reports)
+    gains = [float(report.gain) for report in reports.values()]
+    np.testing.assert_allclose([event.value for event in logged], gains, rtol=1e-6)
+    assert len(events.Tags()["scalars"]) == len(MomentumReport._fields)
 
 
 # --------------------------------------------------------------------------------------- bad input

@@ -358,7 +358,7 @@ def audit_of_the_usual_recipe() -> theory.Audit:
     """Rate 0.1, momentum 0.9, drops by 10 at epochs 150 and 225 of 300, of 391 steps each."""
     drops = {150 * 391: 0.1, 225 * 391: 0.1}
     recipe = optax.piecewise_constant_schedule(0.1, drops)
-    return theory.audit(*hyperparams_from_sgdm(recipe, 0.9), 300 * 391)
+    return theory.audit_sgdm(recipe, 0.9, 300 * 391)
 
 
 def figures_of_runs(runs: Runs, tracked: Runs, out: Path) -> None:
