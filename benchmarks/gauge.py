@@ -187,6 +187,7 @@ def main(argv: list[str] | None = None) -> str:
     text += drop_table(ways)
     print(text)
     if arguments.plot:
+        arguments.plot.mkdir(parents=True, exist_ok=True)
         for task, (first, *_) in layers.items():
             of_count = lambda i, first=first: {
                 label: MomentumReport(*map(jnp.asarray, values[i][1:]))
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> str:
             }
             counts = [values[0] for values in next(iter(first["reports"].values()))]
             figure = plot_momentum({count: of_count(i) for i, count in enumerate(counts)})
-            figure.savefig(arguments.plot / f"gauge_{task}.png", dpi=120)
+            figure.savefig(arguments.plot / f"gauge_{task}.png", dpi=100)
     return text
 
 

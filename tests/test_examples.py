@@ -8,6 +8,7 @@ from pathlib import Path
 import compiled
 import digits
 import equivalence
+import gauge
 import jax
 import language_model
 import low_precision
@@ -50,7 +51,7 @@ SCRIPTS = {
     module.__name__: module
     for module in (
         digits,
-        *(compiled, equivalence, language_model, low_precision, memory, update_cost),
+        *(compiled, equivalence, gauge, language_model, low_precision, memory, update_cost),
     )
 }
 
@@ -97,6 +98,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("equivalence", ["--steps", "5"], "--steps must be a multiple of 10, got 5"),
         ("equivalence", ["--momentum", "1"], "--momentum must be in [0, 1), got 1.0"),
         ("equivalence", ["--json", "FILE/x"], "--json must be a file that can be written, got"),
+        ("gauge", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         ("memory", ["--target", "abacus"], "invalid choice: 'abacus'"),
         ("memory", ["--picture", "FOLDER"], "--picture must be a file that can be written, got"),
         ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
@@ -223,6 +225,29 @@ def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(schemes) < set(rows)
     lines = out.read_text()
     language_model.main([*arguments, "--rounds", "0"])
+    assert out.read_text() == lines  # nothing is run again
+
+
+@pytest.mark.slow
+def test_gauge(tmp_path: Path) -> None:
+    """On digits; the decoder has its own test."""
+    out, plots = tmp_path / "runs", tmp_path / "plots"
+    arguments = ["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)]
+    text = gauge.main([*arguments, "--plot", str(plots)])
+    assert (plots / "gauge_digits.png").read_bytes().startswith(b"\x89PNG")
+    records = {record["way"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert set(records) == {"measured", *gauge.WAYS}
+    # Watching changes nothing.
+    assert records["measured"]["loss"] == records["kept"]["loss"]
+    reports = records["measured"]["reports"]
+    assert list(reports) == ["all", "layers.0", "layers.2"]
+    assert [report[0] for report in reports["all"]] == list(range(0, 12 * 28, 10))
+    # Early on all gradients of a layer point the same way; the table has its ratio and alignment.
+    ratio, alignment = gauge.ratios(reports["all"], "early")
+    assert ratio > 1.5
+    assert f"| digits | all | {ratio:.2f} ({alignment:+.2f})" in text
+    lines = out.read_text()
+    gauge.main(arguments)
     assert out.read_text() == lines  # nothing is run again
 
 

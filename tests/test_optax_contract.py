@@ -69,7 +69,12 @@ ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
         rounding_key=jax.random.key(0),
     ),
 }
-ALL = FACTORIES | ALIASES
+WATCHED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    "watched": lambda **kwargs: track_momentum(
+        gpa_adamw(0.1, 0.1, 0.9, b2=0.9, **kwargs), every=2, per_leaf=True
+    ),
+}
+ALL = FACTORIES | ALIASES | WATCHED
 
 
 def keywords(make: Any) -> dict[str, Any]:
