@@ -196,7 +196,7 @@ def track_momentum(
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
-        _check_watchable(state, averaging)
+        _check_watchable(state, params, averaging)
         labels = _labels(per_leaf, params)
         groups = {label: optax.EmptyState() for label in _groups(labels)}
         gauge = _new_gauge(() if labels is None else (len(groups),))
@@ -252,8 +252,8 @@ _SKIPS_UPDATES = (
 )
 
 
-def _check_watchable(state: PyTree, averaging: float | None) -> None:
-    """That a state of `inner` holds one momentum, of known c, that moves at every step."""
+def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
+    """That a state of `inner` holds one momentum, of all params and known c, that always moves."""
     for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
         raise ValueError(
             "`inner` must not hold wrappers that skip updates or gauges, which go around"
@@ -264,6 +264,14 @@ def _check_watchable(state: PyTree, averaging: float | None) -> None:
         raise ValueError(
             "`inner` must hold one momentum, that of `spa` or a relative, of `optax.trace` or of"
             f" `optax.scale_by_adam`, got {len(members) + len(of_optax)}"
+        )
+    in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
+    (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]
+    num_watched, num_params = (sum(map(is_float, jax.tree.leaves(t))) for t in (buffer, params))
+    if num_watched != num_params:
+        raise ValueError(
+            "`inner` must hold a momentum of all params, got one of"
+            f" {num_watched} of {num_params} arrays: watch that part of it alone"
         )
     if members and averaging is not None:
         raise ValueError(

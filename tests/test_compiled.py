@@ -50,6 +50,8 @@ def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> N
         num_kernels, at_most = 2 * num_kernels, must_move + (2 + 2 + 4) * SIZE
     elif name == "16 bits" and dtype == jnp.bfloat16:  # x is rounded after z and ν, in its own
         num_kernels, at_most = 2 * num_kernels, must_move + (2 + 4) * SIZE
+    elif name == "watched":  # what the branch that measures reads of g, x, z and ν, when it does
+        at_most = must_move + (2 * dtype.dtype.itemsize + 8) * SIZE
     elif name == "factored":  # means of g² first, then the update: g is read twice
         num_kernels, at_most = 2 * num_kernels, must_move + dtype.dtype.itemsize * SIZE
     # Small ones compute the look-ahead of a schedule, and random words.

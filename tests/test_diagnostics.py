@@ -812,6 +812,12 @@ def test_bad_input() -> None:
             "of `optax.scale_by_adam`, got 2",
         ),
         (
+            lambda: track_momentum(optax.masked(spa(1.0), {"a": True, "b": False})).init(
+                {"a": params, "b": params}
+            ),
+            "`inner` must hold a momentum of all params, got one of 1 of 2 arrays",
+        ),
+        (
             lambda: track_momentum(tracked).init(params),
             "which go around `track_momentum`, got a `TrackMomentumState`",
         ),
