@@ -18,6 +18,7 @@ With --json a run that is in OUT, a line each, is not run again.
 """
 
 import functools
+import re
 import statistics
 import sysconfig
 import time
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import common
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
@@ -498,6 +500,29 @@ def tuning_table(tuned: dict[str, list[dict[str, Any]]]) -> str:
     return common.markdown(["scheme", "momentum", "validation loss by rate"], rows)
 
 
+def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """A line for each scheme, by bytes and loss: the mean over the seeds, and its error."""
+    mean = lambda records: statistics.mean(map(final, records))
+    by_bytes = sorted(runs, key=lambda name: (round(runs[name][0]["bytes"]), -mean(runs[name])))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(runs)), layout="constrained")
+    for y, name in enumerate(by_bytes):
+        losses = [final(record) for record in runs[name]]
+        error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0
+        color = "tab:blue" if name.startswith(("spa", "gpa")) else "0.35"
+        axes.errorbar(mean(runs[name]), y, xerr=error, fmt="o", color=color, capsize=3)
+    reference = mean(runs[REFERENCE])
+    axes.axvline(reference, color="0.35", linestyle=":", linewidth=1)
+    short = lambda name: re.sub(r", \d+ bytes$", "", name)
+    labels = [f"{short(name)}: {runs[name][0]['bytes']:.1f} B" for name in by_bytes]
+    axes.set_yticks(range(len(runs)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss (nats a byte), lower is better")
+    axes.set_title("By bytes a parameter, of params and optimizer state")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
@@ -510,8 +535,10 @@ def main(argv: list[str] | None = None) -> str:
     add("--layers", type=int, default=2, help="how many")
     add("--length", type=int, default=128, help="of a text, in bytes")
     add("--batch", type=int, default=8, help="texts at a step")
+    add("--picture", type=Path, help="where to draw the losses")
     positive = ("seeds", "steps", "width", "heads", "layers", "length", "batch")
     arguments = common.parse(parser, argv, *positive)
+    common.command_line.check_writable(parser, arguments, "picture")
     if arguments.rounds < 0:
         parser.error(f"--rounds must be >= 0, got {arguments.rounds}")
     if arguments.width % arguments.heads:
@@ -540,6 +567,8 @@ def main(argv: list[str] | None = None) -> str:
     num_seeds = common.command_line.count(len(seeds), "seed")
     print(f"{common.device()}; {size:,} params, {arguments.steps} steps, {num_seeds}\n")
     times = time_steps(trainers, arguments.rounds) if arguments.rounds else {}
+    if arguments.picture:
+        draw(runs, arguments.picture)
     text = f"{table(runs, times)}\n\nTuning, by seed 0:\n\n{tuning_table(tuned)}"
     print(text)
     return text

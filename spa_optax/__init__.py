@@ -27,3 +27,5 @@ from spa_optax._schedules import (
     stagewise as stagewise,
 )
 from spa_optax._spa import spa as spa, spa_from_sgdm as spa_from_sgdm
+
+__version__ = "0.1.0"

@@ -224,8 +224,10 @@ def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert rows["AdamW, float32"][5:8] == ["0.0000 ± 0.0000", "60", "1.00"]
     assert set(schemes) < set(rows)
     lines = out.read_text()
-    language_model.main([*arguments, "--rounds", "0"])
+    picture = tmp_path / "losses.png"
+    language_model.main([*arguments, "--rounds", "0", "--picture", str(picture)])
     assert out.read_text() == lines  # nothing is run again
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
