@@ -146,13 +146,14 @@ def layer_table(runs: dict[str, list[dict[str, Any]]]) -> str:
 def drop_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     rows = []
     for task, by_way in runs.items():
+        kept = [record["loss"] for record in by_way["kept"]]
         for way, records in by_way.items():
             losses = [record["loss"] for record in records]
+            less_kept = [loss - before for loss, before in zip(losses, kept, strict=True)]
             at = [str(record["dropped"]) for record in records if record["dropped"] is not None]
-            error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else np.nan
-            loss = common.command_line.plus_minus(statistics.mean(losses), error)
-            rows.append([task, way, loss, ", ".join(at)])
-    return common.markdown(["task", "momentum", "final loss", "dropped at"], rows)
+            cells = map(language_model.mean_and_error, (losses, less_kept))
+            rows.append([task, way, *cells, ", ".join(at)])
+    return common.markdown(["task", "momentum", "final loss", "− kept", "dropped at"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:

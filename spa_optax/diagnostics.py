@@ -191,7 +191,7 @@ def track_momentum(
     if averaging is not None:
         is_c = lambda v: 0 < v <= 1
         averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
-
+        check_averaging(averaging)  # which warns of a momentum
     b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
 
     def init_fn(params: PyTree) -> TrackMomentumState:

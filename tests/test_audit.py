@@ -288,7 +288,7 @@ def line(*points: tuple[float, float]) -> optax.Schedule:
     return lambda k: jnp.interp(k.astype(float), steps, values)
 
 
-SMOOTH = "Nothing unusual: β stays below 1, and no step changes α by half or more."
+SMOOTH = "Nothing to change: no step changes α by half or more."
 RECIPES: dict[str, tuple[Any, Any, str]] = {
     "step decay, as ResNet": (
         optax.piecewise_constant_schedule(0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}),
@@ -369,6 +369,13 @@ def test_what_to_type_helps() -> None:
     eta, c = stagewise(10.0, 0.1, [200])
     earlier = theory.audit(eta, lambda k: c(k + 1), 400)
     np.testing.assert_allclose(earlier.alpha[197:202], [1, 10, 10, 1, 1], rtol=1e-5)
+
+
+def test_the_tail_of_a_decay_to_0_needs_no_change() -> None:
+    """β is over 1 there, as η falls faster and faster, but nothing moves any more."""
+    audit = theory.audit(lenient(optax.cosine_decay_schedule(1.0, 1_000)), 0.1, 1_000)
+    assert audit.breaches()["β is 1 or more"].sum() > 5
+    assert audit.report().startswith(SMOOTH)
 
 
 def test_sgdm_is_audited_as_its_primal_averaging() -> None:

@@ -74,7 +74,7 @@ class Audit(NamedTuple):
         """
         lines = [finding.text for finding in self.findings()]
         if not lines:
-            lines = ["Nothing unusual: β stays below 1, and no step changes α by half or more."]
+            lines = ["Nothing to change: no step changes α by half or more."]
         lines += [
             f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
             f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
@@ -150,7 +150,10 @@ class Audit(NamedTuple):
         return Finding("range", steps, text)
 
     def _beta(self) -> Finding:
-        steps = np.flatnonzero((self.beta >= 1) & ~self._is_out_of_range()).tolist()
+        # But for the tail of a decay to 0, where η is next to nothing.
+        before = np.concatenate([self.eta[:1], self.eta[:-1]])
+        matters = before > 1e-2 * np.nanmax(self.eta, initial=0)
+        steps = np.flatnonzero((self.beta >= 1) & matters & ~self._is_out_of_range()).tolist()
         if not steps:
             return Finding("beta", [], "")
         k = steps[0]
