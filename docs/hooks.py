@@ -3,6 +3,6 @@
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """The links as the site has them."""
-    return markdown.replace("](../benchmarks/", "](benchmarks/").replace(
-        "](../examples/", "](examples/"
-    )
+    for link, on_site in (("../benchmarks/", "benchmarks/"), ("../examples/", "examples/")):
+        markdown = markdown.replace(f"]({link}", f"]({on_site}")
+    return markdown.replace("](../docs/", "](../")
