@@ -128,13 +128,13 @@ def gpa(
         inner = init(params, state_dtype)
         return GPAState(inner, mu_y_at(inner.count).astype(jnp.float32))
 
-    update = _Update(eta_at, c_at, mu_y_at, rounding_key)
+    update = GPAUpdate(eta_at, c_at, mu_y_at, rounding_key)
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Update:
+class GPAUpdate:
     """The `update` of `gpa`."""
 
     eta_at: AtCount

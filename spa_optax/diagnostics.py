@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.tree_util import keystr
@@ -27,6 +28,7 @@ from spa_optax._core import (
     GPAState,
     SPAState,
     Step,
+    Update,
     advance,
     find,
     init,
@@ -35,6 +37,7 @@ from spa_optax._core import (
     scalar_of,
     times,
 )
+from spa_optax._gpa import GPAUpdate
 from spa_optax._hyperparams import at_count
 from spa_optax._precision import has_narrow, is_float, wide_dtype
 from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
@@ -136,8 +139,12 @@ def track_momentum(
     them. g_k is the update that the member receives, after clipping, preconditioning and decay:
     under the Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw`, and what else
     holds the state of `optax.trace` or `optax.scale_by_adam`, are watched as the SPA of the same
-    momentum: averages of directions, with a rate of 1. Wrappers that skip updates, such as
-    `optax.MultiSteps`, go around `track_momentum`.
+    momentum: averages of directions, with a rate of 1, without Adam's ε and without Nesterov's
+    further step. (Adamax and Adopt keep something else in that state, and cannot be watched.)
+    Wrappers that skip updates, such as `optax.MultiSteps`, go around `track_momentum`.
+
+    Where rounding of the params may be more than a tenth of ‖u_k‖², as with most params of 16 bits,
+    a step does not count, and the gain is NaN if none does.
 
     The updates are those of `inner`, to the bit.
 
@@ -152,7 +159,7 @@ def track_momentum(
         `optax.inject_hyperparams` (`momentum` or `b1`).
       b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν; if injected, that.
 
-    Under `optax.inject_hyperparams` name `decay`, `every` and `per_leaf` in its `static_args`.
+    Under `optax.inject_hyperparams` name all but `inner` in its `static_args`.
 
     Returns:
       A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge.
@@ -186,6 +193,7 @@ def track_momentum(
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
     tx = _checked_transformation(inner)
+    is_member = isinstance(inner.update, (Update, GPAUpdate))
     decay = _check_decay(decay)
     every = check_steps("every", every)
     if averaging is not None:
@@ -207,22 +215,27 @@ def track_momentum(
     ) -> tuple[PyTree, TrackMomentumState]:
         if not isinstance(state, TrackMomentumState):
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
-        labels = None if params is None else _labels(per_leaf, params)
+        if per_leaf is not False and params is None:
+            raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
+        labels = _labels(per_leaf, params)
 
-        def observed() -> tuple[PyTree, PyTree, Step]:
+        def observed(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
             observe = {**extra_args, "observe": steps.append}
-            u, now = tx.update(updates, state.inner, params, **observe)
-            return u, now, steps[0] if steps else _step_of_optax(state.inner, now, averaging, b2)
+            u, now = tx.update(updates, inner_state, params, **observe)
+            return u, now, steps[0] if steps else _step_of_optax(inner_state, now, averaging, b2)
 
-        u, now, step = observed()
+        given = (updates, state.inner, params)
+        u, now, step = observed(*given)
         is_measured = state.count % every == 0
-        if every == 1:
-            sums = _sums(step, labels)
-        else:  # from an update of its own, so that at other steps nothing is kept for it
-            measure = lambda: _sums(observed()[2], labels)
-            nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
-            sums = jax.lax.cond(is_measured, measure, nothing)
+        # From an update of its own, so that the other is compiled as without. A member by itself
+        # adds up in the kernel of its update.
+        apart = lambda: _sums(observed(*jax.lax.optimization_barrier(given))[2], labels)
+        if every > 1:
+            nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(apart))
+            sums = jax.lax.cond(is_measured, apart, nothing)
+        else:
+            sums = _sums(step, labels) if is_member else apart()
         gauge, _ = _measured(state.gauge, step, sums, is_measured, state.count == 0, decay)
         count = jnp.asarray(optax.safe_increment(state.count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
@@ -309,15 +322,20 @@ def _step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: f
     From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
+    if not find(before, _OPTAX_MOMENTUM):
+        raise ValueError(
+            "`inner` must hand extra arguments of `update` on to the member that it holds, which"
+            " `optax.GradientTransformationExtraArgs` does, got a wrapper that drops them"
+        )
     (old,), (new,) = find(before, _OPTAX_MOMENTUM), find(after, _OPTAX_MOMENTUM)
-    c = jnp.asarray(_averaging_of(before, averaging), jnp.float32)
+    c = jnp.asarray(_averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
     if isinstance(old, optax.TraceState):
         m, m_next, weight = old.trace, new.trace, jnp.ones([])
         scale = jax.tree.map(lambda m: jnp.ones([]), m)
     else:
         m, m_next, weight = old.mu, new.mu, c
-        b2 = _injected(before, ("b2",), b2)
+        b2 = _injected(after, ("b2",), b2)
         unbiased = 1 - jnp.asarray(b2, jnp.float32) ** jnp.asarray(new.count).astype(jnp.float32)
         scale = jax.tree.map(lambda v: _rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
 
@@ -338,7 +356,9 @@ def _labels(per_leaf: PerLeaf, params: PyTree) -> dict[str, str] | None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in leaves if is_float(leaf)]
     if per_leaf is True:
-        return {keystr(path): keystr(path, simple=True, separator=".") for path in paths}
+        simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
+        are_unique = len(set(map(simple, paths))) == len(paths)
+        return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
     if not callable(per_leaf):
         raise ValueError(
             f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
@@ -384,6 +404,11 @@ def _sums(step: Step, labels: dict[str, str] | None) -> Sums:
         return functools.reduce(add, (sums for _, sums in by_leaf), zero)
     totals = dict.fromkeys(_groups(labels), zero)
     for path, sums in by_leaf:
+        if keystr(path) not in labels:
+            raise ValueError(
+                "`per_leaf` must be False for an `inner` that changes the tree of params, got one"
+                f" with an array at {keystr(path) or 'its root'}"
+            )
         label = labels[keystr(path)]
         totals[label] = add(totals[label], sums)
     of_groups = lambda i: jnp.array([sums[i] for sums in totals.values()], jnp.float32)
@@ -438,6 +463,7 @@ def _measured(
     unit = jnp.where(scale > 0, scale, 1)
     iterate, level = square / unit, noise / unit
     has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
+    has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be nothing but rounding
     gauge = Gauge(
         iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
         noise=jnp.where(has_unit, level, gauge.noise),
@@ -495,12 +521,13 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Figure 2.
     """
     gauge = _gauge_of(opt_state)
-    if jnp.ndim(gauge.iterate) == 0:
+    if not only(opt_state, TrackMomentumState, "opt_state").groups:
         return _report(gauge)
-    # Sums of squares add up, and the weights of groups are the same unless one was skipped.
-    together = lambda means: jax.tree.map(jnp.sum, means)._replace(
-        weight=means.weight.max(initial=0)
-    )
+    # Sums of squares add up, where all groups have some.
+    has_all = lambda means: means.weight.min(initial=1) > 0
+    together = lambda means: jax.tree.map(
+        lambda of: jnp.where(has_all(means), of.sum(), 0), means
+    )._replace(weight=means.weight.max(initial=0))
     return _report(
         gauge._replace(
             means=together(gauge.means),
@@ -552,8 +579,13 @@ def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
 
 
 def _gauge_of(opt_state: PyTree) -> Gauge:
-    # Under Flax nnx the leaves are variables.
-    return jax.tree.map(jnp.asarray, only(opt_state, TrackMomentumState, "opt_state").gauge)
+    state = only(opt_state, TrackMomentumState, "opt_state")
+    gauge = jax.tree.map(jnp.asarray, state.gauge)  # under Flax nnx the leaves are variables
+    if gauge.iterate.shape not in ((), (len(state.groups),)) or jnp.ndim(scalar_of(state.count)):
+        raise ValueError(
+            "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
+        )
+    return gauge
 
 
 def _report(gauge: Gauge) -> MomentumReport:
@@ -602,6 +634,8 @@ def plot_momentum(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
+    if not isinstance(reports, Mapping):
+        raise ValueError(f"`reports` must be a mapping from steps, got a {type(reports).__name__}")
     as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))
@@ -612,7 +646,11 @@ def plot_momentum(
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
     for i, label in enumerate(labels):
         of_label = [of_step[label] for of_step in by_step.values()]
-        ratio = [float(report.gain) / float(report.noise_level) for report in of_label]
+        gains, levels = (
+            np.array([float(getattr(report, field)) for report in of_label])
+            for field in ("gain", "noise_level")
+        )
+        ratio = np.divide(gains, levels, np.full(len(gains), np.nan), where=levels > 0)
         # From blue to yellow, in the order of the labels.
         color = "black" if label in ("", "all") else plt.get_cmap("plasma")(i / len(labels))
         style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}

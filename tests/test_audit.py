@@ -17,6 +17,7 @@ from spa_optax import (
     SGDMHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
+    momentum_drop,
     spa,
     spa_adamw,
     stagewise,
@@ -288,7 +289,7 @@ def line(*points: tuple[float, float]) -> optax.Schedule:
     return lambda k: jnp.interp(k.astype(float), steps, values)
 
 
-SMOOTH = "Nothing to change: no step changes α by half or more."
+SMOOTH = "Nothing to change: α has no jumps."
 RECIPES: dict[str, tuple[Any, Any, str]] = {
     "step decay, as ResNet": (
         optax.piecewise_constant_schedule(0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}),
@@ -321,8 +322,8 @@ RECIPES: dict[str, tuple[Any, Any, str]] = {
     "cosine with restarts": (
         lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
         0.9,
-        r"Nothing to change: α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others, a"
-        r" restart, and goes on with the momentum that it has\.",
+        r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others, and goes on with the"
+        r" momentum that it has\. Nothing to change if it is meant, as in a restart\.",
     ),
     "halved on a plateau": (
         lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
@@ -369,6 +370,19 @@ def test_what_to_type_helps() -> None:
     eta, c = stagewise(10.0, 0.1, [200])
     earlier = theory.audit(eta, lambda k: c(k + 1), 400)
     np.testing.assert_allclose(earlier.alpha[197:202], [1, 10, 10, 1, 1], rtol=1e-5)
+
+
+def test_rises_and_betas_out_of_range_are_found() -> None:
+    kinds = lambda audit: [finding.kind for finding in audit.findings()]
+    assert kinds(theory.audit(*momentum_drop(1.0, 0.1, 50), 100)) == ["rise"]
+    # Figure 1(e), two steps long.
+    eta, c = (
+        table(jnp.where(jnp.arange(100) < k, *of)) for k, of in ((20, (10, 1)), (18, (0.1, 1)))
+    )
+    assert kinds(theory.audit(eta, c, 100)) == ["rise", "drop"]
+    for beta in (1.5, -0.5):
+        audit = theory.audit_sgdm(0.1, lambda k, beta=beta: jnp.where(k == 5, beta, 0.9), 12)
+        assert audit.report().startswith("A hyper-parameter is NaN or out of range at step 5.")
 
 
 def test_the_tail_of_a_decay_to_0_needs_no_change() -> None:

@@ -329,6 +329,7 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpa, c as Schedule-Free": (gpa(0.1, schedule_free_averaging(0.1), 0.9), {}),
     "spa_adamw": (spa_adamw(0.1, C, **ADAM), {}),
     "gpa_adamw": (gpa_adamw(0.1, C, **ADAM), {}),
+    "spa_adamw, decay": (spa_adamw(0.1, C, **ADAM | {"weight_decay": 1e-4}), {}),
     "decay at z": (gpa_adamw(0.1, C, decay_at="z", **ADAM), {}),
     "chain": (CHAIN(spa(0.1, C)), {}),
     "chain of Adam": (CHAIN(gpa_adamw(0.1, C, **ADAM)), {}),
@@ -463,6 +464,35 @@ def test_adamw_is_watched_as_its_primal_averaging() -> None:
         ours, theirs = getattr(of_spa, field)[3:], getattr(of_adamw, field)[3:]
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
     assert of_spa.gain[-1] > 2 * of_spa.noise_level[-1]
+
+
+def test_an_injected_schedule_of_momentum() -> None:
+    """Each step with its own β."""
+    beta = lambda k: jnp.where(k < 10, 0.5, 0.95)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=beta)
+    noise = jax.random.normal(jax.random.key(0), (20, 50))
+    report = reports(track_momentum(tx, decay=0.0), noise)
+    expected = (noise**2).sum(1) / 2
+    np.testing.assert_allclose(report.gradient_term[1:], expected[1:], rtol=1e-4)
+
+
+def test_labels_of_leaves_are_unique() -> None:
+    params = {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
+    state = track_momentum(spa(0.1), per_leaf=True).init(params)
+    assert sorted(state.groups) == ["['a']['b']", "['a.b']"]
+
+
+def test_gain_is_not_that_of_rounding() -> None:
+    """Steps below the rounding of bfloat16 params: NaN, and no gain of 200."""
+    tx = track_momentum(spa_adamw(1e-4, rounding_key=jax.random.key(0)))
+    params = jnp.ones(2_000, jnp.bfloat16)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for k in range(30):
+        g = jax.random.normal(jax.random.key(k), (2_000,), jnp.bfloat16)
+        updates, state = update(g, state, params)
+        params = params + updates
+    report = momentum_report(state)
+    assert jnp.isnan(report.gain) or report.gain < 1.2 * report.noise_level
 
 
 def test_groups_add_up() -> None:
@@ -821,6 +851,25 @@ def test_bad_input() -> None:
             lambda: track_momentum(tracked).init(params),
             "which go around `track_momentum`, got a `TrackMomentumState`",
         ),
+        (
+            lambda: momentum_report(jax.vmap(tracked.init)(jnp.zeros((4, 3)))),
+            "`opt_state` must be of one run, got a batch of them",
+        ),
+        (
+            lambda: track_momentum(optax.sgd(0.1, 0.9), per_leaf=True, averaging=0.1).update(
+                params, tracked.init(params)
+            ),
+            "`params` must be passed to `update` under `per_leaf`, got None",
+        ),
+        (
+            lambda: (
+                dropping := track_momentum(
+                    optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
+                )
+            ).update(params, dropping.init(params), params),
+            "`inner` must hand extra arguments of `update` on to the member that it holds",
+        ),
+        (lambda: plot_momentum([1]), "`reports` must be a mapping from steps, got a list"),
         (
             lambda: track_momentum(optax.apply_if_finite(spa(1.0), 3)).init(params),
             "got a `ApplyIfFiniteState`",

@@ -42,7 +42,7 @@ class Condition(NamedTuple):
 class Finding(NamedTuple):
     """What is worth knowing of a schedule: where, how large, and what to do about it."""
 
-    kind: Literal["range", "beta", "spike", "drop", "restart"]
+    kind: Literal["range", "beta", "spike", "rise", "drop"]
     steps: list[int]
     text: str
     needs_change: bool = True
@@ -63,7 +63,7 @@ class Audit(NamedTuple):
 
     def findings(self) -> list[Finding]:
         """What is worth knowing, what needs a change first."""
-        found = [self._out_of_range(), self._beta(), self._spike(), self._drop(), self._restart()]
+        found = [self._out_of_range(), self._beta(), self._spike(), self._rise(), self._drop()]
         return [finding for finding in found if finding.steps]
 
     def report(self, *, verbose: bool = False) -> str:
@@ -74,7 +74,7 @@ class Audit(NamedTuple):
         """
         lines = [finding.text for finding in self.findings()]
         if not lines:
-            lines = ["Nothing to change: no step changes α by half or more."]
+            lines = ["Nothing to change: α has no jumps."]
         lines += [
             f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
             f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
@@ -117,6 +117,9 @@ class Audit(NamedTuple):
         # Written so that NaN fails. β_0 is free.
         in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
         in_range[1:] &= ~np.isnan(self.beta[1:])
+        in_range &= ~(self.beta < 0)
+        if not np.isnan(self.beta[0]):  # β is the recipe's own
+            in_range &= self.beta < 1
         return ~in_range
 
     def _is_spike(self) -> Bool[np.ndarray, " n"]:
@@ -209,19 +212,19 @@ class Audit(NamedTuple):
         is_rise = len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]
         return k - len(ahead) + begin if is_rise else None
 
-    def _restart(self) -> Finding:
-        alpha, half = np.nan_to_num(self.alpha), 0.5 * np.nanmax(self.alpha, initial=0)
-        was_large = np.maximum.accumulate(alpha)[:-1] > half  # else it is the warm-up
-        starts = (np.diff(alpha) > half) & was_large & ~self._is_spike()[1:]
-        steps = (1 + np.flatnonzero(starts)).tolist()
+    def _rise(self) -> Finding:
+        alpha, largest = np.nan_to_num(self.alpha), np.nanmax(self.alpha, initial=0)
+        has_begun = np.maximum.accumulate(alpha)[:-1] > 1e-3 * largest  # else it is the warm-up
+        rises = (np.diff(alpha) > 0.5 * largest) & has_begun & ~self._is_spike()[1:]
+        steps = (1 + np.flatnonzero(rises)).tolist()
         if not steps:
-            return Finding("restart", [], "")
+            return Finding("rise", [], "")
         k = steps[0]
         text = (
-            f"Nothing to change: α rises from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g}"
-            f" {_at(steps)}, a restart, and goes on with the momentum that it has."
+            f"α rises from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g} {_at(steps)}, and goes on"
+            " with the momentum that it has. Nothing to change if it is meant, as in a restart."
         )
-        return Finding("restart", steps, text, needs_change=False)
+        return Finding("rise", steps, text, needs_change=False)
 
     # ------------------------------------------------------------------------------------ plot
 
