@@ -70,7 +70,7 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def check_rate(name: str, value: optax.ScalarOrSchedule) -> None:
+def check_rate(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a schedule, a traced scalar, or a finite number >= 0."""
     _check_number(name, value, "finite and >= 0", lambda v: 0 <= v < float("inf"))
 

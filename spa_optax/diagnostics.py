@@ -39,7 +39,7 @@ from spa_optax._core import (
 )
 from spa_optax._gpa import GPAUpdate
 from spa_optax._hyperparams import at_count
-from spa_optax._precision import has_narrow, is_float, wide_dtype
+from spa_optax._precision import has_narrow, is_array, is_float, wide_dtype
 from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
 from spa_optax._spa import spa_scalars
 
@@ -146,7 +146,7 @@ def track_momentum(
     Where rounding of the params may be more than a tenth of ‖u_k‖², as with most params of 16 bits,
     a step does not count, and the gain is NaN if none does.
 
-    The updates are those of `inner`, to the bit.
+    The updates are those of `inner`, to the bit. (With `decay_at="z"` to an ulp, on a CPU.)
 
     Args:
       inner: what to watch.
@@ -226,18 +226,19 @@ def track_momentum(
             return u, now, steps[0] if steps else _step_of_optax(inner_state, now, averaging, b2)
 
         given = (updates, state.inner, params)
-        u, now, step = observed(*given)
-        is_measured = state.count % every == 0
-        # From an update of its own, so that the other is compiled as without. A member by itself
-        # adds up in the kernel of its update.
-        apart = lambda: _sums(observed(*jax.lax.optimization_barrier(given))[2], labels)
-        if every > 1:
-            nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(apart))
-            sums = jax.lax.cond(is_measured, apart, nothing)
-        else:
-            sums = _sums(step, labels) if is_member else apart()
-        gauge, _ = _measured(state.gauge, step, sums, is_measured, state.count == 0, decay)
-        count = jnp.asarray(optax.safe_increment(state.count))
+        count = jnp.asarray(state.count)
+        is_measured = count % every == 0
+        if is_member and every == 1:  # adds up in the kernel of the update
+            u, now, step = observed(*given)
+            sums = _sums(step, labels)
+        else:  # from an update of its own, so that the other is compiled as without
+            u, now = tx.update(*given, **extra_args)
+            apart = lambda: observed(*_behind_a_barrier(given))[2]
+            step, measure = apart(), lambda: _sums(apart(), labels)
+            nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
+            sums = jax.lax.cond(is_measured, measure, nothing) if every > 1 else _sums(step, labels)
+        gauge, _ = _measured(state.gauge, step, sums, is_measured, count == 0, decay)
+        count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
     # As in `spa`.
@@ -250,6 +251,13 @@ def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs
             f"`inner` must be a gradient transformation, got a `{type(inner).__name__}`"
         )
     return optax.with_extra_args_support(inner)
+
+
+def _behind_a_barrier(tree: PyTree) -> PyTree:
+    """The same arrays, which XLA takes for others."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
+    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
 
 
 def _check_decay(decay: float) -> float:
@@ -349,7 +357,7 @@ def _step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: f
     return Step(g, d, map_trained(rounding, m), jnp.ones([]), c, None, {}, c)
 
 
-def _labels(per_leaf: PerLeaf, params: PyTree) -> dict[str, str] | None:
+def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
     """The label of each trained parameter by its path; None where the whole has one gauge."""
     if per_leaf is False:
         return None
