@@ -485,14 +485,14 @@ def _measured(
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
-    """What `track_momentum` has found: whether momentum cancels noise.
+    """What `track_momentum` has found: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
 
-    each term a moving average. Gain over noise level above 1 means that steps add up, and that
-    momentum pays; at or below 1 that it no longer does. The noise level is 2/(2 − c) for a constant
-    c, 1.053 at c = 0.1 (the paper's "noise level of 1" is without its cross terms), and moves where
-    η, c or the gradients' size change.
+    each term a moving average. Gain over noise level above 1 means that steps add up; at or below 1
+    they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
+    1.053 at c = 0.1 (the paper's "noise level of 1" is without its cross terms), and moves where η,
+    c or the gradients' size change.
 
     Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
     alike, whatever the scale of their gradients.
