@@ -252,7 +252,8 @@ def _direction(
         if second_moment_dtype is None:
             return state
         store = lambda v, seed: rounded(v, second_moment_dtype, seed)
-        return state._replace(nu=jax.tree.map(store, state.nu, seeds_like(key, 2, state.nu)))
+        seeds = seeds_like(key, state.count, state.nu, stream=1)
+        return state._replace(nu=jax.tree.map(store, state.nu, seeds))
 
     def init_fn(params: PyTree) -> Any:
         state = stored(scale.init(params), None)
@@ -260,12 +261,11 @@ def _direction(
         return state._replace(**{name: jax.tree.map(sharded_like, getattr(state, name), params)})
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        key = None if rounding_key is None else jax.random.fold_in(rounding_key, state.count)
         g = jax.tree.map(_or_zeros, updates, params, is_leaf=is_none)
         wide = jax.tree.map(_widened, state)._replace(count=state.count)
         d, new = scale.update(g, wide, params)
         d, _ = clip.update(d, optax.EmptyState())
-        return d, _kept_without_gradient(stored(new, key), state, updates)
+        return d, _kept_without_gradient(stored(new, rounding_key), state, updates)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

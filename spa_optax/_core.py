@@ -103,7 +103,7 @@ def advance(
     g, x, z = trained(updates, params, state.z)
     now = rule(state, x)
     p = now.c if now.p is None else now.p
-    key = None if rounding_key is None else jax.random.fold_in(rounding_key, state.count)
+    seeds = seeds_like(rounding_key, state.count, z)
     eta, p, delta, r, at_start = _behind_a_barrier(
         now.eta, p, now.delta, _ratios(now.r, state, x), is_at_start(state)
     )
@@ -115,9 +115,9 @@ def advance(
     if decay is not None:  # z_{k+1} = (1 − η λ) z_k − η g_k
         subtract = lambda z, d, g: z - times(eta, d, z.dtype)
         z_wide = map_trained(subtract, z_wide, decay(state.count, z_k), g, otherwise=z_wide)
-    z_next = _rounded_like(z, z_wide, key)
+    z_next = _rounded_like(z, z_wide, seeds)
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
-    u = _param_update(g, x, z_next, p, delta, key)
+    u = _param_update(g, x, z_next, p, delta, seeds)
 
     # What is not observed is not computed.
     if decay is not None:
@@ -243,14 +243,14 @@ def only(state: PyTree, kind: Any, name: str) -> Any:
     return found[0]
 
 
-def _rounded_like(z: PyTree, z_wide: PyTree, key: PRNGKeyArray | None) -> PyTree:
+def _rounded_like(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
     """z_{k+1} in the dtypes of z_k."""
     store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_float(z) else new
-    return jax.tree.map(store, z, z_wide, seeds_like(key, 0, z), is_leaf=is_none)
+    return jax.tree.map(store, z, z_wide, seeds, is_leaf=is_none)
 
 
 def _param_update(
-    g: PyTree, x: PyTree, z_next: PyTree, p: Array, delta: Array | None, key: PRNGKeyArray | None
+    g: PyTree, x: PyTree, z_next: PyTree, p: Array, delta: Array | None, seeds: PyTree
 ) -> PyTree:
     """x_{k+1} − x_k, with x_{k+1} rounded to the params' dtype."""
 
@@ -265,9 +265,8 @@ def _param_update(
         if u.dtype == x.dtype:
             return u
         # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
-        return rounded(x.astype(u.dtype) + u, x.dtype, seed) - x
+        return rounded(x.astype(u.dtype) + u, x.dtype, seed, low_bits=True) - x
 
-    seeds = seeds_like(key, 1, x)
     return jax.tree.map(as_update, g, x, map_trained(u, x, z_next, g), seeds, is_leaf=is_none)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
 Seed = tuple[UInt32[Array, ""], UInt32[Array, ""]]
 
@@ -34,22 +34,26 @@ def wide_dtype(*arrays: Array) -> Any:
         return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
 
 
-def seeds_like(key: PRNGKeyArray | None, stream: int, tree: PyTree) -> PyTree:
-    """Two random words for each leaf."""
+def seeds_like(
+    key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: int = 0
+) -> PyTree:
+    """Two random words for each leaf at a step, or None without a key."""
     leaves, structure = jax.tree.flatten(tree)
     if key is None:
         return structure.unflatten([None] * len(leaves))
-    words = jax.random.bits(jax.random.fold_in(key, stream), (len(leaves), 2), jnp.uint32)
+    key = jax.random.fold_in(jax.random.fold_in(key, count), stream)
+    words = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf. Flat, since a TPU pads
     # rows of two words to 128, and every kernel would read them all: 1.2 times the cycles.
     words = jax.lax.optimization_barrier(words.ravel())
     return structure.unflatten([(words[2 * i], words[2 * i + 1]) for i in range(len(leaves))])
 
 
-def rounded(x: Array, dtype: Any, seed: Seed | None) -> Array:
+def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> Array:
     """`x` in a dtype as wide or narrower: the nearest, or with a seed one of the two beside it.
 
-    The farther from 0 with a probability that grows from 0 at the nearer to 1: the mean is x.
+    The farther from 0 with a probability that grows from 0 at the nearer to 1: the mean is x. One
+    hash of 32 bits serves two arrays that drop 16: its high bits one, its low bits the other.
     """
     if seed is None or dtype == x.dtype or jnp.iscomplexobj(x):
         return x.astype(dtype)
@@ -61,8 +65,10 @@ def rounded(x: Array, dtype: Any, seed: Seed | None) -> Array:
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
         shift = jnp.where(jnp.abs(value) < tiny, jnp.copysign(tiny, value), shift)
     bits = jax.lax.bitcast_convert_type(value + shift, f"uint{wide.bits}")
-    random = random_bits(seed, x.shape, num_extra).astype(bits.dtype)
-    bits += random << max(0, num_extra - 32)
+    num_random = min(num_extra, 32)
+    random = random_bits(seed, x.shape)
+    random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
+    bits += random.astype(bits.dtype) << (num_extra - num_random)
     bits = bits >> num_extra << num_extra
     result = jax.lax.bitcast_convert_type(bits, x.dtype) - shift
     # An exact sum, that has the derivative of a cast. Bits of NaN can run over.
@@ -77,20 +83,19 @@ def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
     return wide.astype(x.dtype) == x
 
 
-def random_bits(seed: Seed, shape: tuple[int, ...], num_bits: int) -> Array:
-    """For each element, up to 32 bits that depend on nothing but the seed and its place.
+def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """For each element 32 bits that depend on nothing but the seed and its place.
 
     A hash, fused with what it is for: `jax.random.bits` would take 20 bytes an element of
-    temporaries and, on a CPU, 15 times the time of a whole update.
+    temporaries and, on a CPU, 15 times the time of a whole update. It multiplies twice, since that
+    is what costs on a TPU, and relies on seeds that are random: of two seeds that differ in a bit
+    it is no good hash.
     """
-
-    def mix(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-        h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)  # the finalizer of MurmurHash3
-        h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-        return h ^ (h >> 16)
-
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index * jnp.uint32(size) + place
-    return mix(mix(index ^ seed[0]) ^ seed[1]) >> max(0, 32 - num_bits)
+    h = index ^ seed[0]
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)  # constants of C. Wellons' lowbias32
+    h = (h ^ (h >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
+    return h ^ (h >> 16)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from spa_optax import _precision, diagnostics, gpa, spa, spa_from_sgdm
-from spa_optax._precision import random_bits, rounded
+from spa_optax._precision import random_bits, rounded, seeds_like
 
 KEY = jax.random.key(0)
 BF16 = jnp.bfloat16
@@ -50,9 +50,15 @@ def limits(dtype: Any) -> tuple[float, float]:
     return float(info.min), float(info.max)
 
 
+@pytest.mark.parametrize("low_bits", [False, True])
 @every_dtype
-def test_the_mean_over_all_random_bits_is_exact(dtype: Any, monkeypatch: Any) -> None:
-    """Every string of random bits once: the mean is x, for every x, to the last bit."""
+def test_the_mean_over_all_random_bits_is_exact(
+    dtype: Any, low_bits: bool, monkeypatch: Any
+) -> None:
+    """Every string of random bits once: the mean is x, for every x, to the last bit.
+
+    Whatever the other bits of the word are, which are for another array.
+    """
     x = some_values(dtype)
     num_extra = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
     num_strings = min(2**num_extra, 2**16)
@@ -61,13 +67,16 @@ def test_the_mean_over_all_random_bits_is_exact(dtype: Any, monkeypatch: Any) ->
     if num_extra > 16:
         strings = (strings << (num_extra - 16)) + 2 ** (num_extra - 17)
 
-    def all_strings(seed: Any, shape: Any, num_bits: int) -> Array:
-        assert num_bits == num_extra
-        return jnp.broadcast_to(jnp.asarray(strings, jnp.uint32), shape)
+    def all_strings(seed: Any, shape: Any) -> Array:
+        place = 0 if low_bits else 32 - num_extra
+        used = np.uint32((2**num_extra - 1) << place)
+        others = np.random.default_rng(0).integers(0, 2**32, num_strings, np.uint32) & ~used
+        return jnp.broadcast_to(jnp.asarray(strings << place | others, jnp.uint32), shape)
 
     monkeypatch.setattr(_precision, "random_bits", all_strings)
     every = jnp.broadcast_to(x[:, None], (len(x), num_strings))
-    result = np.asarray(jax.jit(rounded, static_argnums=1)(every, dtype, SEED), np.float64)
+    round_it = jax.jit(lambda x, seed: rounded(x, dtype, seed, low_bits))
+    result = np.asarray(round_it(every, SEED), np.float64)
     lower, upper = neighbours(x, dtype)
     assert ((result == lower[:, None]) | (result == upper[:, None])).all()
     # Of subnormal numbers, float32 itself loses digits when they are put on the grid.
@@ -136,28 +145,35 @@ def test_the_derivative_is_that_of_a_cast() -> None:
 
 
 def test_random_bits() -> None:
-    """Of neighbouring places, of seeds that differ in a bit: no correlation in any bit."""
+    """Of neighbouring places, and of seeds as they are drawn: no correlation of any two bits."""
     n = 40_000
-    words = {
-        "": random_bits(SEED, (n,), 32),
-        "next seed": random_bits((SEED[0] + 1, SEED[1]), (n,), 32),
-        "one bit": random_bits((SEED[0], SEED[1] ^ jnp.uint32(1 << 31)), (n,), 32),
-        "0": random_bits((jnp.uint32(0), jnp.uint32(0)), (n,), 32),
-    }
-    as_bits = lambda word: 2.0 * np.unpackbits(np.asarray(word).view(np.uint8)).reshape(n, 32) - 1
-    bits = {name: as_bits(word) for name, word in words.items()}
-    # 32 means and 3 × 1024 or more correlations: 5.5 standard deviations are for one in 2e7.
+    seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3)
+    seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2)
+    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, stream=1)
+    seeds += [(jnp.uint32(0), jnp.uint32(0))]
+    words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
+    bits = [2.0 * np.unpackbits(word.view(np.uint8)).reshape(n, 32) - 1 for word in words]
+    # 32 means and 1024 correlations each time: 5.5 standard deviations are for one in 2e7.
     bound = 5.5 / np.sqrt(n)
-    for name, of_name in bits.items():
-        assert np.abs(of_name.mean(0)).max() < bound
-        others = [bits[""]] if name else [of_name[::-1]]
-        others += [np.roll(of_name, shift, 0) for shift in (1, 2, 64, 512)]
-        for other in others:
-            assert np.abs(of_name.T @ other / n).max() < bound
+    for i, of_seed in enumerate(bits):
+        assert np.abs(of_seed.mean(0)).max() < bound
+        others = [np.roll(of_seed, shift, 0) for shift in (1, 2, 64, 512)]
+        for other in [*bits[:i], of_seed[::-1], *others]:
+            assert np.abs(of_seed.T @ other / n).max() < bound
+        between_bits = of_seed.T @ of_seed / n - np.eye(32)
+        assert np.abs(between_bits).max() < bound
     # A place in a matrix is its place in memory; and an array of no dimensions has one.
-    np.testing.assert_array_equal(random_bits(SEED, (40, n // 40), 32).ravel(), words[""])
-    assert random_bits(SEED, (), 32) == words[""][0]
-    np.testing.assert_array_equal(random_bits(SEED, (n,), 16), words[""] >> 16)
+    np.testing.assert_array_equal(random_bits(seeds[0], (40, n // 40)).ravel(), words[0])
+    assert random_bits(seeds[0], ()) == words[0][0]
+
+
+def test_one_hash_rounds_two_arrays_independently() -> None:
+    """By its high bits z, by its low bits x: up or down, over many places."""
+    n = 100_000
+    x = jnp.full(n, 1 + 2.0**-8)  # in the middle between two numbers of bfloat16
+    high, low = (np.asarray(rounded(x, BF16, SEED, b), np.float64) > 1 for b in (False, True))
+    correlation = np.corrcoef(high, low)[0, 1]
+    assert abs(correlation) < 5 / np.sqrt(n)
 
 
 # -------------------------------------------------------------------------------- in transforms
