@@ -79,10 +79,13 @@ def look_ahead(
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
         # Counts keep the dtype of `count`, in which schedules compute, and never pass its last.
-        steps = jnp.arange(1, horizon + 1, dtype=count.dtype)
-        counts = count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
+        after = lambda steps: count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
+        counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
         alphas = foreseen_rate(jax.vmap(alpha_at)(counts))
         betas = foreseen_momentum(jax.vmap(beta_at)(counts))
+        # Not the last of the above, since a slice of an array is a kernel, and keeps the array.
+        last = after(jnp.asarray(horizon, count.dtype))
+        alpha_last, beta_last = foreseen_rate(alpha_at(last)), foreseen_momentum(beta_at(last))
         if is_plain_number(momentum):  # powers in float64, of β as it is in `betas`
             reach = jnp.asarray(
                 np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
@@ -91,7 +94,6 @@ def look_ahead(
             reach = jnp.cumprod(betas)
         seen = jnp.sum((alphas * betas if nesterov else alphas) * reach)
         reach_last = unseen = reach[-1]
-        alpha_last, beta_last = alphas[-1], betas[-1]
     else:
         foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
