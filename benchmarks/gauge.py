@@ -57,9 +57,8 @@ def train(task: str, make: Make, seed: int, watch: Watch, arguments: argparse.Na
     scheme = language_model.Scheme(
         jnp.float32, (C[task],), lambda rate, c, key: make(rate, C[task])
     )
-    sizes = {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
-    steps = argparse.Namespace(steps=arguments.steps, **sizes)
-    run = language_model.Trainer(scheme, steps, watch)
+    sizes = argparse.Namespace(width=128, heads=4, layers=2, length=128, batch=8)
+    run = language_model.Trainer(scheme, language_model.make_task(sizes), arguments.steps, watch)
     return language_model.final(run(TASKS[task], C[task], seed))
 
 

@@ -17,6 +17,7 @@ On a GPU, with 25 million params:
 With --json a run that is in OUT, a line each, is not run again.
 """
 
+import argparse
 import functools
 import re
 import statistics
@@ -300,8 +301,11 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 class Block(nnx.Module):
     """Attention, then a perceptron, each behind a LayerNorm."""
 
-    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs, *, causal: bool = True
+    ) -> None:
         """Params are float32, whatever the dtype to compute in."""
+        self.causal = causal
         self.norm_1, self.norm_2 = (nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, dtype=dtype, rngs=rngs)
         self.widen = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
@@ -309,8 +313,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Shaped like `x`."""
-        causal = nnx.make_causal_mask(x[..., 0])
-        x += self.attention(self.norm_1(x), mask=causal)
+        mask = nnx.make_causal_mask(x[..., 0]) if self.causal else None
+        x += self.attention(self.norm_1(x), mask=mask)
         return x + self.narrow(nnx.gelu(self.widen(self.norm_2(x))))
 
 
@@ -333,14 +337,44 @@ class Decoder(nnx.Module):
         return self.tokens.attend(self.norm(self.blocks(x)))
 
 
-def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, jax.Array], Any]:
-    """The mean cross-entropy of the next byte, in nats, from params and texts."""
+Batch = tuple[jax.Array, jax.Array]  # inputs of the network, and what its logits are for
+
+
+class Task(NamedTuple):
+    """What to train, and batches from a key: to train on, and held out."""
+
+    make_network: Callable[[nnx.Rngs], nnx.Module]
+    seen: Callable[[jax.Array], Batch]
+    unseen: Callable[[jax.Array], Batch]
+
+
+def make_task(arguments: argparse.Namespace) -> Task:
+    """To foresee the next byte."""
+
+    def batches(text: jax.Array) -> Callable[[jax.Array], Batch]:
+        last = text.size - arguments.length - 1
+
+        def batch(key: jax.Array) -> Batch:
+            starts = jax.random.randint(key, (arguments.batch, 1), 0, last)
+            tokens = text[starts + jnp.arange(arguments.length + 1)].astype(jnp.int32)
+            return tokens[:, :-1], tokens[:, 1:]
+
+        return batch
+
+    sizes = (arguments.width, arguments.heads, arguments.layers, arguments.length)
+    return Task(
+        lambda rngs: Decoder(*sizes, BF16, rngs), *map(batches, map(jnp.asarray, read_text()))
+    )
+
+
+def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, Batch], Any]:
+    """The mean cross-entropy, in nats, from params and a batch."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_network(nnx.Rngs(0))))
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1]).astype(F32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
+    def loss(params: Any, batch: Batch) -> jax.Array:
+        inputs, labels = batch
+        logits = nnx.merge(graphdef, params)(inputs).astype(F32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     return loss
 
@@ -354,38 +388,31 @@ class Trainer:
     def __init__(
         self,
         scheme: Scheme,
-        arguments: Any,
+        task: Task,
+        num_steps: int,
         watch: Callable[[int, Any], None] = lambda count, state: None,
     ) -> None:
         """Compiles when first called. `watch` is shown the optimizer's state after every step."""
         self.watch = watch
-        sizes = (arguments.width, arguments.heads, arguments.layers, arguments.length)
-        make_network = lambda rngs: Decoder(*sizes, BF16, rngs)
-        seen, unseen = map(jnp.asarray, read_text())
-        loss = make_loss(make_network)
-        self.num_steps = arguments.steps
-        self.every = max(1, arguments.steps // NUM_EVALUATIONS)
-
-        def texts(text: jax.Array, key: jax.Array) -> jax.Array:
-            last = text.size - arguments.length - 1
-            starts = jax.random.randint(key, (arguments.batch, 1), 0, last)
-            return text[starts + jnp.arange(arguments.length + 1)].astype(jnp.int32)
+        loss = make_loss(task.make_network)
+        self.num_steps = num_steps
+        self.every = max(1, num_steps // NUM_EVALUATIONS)
 
         def make_tx(peak: Any, momentum: Any, key: jax.Array) -> optax.GradientTransformation:
-            warm_up, end = arguments.steps // 10, arguments.steps
-            shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warm_up, end)
+            warm_up = num_steps // 10
+            shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warm_up, num_steps)
             if not scheme.decays:
                 shape = optax.warmup_constant_schedule(0.0, 1.0, warm_up)
             return scheme.make(Rate(peak, shape, warm_up), momentum, key)
 
         def init(peak: Any, momentum: Any, key: jax.Array) -> Any:
-            params = nnx.to_pure_dict(nnx.state(make_network(nnx.Rngs(key)), nnx.Param))
+            params = nnx.to_pure_dict(nnx.state(task.make_network(nnx.Rngs(key)), nnx.Param))
             params = optax.tree.cast(optax.tree.cast(params, BF16), scheme.dtype)  # same for all
             return params, make_tx(peak, momentum, key).init(params)
 
         def step(carry: Any, k: Any, peak: Any, momentum: Any, key: jax.Array) -> Any:
             params, state = carry
-            grads = jax.grad(loss)(params, texts(seen, jax.random.fold_in(key, k)))
+            grads = jax.grad(loss)(params, task.seen(jax.random.fold_in(key, k)))
             updates, state = make_tx(peak, momentum, key).update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
@@ -393,7 +420,7 @@ class Trainer:
             params, state = carry
             x = scheme.evaluate(state, params)
             keys = jax.random.split(jax.random.key(0), EVALUATION_BATCHES)  # the same for all
-            return jax.lax.map(lambda key: loss(x, texts(unseen, key)), keys).mean()
+            return jax.lax.map(lambda key: loss(x, task.unseen(key)), keys).mean()
 
         self.init, self.validation_loss = jax.jit(init), jax.jit(validation_loss)
         self.step = jax.jit(step, donate_argnums=0)
@@ -523,21 +550,21 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> str:
-    parser = common.parser(__doc__)
+def parse(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    sizes: dict[str, tuple[int, str]],
+) -> argparse.Namespace:
+    """The command line, with sizes of the network and of batches: default and help of each."""
     add = parser.add_argument
     add("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="what to compare")
     add("--seeds", type=int, default=3, help="how many, beside that of tuning")
     add("--rounds", type=int, default=30, help="of timing; 0 for none")
     add("--steps", type=int, default=1_000, help="of each run")
-    add("--width", type=int, default=128, help="of the network")
-    add("--heads", type=int, default=4, help="of attention")
-    add("--layers", type=int, default=2, help="how many")
-    add("--length", type=int, default=128, help="of a text, in bytes")
-    add("--batch", type=int, default=8, help="texts at a step")
+    for name, (default, about) in sizes.items():
+        add(f"--{name}", type=int, default=default, help=about)
     add("--picture", type=Path, help="where to draw the losses")
-    positive = ("seeds", "steps", "width", "heads", "layers", "length", "batch")
-    arguments = common.parse(parser, argv, *positive)
+    arguments = common.parse(parser, argv, "seeds", "steps", *sizes)
     common.command_line.check_writable(parser, arguments, "picture")
     if arguments.rounds < 0:
         parser.error(f"--rounds must be >= 0, got {arguments.rounds}")
@@ -545,9 +572,13 @@ def main(argv: list[str] | None = None) -> str:
         parser.error(f"--width must be a multiple of --heads, got {arguments.width}")
     if REFERENCE not in arguments.scheme:
         parser.error(f"--scheme must have {REFERENCE!r}, the reference, got {arguments.scheme}")
+    return arguments
 
+
+def compare(task: Task, arguments: argparse.Namespace) -> str:
+    """Tunes and runs each scheme, and prints the tables."""
     records = common.Records(arguments.json, ("scheme", "rate", "momentum", "seed"))
-    trainers = {name: Trainer(SCHEMES[name], arguments) for name in arguments.scheme}
+    trainers = {name: Trainer(SCHEMES[name], task, arguments.steps) for name in arguments.scheme}
     seeds = range(1, arguments.seeds + 1)
     bar = tqdm()
     tuned, runs = {}, {}
@@ -572,6 +603,18 @@ def main(argv: list[str] | None = None) -> str:
     text = f"{table(runs, times)}\n\nTuning, by seed 0:\n\n{tuning_table(tuned)}"
     print(text)
     return text
+
+
+def main(argv: list[str] | None = None) -> str:
+    sizes = {
+        "width": (128, "of the network"),
+        "heads": (4, "of attention"),
+        "layers": (2, "how many"),
+        "length": (128, "of a text, in bytes"),
+        "batch": (8, "texts at a step"),
+    }
+    arguments = parse(common.parser(__doc__), argv, sizes)
+    return compare(make_task(arguments), arguments)
 
 
 if __name__ == "__main__":

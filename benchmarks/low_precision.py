@@ -193,21 +193,28 @@ def perceptron(rngs: nnx.Rngs) -> nnx.Module:
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-NUM_IMAGES, RECORD = 2_560, 1 + 3 * 32 * 32  # a label, and a red, green and blue plane
+RECORD = 1 + 3 * 32 * 32  # a label, and a red, green and blue plane
+NUM_IMAGES = 2_560
+BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]  # to train on; held out: "test_batch.bin"
 
 
-def read_cifar10(folder: Path) -> tuple[jax.Array, jax.Array]:
-    """The first images of CIFAR-10, from −1 to 1, and their labels; downloaded if not there."""
-    names = ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin")
-    path = next((folder / name for name in names if (folder / name).exists()), None)
-    if path is None:
-        unpack = pooch.Untar(members=[names[1]], extract_dir=".")
-        path, *_ = pooch.retrieve(
+def read_cifar10(folder: Path, name: str = BATCHES[0]) -> tuple[np.ndarray, np.ndarray]:
+    """The images of a file of CIFAR-10, as bytes, and their labels; downloaded if not there."""
+    paths = [folder / name, folder / "cifar-10-batches-bin" / name]
+    if not any(path.exists() for path in paths):
+        members = [f"cifar-10-batches-bin/{member}" for member in (*BATCHES, "test_batch.bin")]
+        unpack = pooch.Untar(members=members, extract_dir=".")
+        pooch.retrieve(
             URL, f"md5:{MD5}", "cifar-10-binary.tar.gz", folder, unpack, progressbar=True
         )
-    records = np.fromfile(path, np.uint8, NUM_IMAGES * RECORD).reshape(NUM_IMAGES, RECORD)
-    images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return (jnp.asarray(images, F32) / 255 - 0.5) / 0.5, jnp.asarray(records[:, 0], jnp.int32)
+    path = next(path for path in paths if path.exists())
+    records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
+    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
+
+
+def scaled(images: Any) -> jax.Array:
+    """Bytes from −1 to 1."""
+    return (jnp.asarray(images, F32) / 255 - 0.5) / 0.5
 
 
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
@@ -216,7 +223,8 @@ def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
         rates = (0.01, 0.03, 0.1, 0.3, 1.0)
         data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
         return Task(perceptron, *data, 64, num_epochs or 107, rates)
-    data = read_cifar10(folder)
+    images, labels = (array[:NUM_IMAGES] for array in read_cifar10(folder))
+    data = scaled(images), jnp.asarray(labels, jnp.int32)
     return Task(ConvNet, *data, 32, num_epochs or 25, (0.01, 0.03, 0.1, 0.3))
 
 

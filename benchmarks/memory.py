@@ -255,13 +255,6 @@ def compile_step(
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(params, state, tokens)
 
 
-def text_of(program: Any) -> str:
-    try:
-        return program.as_text()
-    except jax.errors.JaxRuntimeError:  # as libtpu 0.0.52's programs for a v5p, in jax 0.10.2
-        return ""
-
-
 def collectives(text: str) -> dict[str, int]:
     """How many of each kind are in a program. XLA may copy one into many fusions."""
     found = re.findall(rf" {compiled.COLLECTIVE}\(.*?channel_id=(\d+)", text)
@@ -286,7 +279,7 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
         result |= {
             "refused": False,
             "GiB": total / 2**30,
-            "collectives": collectives(text_of(program)),
+            "collectives": collectives(compiled.text_of(program)),
         }
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):

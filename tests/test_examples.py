@@ -197,8 +197,8 @@ def test_images_of_low_precision(tmp_path: Path) -> None:
     for folder in (tmp_path, path.parent):
         images, labels = low_precision.read_cifar10(folder)
         assert images.shape == (2_560, 32, 32, 3)
-        assert images[4, 5, 6, 2] == 1
-        assert (images == -1).sum() == images.size - 1
+        assert images[4, 5, 6, 2] == 255
+        assert (images == 0).sum() == images.size - 1
         assert (labels[4], labels.sum()) == (7, 7)
 
 

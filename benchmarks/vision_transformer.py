@@ -1,0 +1,84 @@
+r"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
+
+    python benchmarks/vision_transformer.py --data-dir DIR
+
+Trains a transformer to classify the 50,000 images for training, in patches of 8×8, without
+augmentation, and validates it by the cross-entropy of the 10,000 others. Schemes, tuning and tables
+are those of language_model.py. CIFAR-10 is downloaded to DIR if it is not there.
+
+With --json a run that is in OUT, a line each, is not run again.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import language_model
+import numpy as np
+from flax import nnx
+from low_precision import BATCHES, BF16, read_cifar10, scaled
+
+PATCH = 8
+
+
+class VisionTransformer(nnx.Module):
+    """Logits of the classes of images."""
+
+    def __init__(self, width: int, heads: int, layers: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        """For images of 32×32."""
+        self.patches = nnx.Linear(PATCH * PATCH * 3, width, dtype=dtype, rngs=rngs)
+        self.places = nnx.Embed((32 // PATCH) ** 2, width, dtype=dtype, rngs=rngs)
+        block = lambda: language_model.Block(width, heads, dtype, rngs, causal=False)
+        self.blocks = nnx.Sequential(*(block() for _ in range(layers)))
+        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.classes = nnx.Linear(width, 10, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """From (batch, 32, 32, 3) to (batch, 10)."""
+        n = 32 // PATCH
+        patches = images.reshape(-1, n, PATCH, n, PATCH, 3).swapaxes(2, 3)
+        x = self.patches(patches.reshape(-1, n * n, PATCH * PATCH * 3))
+        x += self.places(jnp.arange(n * n))
+        return self.classes(self.norm(self.blocks(x)).mean(1))
+
+
+def make_task(arguments: argparse.Namespace) -> language_model.Task:
+    """To classify CIFAR-10."""
+
+    def batches(names: list[str]) -> Callable[[jax.Array], language_model.Batch]:
+        files = [read_cifar10(arguments.data_dir, name) for name in names]
+        images, labels = map(jnp.asarray, map(np.concatenate, zip(*files, strict=True)))
+
+        def batch(key: jax.Array) -> language_model.Batch:
+            i = jax.random.randint(key, (arguments.batch,), 0, len(labels))
+            return scaled(images[i]), labels[i].astype(jnp.int32)
+
+        return batch
+
+    sizes = (arguments.width, arguments.heads, arguments.layers)
+    return language_model.Task(
+        lambda rngs: VisionTransformer(*sizes, BF16, rngs),
+        batches(BATCHES),
+        batches(["test_batch.bin"]),
+    )
+
+
+def main(argv: list[str] | None = None) -> str:
+    sizes = {
+        "width": (128, "of the network"),
+        "heads": (4, "of attention"),
+        "layers": (2, "how many"),
+        "batch": (64, "images at a step"),
+    }
+    parser = common.parser(__doc__)
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10")
+    arguments = language_model.parse(parser, argv, sizes)
+    return language_model.compare(make_task(arguments), arguments)
+
+
+if __name__ == "__main__":
+    common.command_line.run(main)
