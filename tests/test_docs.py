@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import jax
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -28,6 +30,21 @@ def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     # What a block is said to print, it prints.
     said = re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
     assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
+def test_notebooks(path: Path) -> None:
+    """They run, and print what they are stored with, but for digits."""
+    stored, notebook = (nbformat.read(path, as_version=4) for _ in range(2))
+    NotebookClient(notebook, timeout=300).execute()
+    without_digits = lambda cells: [
+        re.sub(r"[-\d.]+", "", output.get("text", ""))
+        for cell in cells
+        for output in cell.get("outputs", ())
+        if output.get("name") == "stdout"
+    ]
+    assert without_digits(notebook.cells) == without_digits(stored.cells) != []
 
 
 def test_there_are_blocks_that_print() -> None:
