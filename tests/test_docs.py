@@ -1,11 +1,19 @@
 """The Python blocks of the README and of each page run, each page in a namespace of its own."""
 
+import dataclasses
 import re
+import sys
+import types
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import chex
 import jax
+import jax.numpy as jnp
 import nbformat
+import optax
 import pytest
+from jax.sharding import PartitionSpec
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -21,15 +29,74 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, object] = {}
+@dataclasses.dataclass
+class TensorSpec:
+    """As in axlearn, where it is a leaf."""
+
+    shape: tuple[int, ...]
+    dtype: Any = None
+    mesh_axes: Any = None
+
+
+class PartitionedGradientTransformation(NamedTuple):
+    """As in axlearn."""
+
+    init: Any
+    update: Any
+    partition: Any
+
+
+@pytest.fixture(autouse=True)
+def _axlearn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names that the recipe takes from axlearn, which is not installed."""
+    stub = types.ModuleType("axlearn.common.optimizer_base")
+    vars(stub).update(
+        OptStateSpec=TensorSpec,
+        PartitionedGradientTransformation=PartitionedGradientTransformation,
+    )
+    for name in ("axlearn", "axlearn.common", stub.__name__):
+        monkeypatch.setitem(sys.modules, name, stub)
+
+
+def run_blocks(name: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard"):  # what users have
         for block in BLOCKS[name]:
             exec(compile(block, name, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks(name)
     # What a block is said to print, it prints.
     said = re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
     assert capsys.readouterr().out.splitlines() == said
+
+
+def test_recipes_for_trainers() -> None:
+    """By their interfaces: MaxText's configuration, and axlearn's params with descriptions."""
+    recipes = run_blocks("docs/recipes.md")
+    numbers = {"averaging": 0.1, "adam_b2": 0.99, "adam_eps": 1e-8, "adam_weight_decay": 0.1}
+    config = types.SimpleNamespace(opt_type="gpa_adamw", **numbers)
+    params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
+    tx = recipes["get_optimizer"](config, optax.constant_schedule(1e-3))
+    state = tx.init(params)
+    assert optax.tree.get(state, "z")["w"].dtype == jnp.bfloat16
+    expected, _ = tx.update(params, state, params)
+
+    described = jax.tree.map(lambda x: types.SimpleNamespace(value=x), params)
+    wrapped = recipes["for_axlearn"](tx)
+    state = wrapped.init(described)
+    updates, state = wrapped.update(params, state, described)
+    chex.assert_trees_all_equal(updates, expected)
+    split = PartitionSpec("fsdp")
+    specs = {"w": TensorSpec((8, 4), jnp.bfloat16, split), "b": TensorSpec((4,), jnp.bfloat16)}
+    parts = wrapped.partition(specs)
+    assert jax.tree.structure(parts) == jax.tree.structure(state)
+    for part, leaf in zip(*map(jax.tree.leaves, (parts, state)), strict=True):
+        assert (part.shape, part.dtype) == (leaf.shape, leaf.dtype)
+        assert (part.mesh_axes == split) == (part.shape == (8, 4))
 
 
 @pytest.mark.slow
