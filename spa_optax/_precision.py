@@ -3,6 +3,7 @@
 Stochastic rounding goes to one of the two neighbours of a number, and is right in the mean.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -57,22 +58,34 @@ def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> 
     """
     if seed is None or dtype == x.dtype or jnp.iscomplexobj(x):
         return x.astype(dtype)
+    return _stochastic(x, seed, dtype, low_bits)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
+    """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_extra = wide.nmant - narrow.nmant  # bits, which count down to the nearer
-    value = jax.lax.stop_gradient(x)
-    shift = jnp.zeros([], x.dtype)
+    shift = None
     if narrow.minexp > wide.minexp:  # below its smallest normal number spacing stays as it is there
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
-        shift = jnp.where(jnp.abs(value) < tiny, jnp.copysign(tiny, value), shift)
-    bits = jax.lax.bitcast_convert_type(value + shift, f"uint{wide.bits}")
+        shift = jnp.where(jnp.abs(x) < tiny, jnp.copysign(tiny, x), 0)
+    on_grid = x if shift is None else x + shift
+    bits = jax.lax.bitcast_convert_type(on_grid, f"uint{wide.bits}")
     num_random = min(num_extra, 32)
     random = random_bits(seed, x.shape)
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
-    bits += random.astype(bits.dtype) << (num_extra - num_random)
+    random = random.astype(bits.dtype)
+    bits += random << (num_extra - 32) if num_extra > 32 else random
     bits = bits >> num_extra << num_extra
-    result = jax.lax.bitcast_convert_type(bits, x.dtype) - shift
-    # An exact sum, that has the derivative of a cast. Bits of NaN can run over.
-    return (x + jnp.where(jnp.isfinite(value), result - value, 0)).astype(dtype)
+    result = jax.lax.bitcast_convert_type(bits, x.dtype)
+    result = result if shift is None else result - shift
+    return jnp.where(jnp.isfinite(x), result, x).astype(dtype)  # bits of NaN can run over
+
+
+@_stochastic.defjvp
+def _(dtype: Any, low_bits: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _stochastic(*primals, dtype, low_bits), tangents[0].astype(dtype)
 
 
 def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
