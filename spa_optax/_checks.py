@@ -299,6 +299,8 @@ def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str
             key = jax.tree_util.keystr(path)
             if shapes.pop(key, None) != np.shape(leaf):
                 found = f"{np.shape(leaf)} at {key or 'its root'}"
+                if key.endswith(".value"):
+                    found += "; of a Flax nnx model `params` are `nnx.state(model, nnx.Param)`"
                 raise ValueError(
                     f"`{name}` must have leaves of the paths and shapes of `params`, or of some of"
                     f" them, each once, got {found}"

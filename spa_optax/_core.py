@@ -239,7 +239,9 @@ def only(state: PyTree, kind: Any, name: str) -> Any:
     """The one node of a kind in a state."""
     found = find(state, kind)
     if len(found) != 1:
-        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
+        is_transformation = isinstance(state, optax.GradientTransformation)
+        got = "a transformation, not its state" if is_transformation else len(found)
+        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {got}")
     return found[0]
 
 

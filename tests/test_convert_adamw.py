@@ -296,6 +296,7 @@ def test_what_does_not_fit() -> None:
             "`adamw_state` must hold one `ScaleByAdamState`, got 0",
         ),
         (lambda: move(into=adam.init(x)), "`into` must hold one `SPAState`, got 0"),
+        (lambda: move(into=adam), "`into` must hold one `SPAState`, got a transformation, not"),
         (lambda: move(into=spa(0.1).init(x)), "`into` must hold one second moment, got 0"),
         (lambda: move(into=gpa_adamw(0.1).init(x)), "`into` must be a state of `spa_adamw`, got"),
         (

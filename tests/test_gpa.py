@@ -331,6 +331,8 @@ def test_eval_params_of_nnx() -> None:
         optimizer.update(model, of_model)
     x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
     assert type(x) is type(nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match=r"`params` are `nnx.state\(model, nnx.Param\)`"):
+        eval_params(optimizer.opt_state, model)
     y, state = apply(tx, start, [grads] * 3)
     expected = eval_params(state, y)
     chex.assert_trees_all_close(nnx.to_pure_dict(x), expected, rtol=1e-6)
