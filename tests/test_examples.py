@@ -16,6 +16,7 @@ import memory
 import numpy as np
 import pytest
 import update_cost
+import vision_transformer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -52,6 +53,7 @@ SCRIPTS = {
     for module in (
         digits,
         *(compiled, equivalence, gauge, language_model, low_precision, memory, update_cost),
+        vision_transformer,
     )
 }
 
@@ -228,6 +230,27 @@ def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     language_model.main([*arguments, "--rounds", "0", "--picture", str(picture)])
     assert out.read_text() == lines  # nothing is run again
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_vision_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learns the brightness of a quarter of the image from other images than it is validated by."""
+    monkeypatch.setattr(language_model, "tune", lambda scheme, run: [run(*scheme.start)])
+    rng = np.random.default_rng(0)
+    for name in (*low_precision.BATCHES, "test_batch.bin"):
+        labels = rng.integers(0, 2, 32, np.uint8)
+        images = rng.integers(0, 100, (32, 3, 32, 32), np.uint8)
+        images[:, :, :16, 16:] += labels[:, None, None, None] * np.uint8(150)
+        records = np.concatenate([labels[:, None], images.reshape(32, -1)], 1)
+        (tmp_path / name).write_bytes(records.tobytes())
+    out = tmp_path / "runs"
+    schemes = ["AdamW, float32", "gpa_adamw, 4 bytes"]
+    sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--batch", "16", "--steps", "60"]
+    options = ["--seeds", "1", "--rounds", "0", "--json", str(out), "--data-dir", str(tmp_path)]
+    text = vision_transformer.main(["--scheme", *schemes, *options, *sizes])
+    assert all(f"| {name} |" in text for name in schemes)
+    for record in map(json.loads, out.read_text().splitlines()):
+        assert record["curve"][-1][1] < math.log(2) / 2
 
 
 @pytest.mark.slow
