@@ -346,6 +346,7 @@ class Task(NamedTuple):
     make_network: Callable[[nnx.Rngs], nnx.Module]
     seen: Callable[[jax.Array], Batch]
     unseen: Callable[[jax.Array], Batch]
+    rate_scale: float = 1.0  # of the rates with which tuning begins
 
 
 def make_task(arguments: argparse.Namespace) -> Task:
@@ -498,6 +499,12 @@ def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str
     return common.markdown([*header, "steps to AdamW's", "time/step"], rows)
 
 
+def started(scheme: Scheme, task: Task) -> Scheme:
+    """With the start of its tuning where the task wants it."""
+    rate, momentum = scheme.start
+    return scheme._replace(start=(rate * task.rate_scale, momentum))
+
+
 def tune(scheme: Scheme, run: Callable[[float, float], dict[str, Any]]) -> list[dict[str, Any]]:
     """From `start` to the best neighbour in the grid, until none is better. The best is last."""
     i, j = RATES.index(scheme.start[0]), scheme.momenta.index(scheme.start[1])
@@ -590,7 +597,7 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
             key = (name, rate, momentum, seed)  # noqa: B023  # called in this round
             return records.get(key, lambda: trainer(rate, momentum, seed))  # noqa: B023
 
-        tuned[name] = tune(SCHEMES[name], run)
+        tuned[name] = tune(started(SCHEMES[name], task), run)
         best = tuned[name][-1]
         runs[name] = [run(best["rate"], best["momentum"], seed) for seed in seeds]
     bar.close()

@@ -64,6 +64,7 @@ def make_task(arguments: argparse.Namespace) -> language_model.Task:
         lambda rngs: VisionTransformer(*sizes, BF16, rngs),
         batches(BATCHES),
         batches(["test_batch.bin"]),
+        rate_scale=1 / 4,
     )
 
 
