@@ -1,4 +1,4 @@
-"""AdamW with its first moment by primal averaging."""
+"""AdamW with primal averaging in place of its first moment."""
 
 import dataclasses
 from collections.abc import Callable
@@ -46,25 +46,24 @@ def spa_adamw(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with its first moment by primal averaging: `spa` of Adam's direction.
+    """AdamW with primal averaging in place of its first moment: `spa` on Adam's direction.
 
     With λ the weight decay, the direction d_k is
 
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
         d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ x_k
 
-    and the rest is `spa`. It differs from AdamW in that it averages the steps that Adam has scaled,
-    where AdamW scales an average of gradients, and in that momentum starts from 0 without a
-    correction of its bias. Rates and momenta are on the scale of AdamW's: averaging stands for
-    1 − b1, and steps for the mean of the last 1/c directions, times the learning rate.
+    and `spa` does the rest. AdamW scales an average of gradients; this averages scaled gradients.
+    Its momentum starts from 0 without bias correction. Rates and momenta are on AdamW's scale:
+    averaging is 1 − b1, and a step is the learning rate times the mean of the last 1/c directions.
 
-    z takes the place of the first moment and of the float32 master copy. Params of bfloat16 and
-    their state take, in bytes a parameter, the last three with a `rounding_key`:
+    z replaces the first moment and the float32 master copy. Bytes per parameter for bfloat16 params
+    and their state (the last three rows with a `rounding_key`):
 
         10    z and ν in float32
         8     `state_dtype=jnp.bfloat16`
-        6     `second_moment_dtype=jnp.bfloat16`, too
-        4     `second_moment="factored"` in its place
+        6     and `second_moment_dtype=jnp.bfloat16`
+        4     or, instead, `second_moment="factored"`
 
     AdamW takes 14 with a master copy, 12 with float32 params, and 10 with float32 params and
     `mu_dtype=jnp.bfloat16`.
@@ -74,37 +73,37 @@ def spa_adamw(
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
-      weight_decay: λ ≥ 0, a scalar, or a schedule where `optax.add_decayed_weights` takes one. It
-        is decoupled, and multiplied by the learning rate, as in `optax.adamw`.
+      weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
+        decoupled and multiplied by the learning rate, as in `optax.adamw`.
       mask: which params to decay, as for `optax.adamw`: a tree of booleans, or a function of the
         params that returns one.
-      decay_at: "params", where λ x_k is part of the direction, as above; or "z", which then shrinks
-        by itself: z_{k+1} = (1 − η_k λ) z_k − η_k d_k.
-      second_moment: "full", or "factored", as in `optax.adafactor`: of the two longest axes of an
-        array ν keeps its means over either, and takes their product over the mean of all for ν. √ν
-        + ε then is √(ν + ε²). For arrays that are not factored ν is full.
-      second_moment_dtype: dtype of a full ν: None for 32 bits or more, or bfloat16, which needs a
-        `rounding_key`: rounded to nearest, ν would not move where 1 − β₂ is small.
-      decay_rate: for a factored ν, ρ in (0, 1] of Adafactor's 1 − (k + 1)^−ρ, which then takes the
-        place of β₂; `optax.adafactor` has 0.8. None for β₂, corrected for its bias.
-      clipping_threshold: the largest root mean square of the first term of d_k, of each array;
-        larger ones are scaled down to it. `optax.adafactor` has 1. None for no limit.
-      min_dim_size_to_factor: arrays whose second longest axis is shorter are not factored. None for
-        optax's 128.
+      decay_at: "params": λ x_k is part of the direction, as above. "z": z itself decays instead,
+        z_{k+1} = (1 − η_k λ) z_k − η_k d_k with d_k free of λ x_k.
+      second_moment: "full", or "factored" as in `optax.adafactor`: only the means of ν over each of
+        the two longest axes are stored, and ν is their product over the overall mean. √ν + ε is
+        then √(ν + ε²). Arrays that are not factored keep a full ν.
+      second_moment_dtype: dtype of a full ν. None means 32 bits or more. bfloat16 needs a
+        `rounding_key`: rounded to nearest, ν would not change if 1 − β₂ is small.
+      decay_rate: for a factored ν, ρ in (0, 1]: Adafactor's 1 − (k + 1)^−ρ then replaces β₂
+        (`optax.adafactor` uses 0.8). None uses β₂ with bias correction.
+      clipping_threshold: the largest root mean square of the first term of d_k, per array; larger
+        ones are scaled down to it. `optax.adafactor` uses 1. None means no limit.
+      min_dim_size_to_factor: arrays whose second longest axis is shorter are not factored. None
+        means optax's 128.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
-    Under `optax.inject_hyperparams` name `rounding_key`, dtypes, `min_dim_size_to_factor`, and
-    `mask` where it is a function, in its `static_args`, and for params of 16 bits set
-    `hyperparam_dtype` to float32, as for `optax.adamw`: in bfloat16 a β₂ of 0.999 is 1.
+    Under `optax.inject_hyperparams`, list `rounding_key`, the dtypes, `min_dim_size_to_factor` and
+    a `mask` that is a function in `static_args`. For 16-bit params also set `hyperparam_dtype` to
+    float32, as for `optax.adamw`: in bfloat16 a β₂ of 0.999 is 1.
 
     Returns:
-      A transformation, a chain, whose `update` needs `params`; its updates have the params' dtype.
-      Params are the point to evaluate and to save.
+      An optax chain whose `update` needs `params`; its updates have the params' dtype. Evaluate and
+      save the params.
 
     Raises:
-      ValueError: if an argument is out of range or has no use beside the others, or, in `update`,
-        `params` is missing or the trees differ.
+      ValueError: if an argument is out of range or conflicts with another; in `update`, if `params`
+        is missing or the trees differ.
 
     Examples:
       The first direction is the gradient's sign: z goes from 10 to 9, and x a tenth of the way.
@@ -147,20 +146,20 @@ def gpa_adamw(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with its first moment by generalized primal averaging: `gpa` of Adam's direction.
+    """AdamW with generalized primal averaging in place of its first moment.
 
-    The direction is that of `spa_adamw`, at y, and the rest is `gpa`. With the averaging of
-    `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, with b1 = μ_y.
+    This is `gpa` on the direction of `spa_adamw`, taken at y. With `schedule_free_averaging` as
+    averaging it is `optax.contrib.schedule_free_adamw` with b1 = μ_y.
 
-    The authors' own GPA-AdamW has Adam's first moment as well, a buffer more, which
-    `optax.chain(optax.scale_by_adam(), gpa(1e-3))` has too, and by default it decays z, which is
-    `decay_at="z"` here.
+    The authors' GPA-AdamW also has Adam's first moment, one more buffer, as
+    `optax.chain(optax.scale_by_adam(), gpa(1e-3))` does. By default it decays z: `decay_at="z"`
+    here.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. 1 − μ_y (1 − c) of each
-        direction enters y at once, as 1 − b1 in AdamW.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. The part of each
+        direction that enters y at once is 1 − μ_y (1 − c), as 1 − b1 in AdamW.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, as for `spa_adamw`.
@@ -172,21 +171,21 @@ def gpa_adamw(
       clipping_threshold: for each array's direction, as for `spa_adamw`.
       min_dim_size_to_factor: for a factored ν, as for `spa_adamw`.
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, which params of 16 bits need here: see `gpa`.
+      rounding_key: for stochastic rounding, which 16-bit params need here: see `gpa`.
 
-    For bytes a parameter, and for `optax.inject_hyperparams`, see `spa_adamw`.
+    For bytes per parameter and `optax.inject_hyperparams`, see `spa_adamw`.
 
     Returns:
-      A transformation, a chain, whose `update` needs `params`; its updates have the params' dtype.
+      An optax chain whose `update` needs `params`; its updates have the params' dtype.
       `eval_params` gives the point to evaluate and to save.
 
     Raises:
-      ValueError: if an argument is out of range or has no use beside the others, or, in `update`,
-        `params` is missing or the trees differ.
+      ValueError: if an argument is out of range or conflicts with another; in `update`, if `params`
+        is missing or the trees differ.
 
     Examples:
-      The first direction is the gradient's sign: z goes from 10 to 9, x half of the way to it, and
-      y half of the way from there.
+      The first direction is the gradient's sign: z goes from 10 to 9, x half of the way to z, and y
+      is midway between x and z.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -225,17 +224,17 @@ def _direction(
     clipping_threshold: ArrayLike | None,
     rounding_key: PRNGKeyArray | None,
 ) -> optax.GradientTransformation:
-    """The direction g / (√ν + ε), of gradients and params of 32 bits or more."""
+    """The direction g / (√ν + ε), for gradients and params of 32 bits or more."""
     check_second_moment(b2, eps)
     check_choice("second_moment", second_moment, SecondMoment)
     is_factored = second_moment == "factored"
     check_factored(is_factored, decay_rate, min_dim_size_to_factor)
     check_second_moment_dtype(second_moment_dtype, is_factored, rounding_key)
     check_clipping_threshold(clipping_threshold)
-    # A scalar of NumPy would make a float64 of ν, where there are any.
+    # A NumPy scalar would make ν float64 under x64.
     b2, eps = (float(v) if is_plain_number(v) else v for v in (b2, eps))  # pyright: ignore[reportArgumentType]
     if is_factored:
-        adam = lambda k, b2: b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # keeps ν free of bias
+        adam = lambda k, b2: b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # keeps ν unbiased
         adafactor = lambda k, power: 1 - (k + 1.0) ** -power
         scale = optax.scale_by_factored_rms(
             decay_rate=b2 if decay_rate is None else decay_rate,
@@ -276,7 +275,7 @@ def _or_zeros(g: Any, x: Any) -> Any:
 
 
 def _kept_without_gradient(new: Any, old: Any, g: PyTree) -> Any:
-    """The new state, with the old ν of params that have no gradient."""
+    """The new state, but the old ν for params without a gradient."""
     keep = lambda g, new, old: old if g is None else new
     fields = {
         name: jax.tree.map(keep, g, getattr(new, name), getattr(old, name), is_leaf=is_none)
@@ -293,7 +292,7 @@ def _with_decay(
     mask: PyTree | Callable[[PyTree], PyTree] | None,
     decay_at: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """A direction, weight decay, and a member of the family, in 32 bits or more."""
+    """Chains a direction, weight decay and a member of the family, in 32 bits or more."""
     check_rate("weight_decay", weight_decay)
     check_choice("decay_at", decay_at, DecayAt)
     add_decay = optax.add_decayed_weights(weight_decay, mask)  # pyright: ignore[reportArgumentType]
@@ -313,7 +312,7 @@ def _with_decay(
     ) -> tuple[PyTree, Any]:
         del extra_args
         if params is None:
-            raise ValueError("`params` must be passed to `update`, which starts from x, got None")
+            raise ValueError("`params` must be passed to `update`, got None")
         check_same_tree("updates", updates, "params", params)
         of_direction, of_decay = state
         g, x = jax.tree.map(_widened, (updates, params))

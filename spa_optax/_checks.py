@@ -20,7 +20,7 @@ def is_none(leaf: object) -> bool:
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether a hyper-parameter is a plain number: no schedule, and nothing that may be traced."""
+    """Whether a hyper-parameter is a plain number: neither a schedule nor possibly traced."""
     return not callable(value) and not isinstance(value, jax.Array)
 
 
@@ -38,9 +38,7 @@ def _check_number(
             f"`{name}` must be {kind}, got a pair of hyper-parameters: unpack it, as in"
             " `spa(*stagewise(...))`"
         )
-    if isinstance(
-        value, jax.Array
-    ):  # may be traced or on another device: its shape is all that is looked at
+    if isinstance(value, jax.Array):  # may be traced or on another device: check only its shape
         if value.shape != ():
             raise ValueError(f"`{name}` must be {kind}, got an array of shape {value.shape}")
         return
@@ -56,7 +54,7 @@ def _check_number(
 
 
 def _as_float(value: Any) -> float:
-    """A number as a float; an integer that is too large for one is infinite."""
+    """A number as a float; an integer too large for one becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -78,7 +76,7 @@ def check_rate(name: str, value: Any) -> None:
 def check_averaging(value: optax.ScalarOrSchedule) -> None:
     """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in [0, 1].
 
-    Warns of a number that is more likely a momentum.
+    Warns if a number looks like a momentum.
     """
     _check_number("averaging", value, "in [0, 1]", lambda v: 0 <= v <= 1)
     if is_plain_number(value) and 0.8 <= value < 1:  # pyright: ignore[reportOperatorIssue]
@@ -92,7 +90,7 @@ def check_averaging(value: optax.ScalarOrSchedule) -> None:
 
 def check_interpolation(value: optax.ScalarOrSchedule) -> None:
     """Raises ValueError unless `value` is a schedule, a traced scalar, or a number in (0, 1]."""
-    # As float32, in which the state keeps it.
+    # As float32, the dtype of the state.
     _check_number("interpolation", value, "in (0, 1]", lambda v: bool(np.float32(v) > 0) and v <= 1)
 
 
@@ -108,7 +106,7 @@ def check_second_moment(b2: Any, eps: Any) -> None:
 
 
 def check_factored(is_factored: bool, decay_rate: Any, min_dim_size_to_factor: Any) -> None:
-    """Raises ValueError unless both are None, or good for a factored second moment."""
+    """Raises ValueError unless both are None or valid for a factored second moment."""
     for name, value in (
         ("decay_rate", decay_rate),
         ("min_dim_size_to_factor", min_dim_size_to_factor),
@@ -163,22 +161,22 @@ def check_dtype(value: Any) -> None:
 
 
 def check_second_moment_dtype(value: Any, is_factored: bool, rounding_key: Any) -> None:
-    """Raises ValueError unless `value` is None, or bfloat16 where that is of use."""
+    """Raises ValueError unless `value` is None, or bfloat16 for a full ν with a key."""
     rule = "`second_moment_dtype` must be None or bfloat16, which has the range of float32"
     _check_dtype(value, rule, lambda dtype: dtype == jnp.bfloat16)
     if value is not None and is_factored:
         raise ValueError('`second_moment_dtype` must be None where `second_moment` is "factored"')
     if value is not None and rounding_key is None:
         raise ValueError(
-            "`rounding_key` must be given with a `second_moment_dtype` of 16 bits, got None:"
-            " rounded to the nearest, the second moment would not move"
+            "`rounding_key` must be given with a 16-bit `second_moment_dtype`, got None:"
+            " rounded to nearest, the second moment would not change"
         )
 
 
 def _check_dtype(value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
     if value is None:
         return
-    if isinstance(value, (jax.Array, np.ndarray)):  # what `inject_hyperparams` makes of a dtype
+    if isinstance(value, (jax.Array, np.ndarray)):  # `inject_hyperparams` turns dtypes into arrays
         raise ValueError(
             f"{rule}, got an array: name it in the `static_args` of `optax.inject_hyperparams`"
         )
@@ -215,7 +213,7 @@ def check_steps(name: str, value: Any, least: int = 1) -> int:
     if steps < least or isinstance(value, bool):
         raise ValueError(f"`{name}` must be a concrete integer >= {least}, got {_shown(value)}")
     if steps >= 2**31:
-        raise ValueError(f"`{name}` must be below 2^31, where counts end, got {_shown(value)}")
+        raise ValueError(f"`{name}` must be below 2^31, the limit of counts, got {_shown(value)}")
     return steps
 
 
@@ -243,8 +241,8 @@ def check_same_tree(
 ) -> None:
     """Raises ValueError, naming what differs, unless two trees agree in structure and shapes.
 
-    None counts as a leaf of any shape. Without `same_nodes` paths must agree, but not types: the
-    optimizer state of Flax nnx holds variables of another type than the params.
+    None counts as a leaf of any shape. Without `same_nodes` only paths must agree, not node types:
+    the optimizer state of Flax nnx holds variables of another type than the params.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     like_leaves, like_structure = jax.tree.flatten(like, is_leaf=is_none)
@@ -275,7 +273,7 @@ def check_none_without_z(updates: PyTree, z: PyTree) -> None:
 
 
 def check_arrays_differ(name: str, tree: PyTree, other_name: str, other: PyTree) -> None:
-    """Raises ValueError if two trees hold the very same arrays, all of them."""
+    """Raises ValueError if all arrays of two trees are the same objects."""
     leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
     if leaves and all(map(operator.is_, leaves, other_leaves)):
         raise ValueError(
@@ -288,8 +286,8 @@ def check_arrays_differ(name: str, tree: PyTree, other_name: str, other: PyTree)
 def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
     """The path of each leaf of each tree, as a string.
 
-    Raises ValueError unless each is the path of one of `params`, of its shape, and comes up once.
-    Types of nodes may differ, as those of Flax nnx do.
+    Raises ValueError unless each occurs once and is in `params`, with the same shape. Node types
+    may differ, as under Flax nnx.
     """
     shapes = {path: np.shape(leaf) for path, leaf in _leaves_with_path(params)}
     keys = []
@@ -315,7 +313,7 @@ def _first_difference(structure: Any, like: Any) -> str:
         for child, like_child in zip(structure.children(), like.children(), strict=True):
             if child != like_child:
                 return _first_difference(child, like_child)
-    # A node is its type and what it keeps beside its children: the keys of a dict, for one.
+    # A node has a type and metadata, such as the keys of a dict.
     (kind, kept), (like_kind, like_kept) = structure.node_data(), like.node_data()
     if kind is like_kind:
         return reprlib.repr(kept) + " against " + reprlib.repr(like_kept) + f" in a {kind.__name__}"

@@ -1,4 +1,4 @@
-"""The coasting form: SGD with momentum as primal averaging, whatever its hyper-parameters do.
+"""The coasting form: SGD with momentum as primal averaging, for any hyper-parameters.
 
 Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 the *coast*. With a_k = α_k (heavy
 ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1} > 0,
@@ -7,8 +7,8 @@ ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1}
     z_{k+1} = z_k − η_k g_k                              η_k = a_k + w_{k+1}    (Nesterov: + α_k)
     x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
 
-with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). Of the w that make r = 1 at every step, so that z is
-moved by nothing but its gradient step, one stays bounded: the one that looks ahead,
+with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). If r = 1 at every step, only its gradient step moves z.
+Only one such w stays bounded, the one that looks ahead:
 
     w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i
 
@@ -29,27 +29,27 @@ from spa_optax._core import Scalars
 from spa_optax._hyperparams import at_count
 
 _TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
-_MAX_HORIZON = 2**15  # so β = 0.999, which needs 18,412 terms, has all of them
+_MAX_HORIZON = 2**15  # enough for β = 0.999, which needs 18,412 terms
 _SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
 
 
 class LookAhead(NamedTuple):
-    """What step k knows of the hyper-parameters: now, and from k + 1 on."""
+    """The hyper-parameters of step k, and the coast from those of later steps."""
 
     alpha: Float[Array, ""]  # α_k
     beta: Float[Array, ""]  # β_k
     a: Float[Array, ""]  # a_k
-    coast: Float[Array, ""]  # w_{k+1}; 0 where all that lies ahead is
-    unseen: Float[Array, ""]  # weight in w_{k+1} of what is past the horizon; traced numbers: 1
+    coast: Float[Array, ""]  # w_{k+1}; 0 if all its terms are
+    unseen: Float[Array, ""]  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
 
 
 def foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rates that lie ahead, 0 for the NaN or negative ones past the end of many schedules."""
+    """Later rates, with 0 for the NaN or negative values past the end of many schedules."""
     return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
 
 
 def foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Momenta that lie ahead, 0 for those that are NaN or out of range."""
+    """Later momenta, with 0 for values that are NaN or out of range."""
     return jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
@@ -68,25 +68,25 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step `count`, and the coast that suits those of the steps after it.
+    """The hyper-parameters of step `count`, and the coast for those of later steps.
 
-    w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, closed as if a and β stayed for ever as they are
-    at k + H. Numbers need no sum: H = 0.
+    w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant from k + H on.
+    Numbers need no sum: H = 0.
     """
     alpha_at, beta_at = at_count("learning_rate", learning_rate), at_count("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
     a = alpha * beta if nesterov else alpha
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
-        # Counts keep the dtype of `count`, in which schedules compute, and never pass its last.
+        # Counts keep the dtype of `count`, since schedules compute in it, and do not overflow.
         after = lambda steps: count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
         counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
         alphas = foreseen_rate(jax.vmap(alpha_at)(counts))
         betas = foreseen_momentum(jax.vmap(beta_at)(counts))
-        # Not the last of the above, since a slice of an array is a kernel, and keeps the array.
+        # Evaluated again, since slicing the arrays above costs a kernel and keeps them alive.
         last = after(jnp.asarray(horizon, count.dtype))
         alpha_last, beta_last = foreseen_rate(alpha_at(last)), foreseen_momentum(beta_at(last))
-        if is_plain_number(momentum):  # powers in float64, of β as it is in `betas`
+        if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
             reach = jnp.asarray(
                 np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
             )
@@ -106,7 +106,7 @@ def look_ahead(
 def eta_and_c(
     ahead: LookAhead, coast: Float[Array, ""], *, nesterov: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """η_k and c_{k+1} of the step for which z_{k+1} has this coast."""
+    """η_k and c_{k+1} of the step after which z has this coast."""
     total = ahead.a + coast
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
@@ -115,25 +115,24 @@ def eta_and_c(
 def sgdm_scalars(
     ahead: LookAhead, coast_held: Float[Array, ""], *, is_master: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step, from what is known of the hyper-parameters and the coast of z_k.
+    """The scalars of a step, from the hyper-parameters and the coast of z_k.
 
-    `is_master` tells that z is first of all the master copy of params of 16 bits or fewer.
+    `is_master` means that z is the master copy of params of 16 bits or fewer.
     """
     alpha, beta, a, coast, unseen = ahead
     held = coast_held.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
-        # m = (x − z) / w is known to within rounding of x over w. Where a rise of α or β would
-        # come unforeseen, w must not have followed them down. But where z is a master copy
-        # first, a w that stays behind would wear it off.
+        # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w must
+        # not have followed them down. But a w that stays large would degrade a master copy.
         floor = jnp.maximum(held, alpha / 100)
         coast = jnp.where(foreseen, coast, jnp.maximum(coast, floor))
     coast = safe_coast(coast, a, held)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     held = jnp.where(held > 0, held, 1)
     shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
-    # Below this it is rounding: sums over a horizon are known to some tens of eps, and traced
-    # numbers that have not changed to (1 − β) eps. Its derivative is not, and is kept.
+    # A smaller shift is rounding error: some tens of eps for sums over a horizon, (1 − β) eps for
+    # unchanged traced numbers. Its derivative is not, and is kept.
     rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
     shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
     shift = jnp.where(coast_held > 0, shift, 0)
@@ -145,11 +144,11 @@ def sgdm_scalars(
 def safe_coast(
     coast: Float[Array, ""], a: Float[Array, ""], held: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """A coast to divide by, as the float32 state will hold it, to the last bit.
+    """A coast that is safe to divide by, rounded to float32 as in the state.
 
-    Where nothing lies ahead (w_{k+1} = 0: β is 0, or every later α) any positive number will do.
-    a_k makes c = 1/2; the last w keeps m through a gap of α = 0. What float32 could not hold to its
-    last bit counts as nothing. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
+    If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; the
+    last w keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their
+    last bits. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
     """
     nothing = 1e-30
     fallback = jnp.where(a > nothing, a, jnp.where(held > nothing, held, 1))

@@ -1,4 +1,4 @@
-"""To and from SGD with momentum: hyper-parameters and states."""
+"""Converts hyper-parameters and states to and from SGD with momentum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,8 +57,7 @@ def hyperparams_from_sgdm(
 
     Returns:
       Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is. The
-      schedules have an attribute `sgdm`, the `SGDMHyperparams` that they were made from, which
-      `theory.audit` uses.
+      schedules have an attribute `sgdm` for `theory.audit`: the given `SGDMHyperparams`.
 
     Raises:
       ValueError: if a number is out of range.
@@ -109,9 +108,9 @@ def hyperparams_to_sgdm(
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules. β_0 is free, m_0 being 0, and is given
-      as 1 − c_1. β_k may be over 1 (where η falls fast) and is inf where η_k = 0 < η_{k−1}: SGD+M
-      has no counterpart of a z that stands still while x goes on towards it.
+      Numbers if both arguments are numbers, else schedules. β_0 is free because m_0 = 0; it is set
+      to 1 − c_1. β_k may exceed 1 where η falls fast. It is inf where η_k = 0 < η_{k−1}: x then
+      moves on towards a fixed z, which SGD+M cannot do.
 
     Raises:
       ValueError: if a number is out of range.
@@ -169,26 +168,24 @@ def state_from_sgdm(
 
     Args:
       sgd_state: a state that holds the one momentum buffer of `optax.sgd` or `optax.trace`, in any
-        chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
-      params: x_k, where that run stands.
+        chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+      params: x_k, the current params of that run.
       learning_rate: α_k as it will be passed to `spa_from_sgdm`.
       momentum: β_k as it will be passed to `spa_from_sgdm`.
       nesterov: whether that run, and the one that continues it, use Nesterov momentum.
-      count: the number of steps taken, k. None means the count in `sgd_state`. The state of
-        `optax.sgd` holds none where the learning rate is a number; then, if momentum is a number
-        too, nothing depends on it.
-      into: a state of the optimizer that goes on, as its `init` gives it: a chain or wrapper, of
-        Flax nnx too, that holds one `spa_from_sgdm`. None for no more than the `SPAState`.
+      count: k, the number of steps taken. None reads it from `sgd_state`. `optax.sgd` stores none
+        if the learning rate is a number; if momentum is a number too, none is needed.
+      into: the new optimizer's state from `init`: any chain or wrapper, also under Flax nnx, that
+        holds one `spa_from_sgdm`. None returns only the `SPAState`.
 
     Returns:
-      `into` with z, and with k as the count of its schedules; what else the chain keeps is as it
-      was. If `into` is None, an `SPAState` with z in the dtype that `spa_from_sgdm` gives it by
-      default.
+      `into` with z, and k as the count of its schedules; the rest is unchanged. If `into` is None,
+      an `SPAState` with z in the default dtype of `spa_from_sgdm`.
 
     Raises:
-      ValueError: if `sgd_state` does not hold just one momentum buffer, or `into` one `SPAState`,
-        the buffer does not fit `params`, the count is neither given nor found, or it is 0 although
-        there is momentum.
+      ValueError: if `sgd_state` does not hold exactly one momentum buffer, or `into` one
+        `SPAState`; if the buffer does not fit `params`; if the count is missing, or 0 despite
+        momentum.
 
     Examples:
       α = 1, β = 0.5 and a gradient of 2: x is at 8, and would coast to 6.
@@ -226,12 +223,12 @@ def state_from_sgdm(
         k = jnp.where(moving, 1, 0)
     else:
         raise ValueError(
-            f"`count` must be given where `sgd_state` does not hold just one, got {len(counts)}"
+            f"`count` must be given where `sgd_state` does not hold one count, got {len(counts)}"
         )
     inconsistent = moving & (k == 0)
     if not isinstance(inconsistent, Tracer) and inconsistent:
         raise ValueError("`count` must be >= 1 where `sgd_state` holds momentum, got 0")
-    # What step k − 1 would have seen: w_k.
+    # w_k, as step k − 1 would have computed it.
     ahead = look_ahead(learning_rate, momentum, k - 1, nesterov=nesterov)
     w = safe_coast(ahead.coast, ahead.a, held=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
@@ -255,8 +252,8 @@ def state_from_sgdm(
     (of_into,) = keys_of("into", [only(into, SPAState, "into").z], params)
     if set(of_into) != set(keys) or find(into, GPAState):
         raise ValueError(
-            "`into` must be a state of `spa_from_sgdm` for the params that `sgd_state` has momentum"
-            " of, got one of another optimizer or of other params"
+            "`into` must be a state of `spa_from_sgdm` for the params whose momentum is in"
+            " `sgd_state`, got one of another optimizer or for other params"
         )
     place = lambda node: like(node, state._replace(z=[z[key] for key in of_into]))
     return with_count(replace_nodes(into, SPAState, place), state.count)
@@ -267,26 +264,23 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
 
         m_k = (x_k − z_k) / w_k
 
-    The way back is lossy where w_k is small beside the rounding of x_k, ulp(x)/w in m: with params
-    of 16 bits or fewer always, and in float32 where α has all but vanished (0.8 % of m, two steps
-    before the end of a cosine).
+    m has the rounding error of x_k over w_k, ulp(x)/w. It is large for params of 16 bits or fewer,
+    and in float32 where α is almost 0 (0.8 % of m, two steps before the end of a cosine).
 
     Args:
-      spa_state: a state that holds one `SPAState`, in any chain or wrapper (but `optax.flatten`).
-        Of Flax nnx, `optimizer.opt_state`.
-      params: x_k, where that run stands.
-      into: a state of the optimizer that goes on, as its `init` gives it: a chain or wrapper, of
-        Flax nnx too, that holds one `optax.sgd` with momentum, or one `optax.trace`. None for no
-        more than m_k.
+      spa_state: a state that holds one `SPAState`, in any chain or wrapper except `optax.flatten`.
+        For Flax nnx, `optimizer.opt_state`.
+      params: x_k, the current params of that run.
+      into: the new optimizer's state from `init`: any chain or wrapper, also under Flax nnx, that
+        holds one `optax.sgd` with momentum, or one `optax.trace`. None returns only m_k.
 
     Returns:
-      `into` with m_k, and with k as the count of its schedules; what else the chain keeps is as it
-      was. If `into` is None, m_k, shaped like z and of the dtype of `params`. Where c = 1 has left
-      no momentum it is 0.
+      `into` with m_k, and k as the count of its schedules; the rest is unchanged. If `into` is
+      None, m_k, shaped like z and with the dtype of `params`; 0 where c = 1 has left no momentum.
 
     Raises:
-      ValueError: if `spa_state` does not hold just one `SPAState`, or `into` one momentum buffer,
-        or z does not fit `params`.
+      ValueError: if `spa_state` does not hold exactly one `SPAState`, or `into` one momentum
+        buffer, or if z does not fit `params`.
 
     Examples:
       After one step m is the gradient.
@@ -323,7 +317,7 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
     (of_into,) = keys_of("into", [only(into, optax.TraceState, "into").trace], params)
     if set(of_into) != set(keys):
         raise ValueError(
-            "`into` must have momentum for the params that `spa_state` has z of, got other params"
+            "`into` must have momentum for the params that have a z in `spa_state`, got others"
         )
     place = lambda node: like(node, [m[key] for key in of_into])
     return with_count(replace_nodes(into, optax.TraceState, place), count)
@@ -334,20 +328,20 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
 
         z ← z + (x_new − x_old)
 
-    `optax.sgd` keeps no point of its own, so params may be pruned, projected, averaged or reloaded
-    between steps. Here z would pull them back to where they were.
+    With `optax.sgd`, params may be pruned, projected, averaged or reloaded between steps. Here z
+    would pull them back to their old values.
 
-    With Flax nnx call it before `nnx.update`, since `nnx.state` returns live variables, which hold
-    the new params from then on.
+    With Flax nnx, call it before `nnx.update`: `nnx.state` returns live variables, which then hold
+    the new params.
 
     Args:
-      spa_state: a state that holds one of the family, or several that share the params among them,
-        in any chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
+      spa_state: a state that holds one of the family, or several that divide the params among them,
+        in any chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
       old_params: the params as the last update left them.
       new_params: the params that replace them.
 
     Returns:
-      `spa_state` with z shifted: momentum goes on as it was.
+      `spa_state` with z shifted; momentum is unchanged.
 
     Raises:
       ValueError: if `spa_state` holds no state of the family, the trees differ, or both params are
@@ -403,8 +397,8 @@ def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTre
 
 
 def with_count(state: PyTree, count: Array) -> PyTree:
-    """A state whose schedules are at a count."""
-    # Also the states that hold nothing else, as those of `optax.WrappedSchedule`.
+    """A state with a new count for its schedules."""
+    # Also states with no other field, such as that of `optax.WrappedSchedule`.
     is_counted = lambda node: (
         isinstance(node, _COUNTED) or getattr(node, "_fields", None) == ("count",)
     )

@@ -1,4 +1,4 @@
-"""To and from AdamW, and from Schedule-Free: the states of running jobs."""
+"""Converts states to and from AdamW and Schedule-Free, in mid-run."""
 
 from typing import Any
 
@@ -39,31 +39,30 @@ def state_from_adamw(
 
         z_k = x_k − η_k (1 − c)/c · m̂_k / (√ν̂_k + ε)
 
-    so that the next step is AdamW's, but for what its gradient changes in ν. ν and the count are
-    taken along. Weight decay, which has no momentum in AdamW, takes about 1/c steps to set in.
+    The next step is then AdamW's, except for the effect of its gradient on ν. ν and the count are
+    kept. Weight decay, which has no momentum in AdamW, takes about 1/c steps to take full effect.
 
     Args:
       adamw_state: a state that holds one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, in
-        any chain or wrapper (but `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
-      params: x_k, where that run stands; its float32 master copy, if it has one.
+        any chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+      params: x_k, the current params of that run, or their float32 master copy.
       learning_rate: η_k as it will be passed to `spa_adamw`, a scalar or a schedule of the count k.
-      into: a state of `spa_adamw`, as its `init` gives it, in any chain or wrapper, of Flax nnx
-        too. Its second moment may be full, of 16 bits, or factored.
+      into: the state of `spa_adamw` from `init`, in any chain or wrapper, also under Flax nnx. Its
+        second moment may be full, 16-bit or factored.
       b1: β₁ of that run, in [0, 1).
       b2: β₂ of both runs, in [0, 1).
       eps: ε of both runs, ≥ 0.
-      averaging: c_{k+1} in (0, 1] as it will be passed to `spa_adamw`. None for 1 − b1.
+      averaging: c_{k+1} in (0, 1] as it will be passed to `spa_adamw`. None means 1 − b1.
 
     Returns:
-      `into` with z, ν, and k as its count and that of its schedules; what else the chain keeps is
-      as it was.
+      `into` with z, ν, and k as its count and that of its schedules; the rest is unchanged.
 
     Raises:
-      ValueError: if `adamw_state` does not hold just one state of Adam, or `into` one of
-        `spa_adamw`, or they are of other params than `params`, or a number is out of range.
+      ValueError: if `adamw_state` does not hold exactly one state of Adam, or `into` one of
+        `spa_adamw`; if either does not match `params`; or if a number is out of range.
 
     Examples:
-      Where m̂/√ν̂ is 1, the momentum would carry AdamW on by 1/2, 1/4, … z is where that ends.
+      With m̂/√ν̂ = 1, momentum would move x on by 1/2, 1/4, … z is where that ends.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -77,8 +76,8 @@ def state_from_adamw(
       8.000
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1, with directions of
-      Adam for gradients.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1, with Adam's
+      directions as gradients.
     """
     eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
     adam, x = only(adamw_state, optax.ScaleByAdamState, "adamw_state"), by_path(params)
@@ -119,31 +118,29 @@ def state_to_adamw(
 
         m̂_k = (x_k − z_k) c / (η_k (1 − c)) · (√ν̂_k + ε)
 
-    The way back of `state_from_adamw`. A factored ν comes out as the product of its means. Where
-    η_k is 0 or c is 1, m is 0.
+    The reverse of `state_from_adamw`. A factored ν is expanded. If η_k is 0 or c is 1, m is 0.
 
     Args:
-      spa_state: a state that holds one `spa_adamw`, in any chain or wrapper (but `optax.flatten`).
-        Of Flax nnx, `optimizer.opt_state`.
-      params: x_k, where that run stands.
+      spa_state: a state that holds one `spa_adamw`, in any chain or wrapper except `optax.flatten`.
+        For Flax nnx, `optimizer.opt_state`.
+      params: x_k, the current params of that run.
       learning_rate: η_k as it was passed to `spa_adamw`, a scalar or a schedule of the count k.
-      into: a state that holds one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, as its
-        `init` gives it, in any chain or wrapper, of Flax nnx too.
-      b1: β₁ of the run that goes on, in [0, 1).
+      into: the state from `init` of one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, in
+        any chain or wrapper, also under Flax nnx.
+      b1: β₁ of the new run, in [0, 1).
       b2: β₂ of both runs, in [0, 1).
       eps: ε of both runs, ≥ 0.
-      averaging: c_{k+1} in (0, 1] as it was passed to `spa_adamw`. None for 1 − b1.
+      averaging: c_{k+1} in (0, 1] as it was passed to `spa_adamw`. None means 1 − b1.
 
     Returns:
-      `into` with m, ν, and k as its count and that of its schedules; what else the chain keeps is
-      as it was.
+      `into` with m, ν, and k as its count and that of its schedules; the rest is unchanged.
 
     Raises:
-      ValueError: if `spa_state` does not hold just one state of `spa_adamw`, or `into` one of Adam,
-        or they are of other params than `params`, or a number is out of range.
+      ValueError: if `spa_state` does not hold exactly one state of `spa_adamw`, or `into` one of
+        Adam; if either does not match `params`; or if a number is out of range.
 
     Examples:
-      One step of 1 with c = 0.5 takes x half of the way to z: it has as far to go.
+      One step of 1 with c = 0.5 takes x half of the way to z, with as far to go.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -158,7 +155,7 @@ def state_to_adamw(
       1.000
 
     References:
-      As of `state_from_adamw`.
+      See `state_from_adamw`.
     """
     eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
     held, x = only(spa_state, SPAState, "spa_state"), by_path(params)
@@ -199,26 +196,25 @@ def state_from_schedule_free(
 ) -> PyTree:
     """The state with which `gpa` or `gpa_adamw` continues a run of `optax.contrib.schedule_free`.
 
-    Both have y for params, and keep z. b1, as μ_y, the second moment and the count are taken along,
-    too. With the averaging of `schedule_free_averaging` the run goes on as if it had not moved.
+    Both have y as params, and store z. b1 (as μ_y), the second moment and the count are kept too.
+    With `schedule_free_averaging` as averaging, the run continues unchanged.
 
     Args:
-      schedule_free_state: a state that holds one `ScheduleFreeState`, in any chain or wrapper (but
-        `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
-      params: y_k, where that run stands.
-      into: a state of `gpa` or `gpa_adamw`, as its `init` gives it, in any chain or wrapper, of
-        Flax nnx too. If it has a second moment, so must that run.
-      b2: β₂ of both runs, in [0, 1), where they have a second moment.
-      eps: ε of both runs, ≥ 0, likewise.
-      weight_lr_power: of that run.
+      schedule_free_state: a state that holds one `ScheduleFreeState`, in any chain or wrapper
+        except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+      params: y_k, the current params of that run.
+      into: the state of `gpa` or `gpa_adamw` from `init`, in any chain or wrapper, also under Flax
+        nnx. If it has a second moment, so must that run.
+      b2: β₂ of both runs, in [0, 1), if they have a second moment.
+      eps: ε of both runs, ≥ 0, if they have a second moment.
+      weight_lr_power: as passed to `optax.contrib.schedule_free`.
 
     Returns:
-      `into` with z, μ_y, ν, and k as its count and that of its schedules; what else the chain keeps
-      is as it was.
+      `into` with z, μ_y, ν, and k as its count and that of its schedules; the rest is unchanged.
 
     Raises:
-      ValueError: if `schedule_free_state` does not hold just one `ScheduleFreeState`, or `into` one
-        `GPAState`, or they are of other params than `params`.
+      ValueError: if `schedule_free_state` does not hold exactly one `ScheduleFreeState`, or `into`
+        one `GPAState`, or if either does not match `params`.
 
     Examples:
       Here x is the mean of two values of z, 9 and 7.
@@ -269,27 +265,26 @@ def state_to_schedule_free(
 ) -> PyTree:
     """The state with which `optax.contrib.schedule_free` continues a run of `gpa` or `gpa_adamw`.
 
-    The way back of `state_from_schedule_free`. The sum of weights is the last weight over c_k.
+    The reverse of `state_from_schedule_free`. The sum of weights is the last weight over c_k.
 
     Args:
-      gpa_state: a state that holds one `gpa` or `gpa_adamw`, in any chain or wrapper (but
-        `optax.flatten`). Of Flax nnx, `optimizer.opt_state`.
-      params: y_k, where that run stands.
-      learning_rate: as it was passed to `optax.contrib.schedule_free`, a scalar or a schedule that
-        does not fall.
-      into: a state of `optax.contrib.schedule_free`, as its `init` gives it, in any chain or
-        wrapper, of Flax nnx too. If it has a second moment, so must that run.
-      b2: β₂ of both runs, in [0, 1), where they have a second moment.
-      eps: ε of both runs, ≥ 0, likewise.
-      weight_lr_power: of the run that goes on.
+      gpa_state: a state that holds one `gpa` or `gpa_adamw`, in any chain or wrapper except
+        `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+      params: y_k, the current params of that run.
+      learning_rate: as passed to `optax.contrib.schedule_free`, a scalar or a schedule that does
+        not fall.
+      into: the state of `optax.contrib.schedule_free` from `init`, in any chain or wrapper, also
+        under Flax nnx. If it has a second moment, so must that run.
+      b2: β₂ of both runs, in [0, 1), if they have a second moment.
+      eps: ε of both runs, ≥ 0, if they have a second moment.
+      weight_lr_power: as passed to `optax.contrib.schedule_free`.
 
     Returns:
-      `into` with z, b1, the sum of weights, ν, and the count; what else the chain keeps is as it
-      was.
+      `into` with z, b1, the sum of weights, ν, and the count; the rest is unchanged.
 
     Raises:
-      ValueError: if `gpa_state` does not hold just one `GPAState`, or `into` one
-        `ScheduleFreeState`, or they are of other params than `params`.
+      ValueError: if `gpa_state` does not hold exactly one `GPAState`, or `into` one
+        `ScheduleFreeState`, or if either does not match `params`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -307,7 +302,7 @@ def state_to_schedule_free(
       7.0 2.0 8.0
 
     References:
-      As of `state_from_schedule_free`.
+      See `state_from_schedule_free`.
     """
     check_rate("learning_rate", learning_rate)
     check_second_moment(b2, eps)
@@ -349,7 +344,7 @@ def _checked(
     c: Any = 1 - b1 if averaging is None else averaging
     check_averaging(c)
     if is_plain_number(c) and c == 0:
-        raise ValueError("`averaging` must be > 0, for z to be at a finite distance, got 0")
+        raise ValueError("`averaging` must be > 0 to keep z at a finite distance, got 0")
     return at_count("learning_rate", learning_rate), at_count("averaging", c)
 
 
@@ -381,16 +376,16 @@ def _keys_of_z(name: str, state: PyTree, params: PyTree, trained: ByPath) -> lis
 
 
 def _check_params(name: str, keys: list[str], trained: ByPath, x: ByPath) -> None:
-    """Raises ValueError unless a state is of the params that another is of."""
+    """Raises ValueError unless two states hold the same params."""
     if odd := {key for key in keys if is_float(x[key])} ^ set(trained):
         raise ValueError(
-            f"`{name}` must be of the same params as the other state, got one that differs at"
+            f"`{name}` must hold the same params as the other state, got a difference at"
             f" {min(odd) or 'its root'}"
         )
 
 
 def _second_moments(state: PyTree) -> list[Any]:
-    """The nodes that hold one, full or factored."""
+    """The nodes that hold a second moment, full or factored."""
     full = type(optax.scale_by_rms(bias_correction=True).init(()))  # which optax does not export
     return find(state, (full, optax.FactoredState))
 
@@ -419,7 +414,7 @@ def _second_moment(
 def _with_second_moment(
     into: PyTree, nu: ByPath, b2: ArrayLike, eps: ArrayLike, k: Array
 ) -> PyTree:
-    """A state with ν, given without bias, in the form that it keeps."""
+    """A state with ν, given without bias, in the state's own form."""
     nodes = _second_moments(into)
     if len(nodes) != 1:
         raise ValueError(f"`into` must hold one second moment, got {len(nodes)}")

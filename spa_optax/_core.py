@@ -1,6 +1,6 @@
-"""The update that the whole family shares, and the scalars in which its members differ.
+"""The update that the whole family shares. Its members differ only in their scalars.
 
-A member is a rule, from the state to the `Scalars` of a step. `init` and `advance` do the rest.
+A member is a rule that maps the state to the `Scalars` of a step. `init` and `advance` do the rest.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ class SPAState(NamedTuple):
 
     count: Int[Array, ""]  # k, the number of steps taken
     z: PyTree[Array]  # z_k, shaped like the params
-    eta: Float[Array, ""]  # η_{k−1}, of the last step: to look at, not read again
-    c: Float[Array, ""]  # c_k, of the last step: to look at, not read again
+    eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
+    c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     coast: Float[Array, ""]  # w_k: the momentum buffer of SGD+M is m_k = (x_k − z_k) / w_k
 
 
 class GPAState(NamedTuple):
-    """State of `gpa`: that of `spa`, for params y, and where they are between x and z."""
+    """State of `gpa`: that of `spa`, for params y, and their position between x and z."""
 
     inner: SPAState
-    mu_y: Float[Array, ""]  # that y_k was made with: y_k = μ_y x_k + (1 − μ_y) z_k
+    mu_y: Float[Array, ""]  # the μ_y of y_k = μ_y x_k + (1 − μ_y) z_k
 
 
 class Scalars(NamedTuple):
-    """The scalars of one step, where x are the params and g the updates that come in.
+    """The scalars of one step; x are the params and g the incoming updates.
 
     z_k     ← x_k + r (z_k − x_k)                        at the start r = 0: z_0 = x_0
     z_{k+1} = z_k − η g_k
@@ -55,7 +55,7 @@ class Scalars(NamedTuple):
     coast: Float[Array, ""]  # w_{k+1}, for the state
     delta: Float[Array, ""] | None = None  # None: 0
     p: Float[Array, ""] | None = None  # None: c
-    # r as a fraction: the coast that z_k must have, over the one that it has. None: 1
+    # r as a fraction: the required coast of z_k over its present one. None: 1
     r: tuple[Float[Array, ""], Float[Array, ""]] | None = None
 
 
@@ -66,9 +66,9 @@ Decay = Callable[[Int[Array, ""], PyTree], PyTree]  # from the count and z_k to 
 class Step(NamedTuple):
     """What a step did to x, for diagnostics: x_{k+1} − x_k = p (d_k − η g_k) − δ g_k."""
 
-    gradient: PyTree[Array]  # g_k, with what decays at z
-    distance: PyTree[Array]  # d_k = z_k − x_k after its rescaling, in the dtype to compute in
-    rounding: PyTree[Array]  # the most that rounding of x_k and z_k adds to d_k
+    gradient: PyTree[Array]  # g_k, with the decay at z
+    distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
+    rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
@@ -85,7 +85,7 @@ def init(params: PyTree, state_dtype: DTypeLike | None = None) -> SPAState:
         dtype = jnp.result_type(params)
         raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
     z = jax.tree.map(lambda x: z_0(x, state_dtype), params)
-    scalars = (jnp.zeros([], jnp.float32) for _ in range(3))  # one each: all can be donated
+    scalars = (jnp.zeros([], jnp.float32) for _ in range(3))  # separate, so that all can be donated
     return SPAState(jnp.zeros([], jnp.int32), z, *scalars)
 
 
@@ -119,7 +119,7 @@ def advance(
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
     u = _param_update(g, x, z_next, p, delta, seeds)
 
-    # What is not observed is not computed.
+    # Under jit this is computed only if observed.
     if decay is not None:
         g = map_trained(lambda d, g: g + d.astype(g.dtype), decay(state.count, z_k), g)
     distance = map_trained(lambda z, x: z - x.astype(z.dtype), z_k, x)
@@ -133,7 +133,7 @@ def advance(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The `update` of a transformation that is nothing but a rule."""
+    """The `update` of a transformation that consists of a rule."""
 
     rule: Rule
     rounding_key: PRNGKeyArray | None
@@ -148,7 +148,7 @@ class Update:
         observe: Observe | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SPAState]:
-        """`advance`, as Optax calls it. `observe`, an extra argument, is called with the step."""
+        """`advance`, as Optax calls it. The extra argument `observe` is called with the step."""
         del extra_args
         u, state, step = advance(updates, state, params, self.rule, self.rounding_key, self.decay)
         if observe is not None:
@@ -162,7 +162,7 @@ class Update:
 def trained(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The three trees as arrays, with None for params that have no z.
 
-    A model of Equinox holds functions among its params, for which `init` saw None.
+    Equinox models hold functions among their params, which are None in `init`.
     """
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
     arrays = lambda tree: jax.tree.map(array, tree, z, is_leaf=is_none)
@@ -172,7 +172,7 @@ def trained(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTree,
 def map_trained(
     function: Callable[..., Any], tree: PyTree, *trees: PyTree, otherwise: PyTree = None
 ) -> PyTree:
-    """`jax.tree.map` over floating-point leaves of the first tree that the others have, too.
+    """`jax.tree.map` over floating-point leaves of the first tree that all others have too.
 
     Integers, and leaves that are None in one of the trees, come from `otherwise`.
     """
@@ -203,17 +203,17 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         dtype = jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64
     else:
         dtype = state_dtype
-    if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update has it from params
+    if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update takes it from params
         return jnp.zeros(x.shape, dtype)
-    # A copy, so that params and state can both be donated; unlike zeros it takes the sharding.
+    # A copy, so that params and state can both be donated; unlike zeros, it keeps the sharding.
     return jnp.array(x, dtype=dtype, copy=True)
 
 
 def sharded_like(zeros: Array, x: Any) -> Array:
     """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
 
-    Without it every device would hold all of ν. To select by False between x and 0 would do on a
-    CPU, but XLA for TPUs folds that before it propagates shardings.
+    Without it every device would hold all of ν. `jnp.where(False, x, 0)` works on CPU, but XLA for
+    TPU folds it before it propagates shardings.
     """
     is_alike = isinstance(x, Tracer) and x.shape == zeros.shape
     return shard_alike(zeros, x)[0] if is_alike else zeros
@@ -225,7 +225,7 @@ def scalar_of(value: PyTree) -> Array:
 
 
 def is_at_start(state: SPAState) -> Bool[Array, ""]:
-    """True until the first step. A count that was set back to 0 comes with a coast, and keeps m."""
+    """True until the first step. A count that was reset to 0 has a coast, and keeps m."""
     return (scalar_of(state.count) == 0) & (scalar_of(state.coast) == 0)
 
 
@@ -266,7 +266,7 @@ def _param_update(
             return None if g is None or x is None else jnp.zeros_like(x)  # integers stay
         if u.dtype == x.dtype:
             return u
-        # Round x_{k+1} to the params' dtype first: adding the update to x then gives just that.
+        # Round x_{k+1} to the params' dtype first: adding the update to x then gives exactly that.
         return rounded(x.astype(u.dtype) + u, x.dtype, seed, low_bits=True) - x
 
     return jax.tree.map(as_update, g, x, map_trained(u, x, z_next, g), seeds, is_leaf=is_none)
@@ -274,7 +274,7 @@ def _param_update(
 
 def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
     if params is None:
-        raise ValueError("`params` must be passed to `update`, which starts from x, got None")
+        raise ValueError("`params` must be passed to `update`, got None")
     if not isinstance(state, SPAState):
         raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
     check_same_tree("updates", updates, "params", params)
@@ -288,18 +288,18 @@ def _check_update(updates: PyTree, state: Any, params: PyTree | None) -> None:
 def _ratios(
     r: tuple[Float[Array, ""], Float[Array, ""]] | None, state: SPAState, params: PyTree
 ) -> dict[str, Float[Array, ""]]:
-    """The r of each dtype of params, where a step has one: 0 at the start, or for a restart.
+    """The r for each dtype of params, if a step has one; 0 at the start and for a restart.
 
-    Rescaling magnifies the rounding of x, which z − x holds, by r. By 1/√eps it would cost half the
-    digits of x, and momentum restarts from 0 instead.
+    Rescaling multiplies the rounding error of x in z − x by r. At r = 1/√eps that would cost half
+    the digits of x, so momentum restarts from 0 instead.
     """
     if r is None:
         return {}
     (required, held), result = r, {}
-    # In order, since every process must compile the same program.
+    # Sorted, since every process must compile the same program.
     for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if is_float(x)}, key=str):
         restarts = is_at_start(state) | (required * float(jnp.finfo(dtype).eps) ** 0.5 > held)
-        # With the division last, XLA on CPU does it once, and not in every kernel again.
+        # With the division last, XLA on CPU does it once, not in every kernel.
         result[str(dtype)] = jnp.where(restarts, 0, required) / held
     return result
 
@@ -316,7 +316,7 @@ def _behind_a_barrier(*scalars: Any) -> Any:
 def _rescaled(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """x_k + r (z_k − x_k) in the dtype to compute in, and x_0 if there is no r."""
+    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r."""
 
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
@@ -324,9 +324,9 @@ def _rescaled(
         new = x_wide + times(r[str(x.dtype)], z_wide - x_wide, dtype) if r else x_wide
         if x.dtype == dtype:
             return new
-        # Params may be replaced between `init` and the first step: z_0 is theirs, not `init`'s. But
-        # it stays where it rounds to x, since master weights are made by calling `init` on float32
-        # params that are cast afterwards.
+        # Params may be replaced between `init` and the first step: z_0 then comes from the new
+        # ones. But z stays where it rounds to x, since master weights are made by calling `init` on
+        # float32 params that are cast afterwards.
         return jnp.where(at_start & rounds_to(z_wide, x), z_wide, new)
 
     return map_trained(rescale, params, z, otherwise=z)
@@ -335,12 +335,12 @@ def _rescaled(
 def _kept(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """`_rescaled`, or z_k as it is where r = 1, and without an r after the start.
+    """`_rescaled`, but z_k itself where r = 1 or, without an r, after the start.
 
-    A scalar decides, so that XLA on CPU makes two loops and nearly always runs the one that does
-    not read x: level with `optax.sgd`, where reading x took 1.1 to 1.3 times as long. `lax.cond` is
-    level too if everything is donated, but else copies z (1.23 to 1.30), and on a GPU the host
-    would wait for it.
+    The predicate is a scalar, so XLA on CPU makes two loops and nearly always runs the one that
+    does not read x. It is as fast as `optax.sgd`; reading x took 1.1 to 1.3 times as long.
+    `lax.cond` is as fast if everything is donated, but otherwise copies z (1.23 to 1.30), and on a
+    GPU the host would wait for it.
     """
 
     def keep(x: Array, z: Array, rescaled: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Generalized primal averaging: gradients at another point than x."""
+"""Generalized primal averaging: gradients at y instead of x."""
 
 import dataclasses
 from typing import Any
@@ -44,48 +44,48 @@ def gpa(
 ) -> optax.GradientTransformationExtraArgs:
     """Generalized primal averaging (GPA): gradients at y, between the average x and z.
 
-    With c = 1 − μ_x, μ_x and μ_y the paper's, and d_k the direction that the chain hands it, taken
-    at y_k, step k = 0, 1, 2, … is
+    Let c = 1 − μ_x, with μ_x and μ_y as in the paper, and let d_k be the incoming update, taken at
+    y_k. Step k = 0, 1, 2, … is
 
         z_{k+1} = z_k − γ_k d_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    The params are y; x, the point to evaluate, is `eval_params(opt_state, params)`. In terms of y
-    it is the update of `spa` with one more scalar, for the same memory:
+    The params are y; the point to evaluate is x = `eval_params(opt_state, params)`. In terms of y
+    this is the update of `spa` with one more scalar, for the same memory:
 
         y_{k+1} = y_k + c_{k+1} (z_{k+1} − y_k) − δ_k d_k      δ_k = γ_k (1 − c_{k+1}) (1 − μ_y)
 
-    What else it is:
+    Special cases:
 
-    - `spa` at μ_y = 1, and the direction's own method, z = x = y, at c = 1.
-    - Nesterov momentum β in the form of Keras, at μ_x = μ_y = β with γ = α/(1 − β). For constants
-      this is `optax.sgd` with Nesterov momentum, too.
-    - Quasi-hyperbolic momentum with β = μ_x and ν = μ_y, for constants.
-    - Schedule-Free with the averaging of `schedule_free_averaging`: 1/(k + 1) at a constant rate.
+    - μ_y = 1: `spa`. c = 1: plain steps along the direction, z = x = y.
+    - μ_x = μ_y = β with γ = α/(1 − β): Keras's form of Nesterov momentum β. For constants this is
+      also `optax.sgd` with Nesterov momentum.
+    - Constants: quasi-hyperbolic momentum with β = μ_x and ν = μ_y.
+    - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
 
-    It smooths what DiLoCo does with one worker, whose slow weights take a step of momentum μ every
-    H steps: momentum that decays by μ in H steps is μ_x = μ^(1/H). With its usual μ = 0.9
+    GPA is a smooth form of DiLoCo with one worker, whose slow weights take a step with momentum μ
+    every H steps. A decay by μ in H steps is μ_x = μ^(1/H). With the usual μ = 0.9:
 
         H               1        4        8        16       32       64
         averaging       0.1      0.026    0.013    0.0066   0.0033   0.0016
 
-    The defaults are those of the authors' code, H = 32 and μ_y = 0.7, for directions that have
-    momentum of their own, such as `optax.scale_by_adam`'s. x then is the mean of some 300 values of
-    z: for runs of a few thousand steps average over fewer. Where the direction has no momentum μ_y
-    has to do its smoothing, since 1 − μ_y (1 − c) of each direction enters y at once: 0.9 is the
-    default of `gpa_adamw`, as of Schedule-Free.
+    The defaults are those of the authors' code, H = 32 and μ_y = 0.7, for directions with their own
+    momentum, such as `optax.scale_by_adam`'s. x is then the mean of some 300 values of z: for runs
+    of a few thousand steps, average over fewer. A fraction 1 − μ_y (1 − c) of each direction enters
+    y at once. If the direction has no momentum, μ_y must smooth it: `gpa_adamw` and Schedule-Free
+    use 0.9.
 
     For the place in a chain, and for params edited outside the optimizer, see `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} = 1 − μ_x in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x is known
-        to the rounding of y over μ_y.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x has the
+        rounding error of y over μ_y.
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`. With params of 16 bits it is needed:
-        rounded to nearest, y stays where c (z − y) − δ d is less than half an ulp.
+      rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it: rounded to
+        nearest, y does not change if c (z − y) − δ d is less than half an ulp.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is a `GPAState`; its updates have
@@ -97,7 +97,7 @@ def gpa(
 
     Examples:
       With γ = 1, c = 0.5, μ_y = 0.5 and a gradient of 4: z goes from 10 to 6, x half of the way to
-      it, and y half of the way from there.
+      z, and y is midway between x and z.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -152,7 +152,7 @@ class GPAUpdate:
         observe: Observe | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, GPAState]:
-        """`advance`, from y_k to y_{k+1}. `observe`, an extra argument, is told of x's step."""
+        """`advance`, from y_k to y_{k+1}. The extra argument `observe` is called with x's step."""
         del extra_args
         if not isinstance(state, GPAState):
             raise ValueError(f"`state` must be a `GPAState`, got {type(state).__name__}")
@@ -173,13 +173,13 @@ class GPAUpdate:
 
 
 def gpa_scalars(eta: Array, c: Array, mu_y: Array, mu_y_held: Array, inner: SPAState) -> Scalars:
-    """The scalars of `gpa`, from μ_y for y_{k+1} and the μ_y that y_k was made with."""
+    """The scalars of `gpa`, from the μ_y of y_{k+1} and that of y_k (held)."""
     mu_x = 1 - c
-    # y_k − z_k is μ_y (x_k − z_k) for the μ_y that y_k was made with. Where that was another it
-    # counts ρ times, as if μ_x were ρ μ_x.
+    # y_k − z_k = μ_y (x_k − z_k) with the μ_y of y_k. If μ_y has changed by a factor ρ, it counts ρ
+    # times, as if μ_x were ρ μ_x.
     same = is_at_start(inner) | (mu_y.astype(jnp.float32) == mu_y_held)
     change = mu_y / jnp.where(mu_y_held > 0, mu_y_held, 1).astype(mu_y.dtype) - 1  # ρ − 1
-    change -= jnp.where(same, jax.lax.stop_gradient(change), 0)  # its derivative is no less
+    change -= jnp.where(same, jax.lax.stop_gradient(change), 0)  # its derivative is kept
     held = inner.coast.astype(eta.dtype)
     return Scalars(
         eta=eta,
@@ -191,15 +191,15 @@ def gpa_scalars(eta: Array, c: Array, mu_y: Array, mu_y_held: Array, inner: SPAS
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The params to evaluate and to save, x, of any member of the family.
+    """The params to evaluate and to save: x, for any member of the family.
 
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
-    Under `spa` and `spa_from_sgdm` they are `params` themselves. Parameters of another optimizer,
-    or of none, are returned unchanged. (μ_y is kept as a float32.)
+    Under `spa` and `spa_from_sgdm`, x is `params`. Leaves handled by another optimizer, or by none,
+    are returned unchanged. (μ_y is stored in float32.)
 
-    With Flax nnx evaluate a clone. `nnx.state` and `nnx.split` return live variables, so that there
-    would be no way back from x to y in the model itself:
+    With Flax nnx, evaluate a clone. `nnx.state` and `nnx.split` return live variables, so the model
+    itself could not go back from x to y:
 
         average = nnx.clone(model)
         x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
@@ -207,18 +207,17 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         average.eval()
 
     Args:
-      opt_state: a state that holds one of the family, or several that share the params among them,
-        in any chain or wrapper that leaves the tree of params as it is (`optax.masked`,
-        `optax.partition` and `optax.MultiSteps` do, `optax.flatten` does not). Of Flax nnx,
-        `optimizer.opt_state`.
-      params: y_k, where that run stands.
+      opt_state: a state that holds one of the family, or several that divide the params among them,
+        in any chain or wrapper that keeps the tree of params (`optax.masked`, `optax.partition`,
+        `optax.MultiSteps`, but not `optax.flatten`). For Flax nnx, `optimizer.opt_state`.
+      params: y_k, the current params of that run.
 
     Returns:
       x_k, shaped like `params` and of their dtype.
 
     Raises:
-      ValueError: if `opt_state` holds no state of the family, its z is not like `params`, or it is
-        a batch of states.
+      ValueError: if `opt_state` holds no state of the family or is a batch of states, or if its z
+        does not match `params`.
 
     Examples:
       Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.
@@ -247,9 +246,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         )
     pairs = [state if isinstance(state, GPAState) else (state, None) for state in states]
     if any(jnp.shape(leaf) for s, mu_y in pairs for leaf in jax.tree.leaves((s.count, mu_y))):
-        raise ValueError(
-            "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
-        )
+        raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
     x = by_path(params)
     keys = keys_of("opt_state", [state.z for state, _ in pairs], params)
     for (state, mu_y), of_state in zip(pairs, keys, strict=True):
@@ -264,5 +261,5 @@ def _x(y: Array, z: Array, inner: SPAState, mu_y: PyTree) -> Array:
     mu_y = scalar_of(mu_y).astype(dtype)
     y_wide = y.astype(dtype)
     x = y_wide + (1 / mu_y - 1) * (y_wide - z.astype(dtype))
-    # Before the first step params may have been replaced, and z has not heard of it.
+    # Params may have been replaced before the first step, and z is not updated until then.
     return jnp.where(is_at_start(inner), y, x.astype(y.dtype))

@@ -27,7 +27,7 @@ class SGDMHyperparams(NamedTuple):
 class FromSGDM:
     """A schedule of SPA with the hyper-parameters of SGD+M that it was made from.
 
-    `theory.audit` reads `sgdm`, and so need not look ahead at each step.
+    `theory.audit` reads `sgdm`, so that it need not look ahead at each step.
     """
 
     schedule: optax.Schedule
@@ -61,10 +61,10 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> AtCount:
 
 
 def as_schedule(function: Callable[[Array], Array]) -> optax.Schedule:
-    """A function of an int32 count as a schedule, of a count or any array of counts."""
+    """Makes a schedule, of a count or an array of counts, from a function of an int32 count."""
 
     def schedule(count: ArrayLike) -> Array:
-        # int32, the dtype of counts in states, for schedules to compute as they do there.
+        # int32, as for counts in states, so that schedules compute the same values.
         counts = jnp.asarray(count).astype(jnp.int32)
         return jnp.vectorize(function)(counts)
 

@@ -1,6 +1,6 @@
-"""Dtypes: what is trained, what to compute in, and stochastic rounding of what is stored.
+"""Dtypes to train and to compute in, and stochastic rounding for storage.
 
-Stochastic rounding goes to one of the two neighbours of a number, and is right in the mean.
+Stochastic rounding picks one of the two neighbours of a number at random, without bias.
 """
 
 import functools
@@ -24,14 +24,14 @@ def is_float(x: Any) -> bool:
 
 
 def has_narrow(params: PyTree) -> bool:
-    """Whether there are params of 16 bits or fewer, beside which z is a master copy."""
+    """Whether there are params of 16 bits or fewer, for which z is a master copy."""
     leaves = map(jnp.asarray, filter(is_float, jax.tree.leaves(params)))
     return any(x.size and x.itemsize <= 2 for x in leaves)
 
 
 def wide_dtype(*arrays: Array) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
-    with jax.numpy_dtype_promotion("standard"):  # whatever the user has made of it
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
         return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
 
 
@@ -51,10 +51,10 @@ def seeds_like(
 
 
 def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> Array:
-    """`x` in a dtype as wide or narrower: the nearest, or with a seed one of the two beside it.
+    """`x` in a dtype as wide or narrower: rounded to nearest, or at random with a seed.
 
-    The farther from 0 with a probability that grows from 0 at the nearer to 1: the mean is x. One
-    hash of 32 bits serves two arrays that drop 16: its high bits one, its low bits the other.
+    The probabilities of the two neighbours make the mean x. One 32-bit hash serves two arrays that
+    drop 16 bits each: one takes its high bits, the other its low bits.
     """
     if seed is None or dtype == x.dtype or jnp.iscomplexobj(x):
         return x.astype(dtype)
@@ -65,9 +65,9 @@ def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> 
 def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    num_extra = wide.nmant - narrow.nmant  # bits, which count down to the nearer
+    num_extra = wide.nmant - narrow.nmant  # bits to drop
     shift = None
-    if narrow.minexp > wide.minexp:  # below its smallest normal number spacing stays as it is there
+    if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
         shift = jnp.where(jnp.abs(x) < tiny, jnp.copysign(tiny, x), 0)
     on_grid = x if shift is None else x + shift
@@ -80,7 +80,7 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
     bits = bits >> num_extra << num_extra
     result = jax.lax.bitcast_convert_type(bits, x.dtype)
     result = result if shift is None else result - shift
-    return jnp.where(jnp.isfinite(x), result, x).astype(dtype)  # bits of NaN can run over
+    return jnp.where(jnp.isfinite(x), result, x).astype(dtype)  # the bits of a NaN could overflow
 
 
 @_stochastic.defjvp
@@ -89,7 +89,7 @@ def _(dtype: Any, low_bits: bool, primals: Any, tangents: Any) -> tuple[Array, A
 
 
 def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
-    """Where a number of higher precision is x when rounded to the nearest of x's dtype."""
+    """Where `wide`, rounded to nearest in x's dtype, equals x."""
     info = jnp.finfo(x.dtype)
     if info.nexp == jnp.finfo(wide.dtype).nexp:  # bfloat16: 4 % fewer cycles of a TPU than a cast
         return jax.lax.reduce_precision(wide, info.nexp, info.nmant) == x.astype(wide.dtype)
@@ -97,12 +97,12 @@ def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
 
 
 def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """For each element 32 bits that depend on nothing but the seed and its place.
+    """32 bits for each element, which depend only on the seed and its position.
 
-    A hash, fused with what it is for: `jax.random.bits` would take 20 bytes an element of
-    temporaries and, on a CPU, 15 times the time of a whole update. It multiplies twice, since that
-    is what costs on a TPU, and relies on seeds that are random: of two seeds that differ in a bit
-    it is no good hash.
+    A hash that fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
+    element and, on CPU, 15 times as long as a whole update. The hash multiplies only twice, since
+    that is slow on TPU, and needs random seeds: for two seeds that differ in one bit it is not a
+    good hash.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):

@@ -35,37 +35,36 @@ def stagewise(
     rate: float | None = None,
     transition_steps: int | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and has c answer.
+    """Divides η by a factor at each boundary, and adapts c.
 
-    At a boundary b the paper's η_b and c_b are the first that change: `learning_rate` changes at
-    count b, and `averaging`, which at count k is c_{k+1}, at count b − 1. With η, c as they begin,
+    At a boundary b, the paper's η_b and c_b are the first to change. `learning_rate` changes at
+    count b. `averaging`, which at count k is c_{k+1}, changes at count b − 1. With the initial η
+    and c:
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
         balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
 
-    Abruptly, or gradually: η_k = max(η_{k−1}/rate, the η of its stage), which keeps α and β of
-    SGD+M from spiking (Insight 3). A stage then takes `transition_steps` to arrive, which are
-    log(factor)/log(rate): 4,607 for a factor of 10 at the paper's rate of 1.0005. It must arrive
-    before the next boundary. A run that ends before the last stage has arrived ends with a larger
-    η.
+    The change is abrupt or, with a `rate`, gradual: η_k = max(η_{k−1}/rate, the η of its stage). α
+    and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(rate) steps:
+    4,607 for a factor of 10 at the paper's rate of 1.0005. It must end before the next boundary. A
+    run that ends during the last transition ends with a larger η.
 
     Args:
       learning_rate: η > 0 of the first stage.
       averaging: c in [0, 1] of the first stage.
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
-      factor: what η is divided by at every boundary, > 1.
+      factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      rate: None for an abrupt change, else what η is divided by at every step, > 1, from b on,
-        until it has arrived.
-      transition_steps: in the place of `rate`, how many steps it takes to arrive, ≥ 1.
+      rate: the divisor of η per step during a transition, > 1. None means an abrupt change.
+      transition_steps: the steps of a transition, ≥ 1, instead of `rate`.
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
 
     Raises:
-      ValueError: if an argument is out of range, or `rate` is too small for a stage to arrive
-        before the next.
+      ValueError: if an argument is out of range, or a transition does not end before the next
+        boundary.
 
     Examples:
       >>> from spa_optax import stagewise
@@ -73,7 +72,7 @@ def stagewise(
       >>> print([f"{eta(k):.2f}" for k in range(5)], [f"{c(k):.2f}" for k in range(5)])
       ['1.00', '1.00', '1.00', '0.10', '0.10'] ['0.10', '0.10', '1.00', '1.00', '1.00']
 
-      With a rate of 2, in steps of 2 until 10 has been reached:
+      With a rate of 2, η is halved until it has been divided by 10:
 
       >>> eta, c = stagewise(1.0, 0.1, [1], rate=2.0)
       >>> print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
@@ -98,7 +97,7 @@ def stagewise(
     check_choice("averaging_rule", averaging_rule, _AveragingRule)
     if transition_steps is not None:
         if rate is not None:
-            raise ValueError(f"`rate` must be None beside `transition_steps`, got {rate!r}")
+            raise ValueError(f"`rate` must be None with `transition_steps`, got {rate!r}")
         transition_steps = check_steps("transition_steps", transition_steps)
         _check_transitions(transition_steps, steps)
         rate = factor ** (1 / transition_steps)
@@ -107,7 +106,7 @@ def stagewise(
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def decay(k: Array) -> Float[Array, ""]:
-        """log(η/η_k): of each stage that has begun log(rate) a step, up to log(factor)."""
+        """log(η/η_k): each stage that has begun adds log(rate) per step, up to log(factor)."""
         in_all = math.log(factor)
         a_step = in_all if rate is None else math.log(rate)
         of_stages = (jnp.clip((k - b + 1).astype(float) * a_step, 0, in_all) for b in steps)
@@ -135,24 +134,23 @@ def momentum_drop(
     hold: Hold = "eta",
     rate: float | None = None,
 ) -> SPAHyperparams:
-    """Takes c to 1, so that from `step` on there is no momentum: x_k = z_k.
+    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
 
-    There are three ways to drop momentum, and they are not the same:
+    There are three different ways to drop momentum:
 
-    - `hold="eta"` keeps η, and with it the effective step: α = ηc of SGD+M rises by 1/c as β falls
+    - `hold="eta"` keeps η and the effective step: α = ηc of SGD+M rises by a factor 1/c as β falls
       to 0 (the paper's Figure 1(d)).
-    - `hold="alpha"` keeps α = ηc, at every step: that also cuts the effective step, α/(1 − β), by
-      c. What it does to the loss is for the most part that cut.
-    - `spa_from_sgdm` with a momentum schedule that falls to 0: as `hold="alpha"`, but c rises ahead
-      of the drop, without the jump of x to z that an abrupt c = 1 is.
+    - `hold="alpha"` keeps α = ηc. That also multiplies the effective step α/(1 − β) by c, which
+      explains most of its effect on the loss.
+    - `spa_from_sgdm` with a momentum schedule that falls to 0 is like `hold="alpha"`, but c rises
+      ahead of the drop. An abrupt c = 1 makes x jump to z.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      step: the first k ≥ 1 with c_k = 1 or, gradually, the first at which c_k has begun to rise.
+      step: the first k ≥ 1 with c_k = 1 or, with a `rate`, the first at which c_k has risen.
       hold: "eta" or "alpha".
-      rate: None for an abrupt change, else what c is multiplied by, > 1, at every step from `step`
-        on, until it is 1.
+      rate: the factor on c per step, > 1, from `step` on until c is 1. None means an abrupt change.
 
     Returns:
       Two schedules: `spa(*momentum_drop(...))`.
@@ -197,9 +195,9 @@ def schedule_free_averaging(
     *,
     weight_power: float = 2.0,
 ) -> optax.Schedule:
-    """The averaging with which `gpa` is Schedule-Free, for a rate that is warmed up.
+    """The averaging that makes `gpa` Schedule-Free, for a rate with a warm-up.
 
-    x is the mean of all z so far, each weighted by a power p of the largest rate by then:
+    x is the mean of all z so far, each weighted by the power p of the largest rate until then:
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
@@ -207,15 +205,15 @@ def schedule_free_averaging(
     1/(k + 1).
 
     Args:
-      learning_rate: γ_k ≥ 0, a schedule of the count k that is largest by count `num_warmup_steps`,
-        evaluated under `jax.vmap`; or the number that it is warmed up to, by the authors'
+      learning_rate: γ_k ≥ 0, a schedule of the count k, evaluated under `jax.vmap`, with its
+        maximum by count `num_warmup_steps`; or the number γ that is warmed up, by the authors'
         γ (k + 1)/`num_warmup_steps`.
       num_warmup_steps: the length of the warm-up, ≥ 0.
       weight_power: p ≥ 0.
 
     Returns:
-      c_{k+1}, a schedule of the count k; 0 as long as rates are 0. `optax.contrib.schedule_free`
-      reads the rate for its weights one count later than for its steps: for its iterates pass
+      c_{k+1}, a schedule of the count k; 0 while rates are 0. `optax.contrib.schedule_free` reads
+      the rate for its weights one count later than for its steps: to reproduce it, pass
       `lambda k: rate(k + 1)` here, and `rate` to `gpa`.
 
     Raises:
@@ -247,10 +245,10 @@ def schedule_free_averaging(
         if not np.all(np.isfinite(rates) & (rates >= 0)):
             raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
         largest, after = rates[:-1].max(), rates[-1]
-        if not (largest > 0 and after <= (1 + 1e-6) * largest):  # but for rounding
+        if not (largest > 0 and after <= (1 + 1e-6) * largest):  # up to rounding
             raise ValueError(
-                f"`learning_rate` must be > 0 and largest by count {end}, where `num_warmup_steps`"
-                f" ends its warm-up, got {after:g} after {largest:g}"
+                f"`learning_rate` must be > 0 and largest by count {end}, the end of its warm-up"
+                f" (`num_warmup_steps`), got {after:g} after {largest:g}"
             )
     else:
         rates = np.minimum((counts + 1) / max(end, 1), 1)
@@ -267,13 +265,13 @@ def schedule_free_averaging(
 
 
 def ramp_up(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
-    """The c that has been multiplied by `rate` so many times, up to 1; at once without a rate."""
+    """The c multiplied by `rate` so many times, at most 1; without a rate, 1 at once."""
     up = 1 if rate is None else _scaled_up_to_1(c, times.astype(c.dtype) * math.log(rate))
     return jnp.where(times > 0, up, c)
 
 
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
-    """min(1, c·factor). A c of 0 stays 0, where a factor that overflows would make 0 · inf."""
+    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 · inf."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
@@ -301,18 +299,18 @@ def _check_transitions(transition_steps: int, boundaries: list[int]) -> None:
     for b, after in itertools.pairwise(boundaries):
         if after - b < transition_steps:
             raise ValueError(
-                f"`transition_steps` must be at most {after - b}, to arrive between boundaries {b}"
+                f"`transition_steps` must be at most {after - b}, to end between boundaries {b}"
                 f" and {after}, got {transition_steps}"
             )
 
 
 def _check_arrival(rate: float, factor: float, boundaries: list[int]) -> None:
-    num_steps = math.ceil(math.log(factor) / math.log(rate) - 1e-9)  # but for rounding
+    num_steps = math.ceil(math.log(factor) / math.log(rate) - 1e-9)  # up to rounding
     for b, after in itertools.pairwise(boundaries):
         if after - b < num_steps:
             smallest = math.ceil(1e6 * factor ** (1 / (after - b))) / 1e6
             raise ValueError(
-                f"`rate` must be at least {smallest}, to arrive between boundaries {b} and {after},"
+                f"`rate` must be at least {smallest}, to end between boundaries {b} and {after},"
                 f" got {rate!r}, at which a factor of {factor:g} takes {num_steps:,} steps"
             )
 

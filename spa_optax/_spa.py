@@ -1,4 +1,4 @@
-"""Momentum via primal averaging, in its own terms and in those of SGD with momentum."""
+"""Momentum via primal averaging, with its own hyper-parameters or those of SGD with momentum."""
 
 import functools
 
@@ -43,24 +43,24 @@ def spa(
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. Do not
     place anything that modifies the update after it or around it
-    (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and pull x back.
-    After editing params outside the optimizer, call `reanchor`.
+    (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would pull x
+    back. After editing params outside the optimizer, call `reanchor`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
-        rate α and momentum β, η = α/(1 − β): ten times α at β = 0.9.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k. 1 − momentum; at 1 there
-        is no momentum, and z = x.
+        rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k. It is 1 − momentum; at 1
+        there is no momentum, and z = x.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer, so that z is their float32 master copy and the momentum at once.
+        fewer: z is then both their master copy and the momentum.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
-        lower precision. None rounds to nearest, as complex values always are. The random bits
-        depend on the key, k and the position in the array, and not on the sharding under `jax.jit`.
-        Under `jax.vmap` and inside `jax.shard_map` positions start at 0 in each replica and shard,
-        which therefore share their bits. Give each its own key where that matters, for shards
-        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which params
-        are replicated. Under `optax.inject_hyperparams` name `rounding_key` and `state_dtype` in
-        `static_args`.
+        lower precision. None rounds to nearest; complex values always are. The random bits depend
+        on the key, k and the position in the array, and not on the sharding under `jax.jit`. Under
+        `jax.vmap` and inside `jax.shard_map` positions start at 0 in each replica and shard, which
+        therefore share their bits. If that matters, give each its own key (for shards
+        `jax.random.fold_in(key, jax.lax.axis_index(axis))`), but never along an axis on which
+        params are replicated. Under `optax.inject_hyperparams` name `rounding_key` and
+        `state_dtype` in `static_args`.
 
     Returns:
       A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
@@ -113,7 +113,7 @@ def spa_from_sgdm(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum, run as primal averaging: `optax.sgd`, with z in hand.
+    """SGD with momentum, run as primal averaging: `optax.sgd`, with z in the state.
 
     Takes the hyper-parameters of SGD+M and gives its iterates, for any schedules:
 
@@ -126,13 +126,13 @@ def spa_from_sgdm(
     so that z_k is the point at which x would come to rest if every later gradient were zero. For
     constants, and β > 0, η = α/(1 − β) and c = 1 − β. (The recursion of the paper's Theorem 1 gives
     the same iterates through an η_k that blows up; this is the one solution that stays bounded.)
-    With Nesterov momentum a_k = α_k β_k is in the place of α_k, η_k is α_k more, and x takes a
-    further step of −α_k (1 − c_{k+1}) g_k.
+    With Nesterov momentum, a_k = α_k β_k replaces α_k, η_k is larger by α_k, and x takes a further
+    step of −α_k (1 − c_{k+1}) g_k.
 
     Schedules are evaluated ahead of time. Where that is impossible (`optax.inject_hyperparams`, a
     schedule edited before a run is resumed), z − x is rescaled; the iterates are unchanged. Then z
-    need not be the resting point. After an injected rate has fallen w stays as large as it was, so
-    that a later rise does not magnify rounding. If β or all later α are 0, z is not a resting point
+    need not be the resting point. After an injected rate falls, w keeps its size, so that a later
+    rise does not magnify rounding errors. If β or all later α are 0, z is not a resting point
     either; it only stores m.
 
     With 16-bit params w follows an injected rate down, and each rescaling also scales the rounding
@@ -148,11 +148,11 @@ def spa_from_sgdm(
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means as many as matter where momentum
         is a Python number (β^horizon < 1e-8: 175 steps at β = 0.9, 18,412 at 0.999, at most 32,768)
-        and 2,000 where it is a schedule or an array (enough up to β = 0.99). With fewer the
+        and 2,000 where it is a schedule or an array (enough up to β = 0.99). With fewer steps the
         iterates remain exact, but z is rescaled. Under `optax.inject_hyperparams` name it in
         `static_args`.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer, so that z is their float32 master copy and the momentum at once.
+        fewer: z is then both their master copy and the momentum.
       rounding_key: for stochastic rounding, as for `spa`.
 
     Returns:
@@ -164,8 +164,8 @@ def spa_from_sgdm(
         in `update`, `params` is missing or the trees differ.
 
     Examples:
-      α = 1, β = 0.5 and a gradient of 2, then none: x goes from 10 to 8, then on by half as much.
-      z is at 6 from the start, where that would end.
+      α = 1, β = 0.5 and a gradient of 2, then none: x goes from 10 to 8, then half as far per step.
+      z is at 6, the end point, from the first step.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -201,8 +201,8 @@ def spa_from_sgdm(
 def primal_averaging(
     rule: Rule, state_dtype: DTypeLike | None, rounding_key: PRNGKeyArray | None
 ) -> optax.GradientTransformationExtraArgs:
-    """The Optax transformation that a rule makes."""
+    """The optax transformation of a rule."""
     init = functools.partial(_core.init, state_dtype=state_dtype)
     update = _core.Update(rule, rounding_key)
-    # optax types states as trees of arrays, of which `SPAState` is one in fact but not in type.
+    # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""When momentum pays: the gauge of the paper's Insight 1, and what to do about what it says."""
+"""When momentum pays: the gauge of the paper's Insight 1, and tools to act on it."""
 
 import functools
 import warnings
@@ -50,7 +50,7 @@ PerLeaf = bool | Callable[[PyTree], PyTree]
 
 
 class Means(NamedTuple):
-    """Moving averages, each still to be divided by `weight`, the sum of their weights."""
+    """Moving averages before division by `weight`, the sum of their weights."""
 
     iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
     noise: Float[Array, "*n"]  # of the same, if every cross term vanished
@@ -59,7 +59,7 @@ class Means(NamedTuple):
 
 
 class AlignmentMeans(NamedTuple):
-    """Moving averages over steps at which u_{k−1} follows from z_k − x_k, to be divided alike."""
+    """Like `Means`, over the steps at which u_{k−1} can be computed from z_k − x_k."""
 
     inner_product: Float[Array, "*n"]  # of ⟨g_k, u_{k−1}⟩
     step: Float[Array, "*n"]  # of ‖u_{k−1}‖²
@@ -68,7 +68,7 @@ class AlignmentMeans(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is measured of a step."""
+    """The measurements of a step."""
 
     sq_gradient: Float[Array, "*n"]  # ‖g_k‖²
     sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
 
 
 class Gauge(NamedTuple):
-    """What is kept of the steps: numbers, or vectors over groups of params."""
+    """The stored measurements: numbers, or vectors over groups of params."""
 
     iterate: Float[Array, "*n"]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
     noise: Float[Array, "*n"]  # the same, if every cross term vanished
@@ -94,14 +94,14 @@ class TrackMomentumState(NamedTuple):
     inner: PyTree
     count: Int[Array, ""]
     gauge: Gauge
-    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge; {} for the whole
+    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge; {} without groups
 
 
 class MomentumReport(NamedTuple):
-    """What `momentum_report` reads off; NaN where there is nothing to go by yet."""
+    """The result of `momentum_report`; NaN where nothing has been measured yet."""
 
     gain: Float[Array, ""]  # iterate_term / gradient_term: the ratio of the paper's Figure 2
-    noise_level: Float[Array, ""]  # the gain of gradients that are nothing but noise
+    noise_level: Float[Array, ""]  # the gain of gradients that are pure noise
     alignment: Float[Array, ""]  # the cosine between −g_k and x_k − x_{k−1}
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
@@ -118,10 +118,10 @@ def track_momentum(
     averaging: float | None = None,
     b2: float = 0.999,
 ) -> optax.GradientTransformationExtraArgs:
-    """Watches an optimizer for whether its momentum pays; `momentum_report` reads it off.
+    """Measures whether an optimizer's momentum pays; `momentum_report` gives the result.
 
-    With u_k = x_{k+1} − x_k the step, before it is rounded to the params' dtype, bias-corrected
-    moving averages of
+    With u_k = x_{k+1} − x_k, the step before it is rounded to the params' dtype, it keeps
+    bias-corrected moving averages of
 
         ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
 
@@ -129,35 +129,35 @@ def track_momentum(
 
         u_k = c_{k+1} (d_k − η_k g_k)      u_{k−1} = c_k/(1 − c_k) d_k
 
-    And from ‖g_k‖² alone, what ‖u_k‖² would be if every cross term vanished, as for gradients that
-    are nothing but noise:
+    ‖g_k‖² alone gives v_{k+1}, the value of ‖u_k‖² if every cross term vanished, as for pure noise:
 
         v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
-    `inner` is any transformation that holds one member of the family: `spa`, `spa_from_sgdm`,
-    `gpa` (whose x is watched, not its params), `spa_adamw`, `gpa_adamw`, or a chain with one of
-    them. g_k is the update that the member receives, after clipping, preconditioning and decay:
-    under the Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw`, and what else
-    holds the state of `optax.trace` or `optax.scale_by_adam`, are watched as the SPA of the same
-    momentum: averages of directions, with a rate of 1, without Adam's ε and without Nesterov's
-    further step. (Adamax and Adopt keep something else in that state, and cannot be watched.)
-    Wrappers that skip updates, such as `optax.MultiSteps`, go around `track_momentum`.
+    `inner` is any transformation that holds one member of the family: `spa`, `spa_from_sgdm`, `gpa`
+    (its x is measured, not its params), `spa_adamw`, `gpa_adamw`, or a chain with one of them. g_k
+    is the update that the member receives, after clipping, preconditioning and decay: under the
+    Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw` and others with a state of
+    `optax.trace` or `optax.scale_by_adam` are measured as SPA of directions with the same momentum
+    and a rate of 1, without Adam's ε and Nesterov's further step. (Adamax and Adopt store something
+    else in that state, and cannot be measured.) Wrappers that skip updates, such as
+    `optax.MultiSteps`, go around `track_momentum`.
 
-    Where rounding of the params may be more than a tenth of ‖u_k‖², as with most params of 16 bits,
-    a step does not count, and the gain is NaN if none does.
+    A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
+    16-bit params. The gain is NaN if no step counts.
 
-    The updates are those of `inner`, to the bit. (With `decay_at="z"` to an ulp, on a CPU.)
+    The updates are bit for bit those of `inner` (with `decay_at="z"` on CPU, to an ulp).
 
     Args:
-      inner: what to watch.
-      decay: of the averages, in [0, 1), per measured step. At 0 they are the values of the last.
+      inner: the transformation to measure.
+      decay: of the averages per measured step, in [0, 1). At 0 only the last step counts.
       every: steps from one measurement to the next, ≥ 1. In between only scalars are computed, and
-        ‖g_k‖² counts as unchanged.
+        ‖g_k‖² is taken as unchanged.
       per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
         strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
       averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from
         `optax.inject_hyperparams` (`momentum` or `b1`).
-      b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν; if injected, that.
+      b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν. An injected `b2`
+        takes precedence.
 
     Under `optax.inject_hyperparams` name all but `inner` in its `static_args`.
 
@@ -199,7 +199,7 @@ def track_momentum(
     if averaging is not None:
         is_c = lambda v: 0 < v <= 1
         averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
-        check_averaging(averaging)  # which warns of a momentum
+        check_averaging(averaging)  # warns if it looks like a momentum
     b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
@@ -228,10 +228,10 @@ def track_momentum(
         given = (updates, state.inner, params)
         count = jnp.asarray(state.count)
         is_measured = count % every == 0
-        if is_member and every == 1:  # adds up in the kernel of the update
+        if is_member and every == 1:  # the sums fuse into the update's kernels
             u, now, step = observed(*given)
             sums = _sums(step, labels)
-        else:  # from an update of its own, so that the other is compiled as without
+        else:  # from a separate update, so that the real one compiles as without
             u, now = tx.update(*given, **extra_args)
             apart = lambda: observed(*_behind_a_barrier(given))[2]
             step, measure = apart(), lambda: _sums(apart(), labels)
@@ -254,7 +254,7 @@ def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs
 
 
 def _behind_a_barrier(tree: PyTree) -> PyTree:
-    """The same arrays, which XLA takes for others."""
+    """The same arrays, but XLA treats them as different ones."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
     return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
@@ -274,10 +274,10 @@ _SKIPS_UPDATES = (
 
 
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
-    """That a state of `inner` holds one momentum, of all params and known c, that always moves."""
+    """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
     for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
         raise ValueError(
-            "`inner` must not hold wrappers that skip updates or gauges, which go around"
+            "`inner` must not hold gauges or wrappers that skip updates, which go around"
             f" `track_momentum`, got a `{type(wrapper).__name__}`"
         )
     members, of_optax = find(state, SPAState), find(state, _OPTAX_MOMENTUM)
@@ -303,7 +303,7 @@ def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> 
 
 
 def _averaging_of(state: PyTree, averaging: float | None) -> Any:
-    """The c = 1 − β of Optax's own momentum: as it was given, or is injected."""
+    """The c = 1 − β of Optax's own momentum, as given or injected."""
     beta = _injected(state, ("momentum", "b1"), None)
     if averaging is None and beta is None:
         raise ValueError(
@@ -332,7 +332,7 @@ def _step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: f
     """
     if not find(before, _OPTAX_MOMENTUM):
         raise ValueError(
-            "`inner` must hand extra arguments of `update` on to the member that it holds, which"
+            "`inner` must pass extra arguments of `update` on to its member, as"
             " `optax.GradientTransformationExtraArgs` does, got a wrapper that drops them"
         )
     (old,), (new,) = find(before, _OPTAX_MOMENTUM), find(after, _OPTAX_MOMENTUM)
@@ -352,13 +352,13 @@ def _step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: f
         return times(1 / weight, s, m.dtype) * (m_next - times(1 - c, m, m.dtype))
 
     distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
-    rounding = lambda m: jnp.zeros_like(wide(m))  # m is a sum of its own
+    rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
     g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
     return Step(g, d, map_trained(rounding, m), jnp.ones([]), c, None, {}, c)
 
 
 def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
-    """The label of each trained parameter by its path; None where the whole has one gauge."""
+    """The label of each trained parameter by its path; None if all share one gauge."""
     if per_leaf is False:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -386,7 +386,7 @@ def _groups(labels: dict[str, str] | None) -> list[str]:
 
 def _new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step."""
-    zero = lambda: jnp.zeros(shape, jnp.float32)  # one each, so that all can be donated
+    zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
     means = Means(zero(), zero(), zero(), zero())
     alignment = AlignmentMeans(zero(), zero(), zero(), zero())
     none = jnp.full(shape, -1, jnp.float32)
@@ -395,7 +395,7 @@ def _new_gauge(shape: tuple[int, ...]) -> Gauge:
 
 
 def _sums(step: Step, labels: dict[str, str] | None) -> Sums:
-    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over the whole, or for each group."""
+    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over all params, or for each group."""
 
     def of_leaf(d: Array, g: Array, rounding: Array) -> Sums:
         g = g.astype(wide_dtype(g, d))
@@ -434,7 +434,7 @@ def _measured(
     """The gauge after a step, and where its averages have a new term."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
     eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
-    # Those of all dtypes are the same, but where momentum restarts for some.
+    # r is the same for all dtypes, unless momentum restarts for some.
     r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
     sq_g, sq_d, g_d, sq_rounding = sums
     is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
@@ -446,32 +446,32 @@ def _measured(
         new = lambda mean, term: jnp.where(counts, average(mean, term), mean)
         return jax.tree.map(new, means, terms)
 
-    # The step that led here, or the last that was measured.
+    # The last step, or the last measured one.
     counts = is_known & (gauge.iterate >= 0)
     terms = Means(gauge.iterate, gauge.noise, sq_g / 2, one)
     means = averaged(gauge.means, terms, counts)
 
-    # u_{k−1} = c_k/(1 − c_k) d_k, where d_k is more than rounding.
+    # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error.
     follows = is_known & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
     follows &= sq_rounding < 1e-4 * sq_d
     s = c_before / jnp.where(c_before < 1, 1 - c_before, 1) / jnp.where(r > 0, r, 1)
     alignment = averaged(gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows)
-    # Where it does not follow the average begins anew.
+    # Otherwise the average restarts.
     alignment = jax.tree.map(lambda a: jnp.where(is_measured & ~follows, 0, a), alignment)
 
-    # What ‖u_k‖² is, u_k = c d_k − (c η + δ) g_k, and what it would be without cross terms.
+    # ‖u_k‖² for u_k = c d_k − (c η + δ) g_k, and its value without cross terms.
     b = c * eta + delta
     square = jnp.maximum(c**2 * sq_d - 2 * c * b * g_d + b**2 * sq_g, 0)
     gradient = jnp.where(is_known, sq_g, gauge.gradient)
     before = jnp.where(is_first & is_known, sq_d, r**2 * gauge.spread)
     noise = c**2 * before + b**2 * gradient
     spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
-    # In units of η²c, of which there is none where η or c is 0.
+    # In units of η²c, unless η or c is 0.
     scale = eta**2 * c
     unit = jnp.where(scale > 0, scale, 1)
     iterate, level = square / unit, noise / unit
     has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
-    has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be nothing but rounding
+    has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be only rounding error
     gauge = Gauge(
         iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
         noise=jnp.where(has_unit, level, gauge.noise),
@@ -485,14 +485,14 @@ def _measured(
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
-    """What `track_momentum` has found: whether steps add up.
+    """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
 
-    each term a moving average. Gain over noise level above 1 means that steps add up; at or below 1
+    Each term is a moving average. If gain / noise level is above 1, steps add up. At or below 1
     they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
-    1.053 at c = 0.1 (the paper's "noise level of 1" is without its cross terms), and moves where η,
-    c or the gradients' size change.
+    1.053 at c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the
+    gradients' size.
 
     Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
     alike, whatever the scale of their gradients.
@@ -501,14 +501,14 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
 
     Returns:
-      Scalars, NaN as long as there is nothing to go by; under `per_leaf` over all params together.
-      May be called under `jax.jit`, to return them from the training step.
+      Scalars, NaN until something has been measured; under `per_leaf` over all params together. May
+      be called under `jax.jit`, to return them from the training step.
 
     Raises:
-      ValueError: if `opt_state` does not hold just one `TrackMomentumState`.
+      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`.
 
     Examples:
-      Under gradients that all point one way every step comes to be ηg, and the gain to be 2/c:
+      If all gradients are equal, every step tends to −ηg and the gain to 2/c:
 
       >>> import jax
       >>> import jax.numpy as jnp
@@ -531,7 +531,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     gauge = _gauge_of(opt_state)
     if not only(opt_state, TrackMomentumState, "opt_state").groups:
         return _report(gauge)
-    # Sums of squares add up, where all groups have some.
+    # Sums of squares add up, if all groups have some.
     has_all = lambda means: means.weight.min(initial=1) > 0
     together = lambda means: jax.tree.map(
         lambda of: jnp.where(has_all(means), of.sum(), 0), means
@@ -555,7 +555,7 @@ def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
       A `MomentumReport` by label, in alphabetical order. The label of an array is its path.
 
     Raises:
-      ValueError: if `opt_state` does not hold just one `TrackMomentumState`, or one for the whole.
+      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState` with `per_leaf`.
 
     Examples:
       Momentum helps b, whose gradients agree, and not w, whose gradients alternate:
@@ -579,7 +579,7 @@ def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
     gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
     if not state.groups:
         raise ValueError(
-            "`opt_state` must come from `track_momentum` with `per_leaf`, got the whole"
+            "`opt_state` must come from `track_momentum` with `per_leaf`, got one without"
         )
     report = _report(gauge)
     of_group = lambda i: MomentumReport(*(values[i] for values in report))
@@ -590,9 +590,7 @@ def _gauge_of(opt_state: PyTree) -> Gauge:
     state = only(opt_state, TrackMomentumState, "opt_state")
     gauge = jax.tree.map(jnp.asarray, state.gauge)  # under Flax nnx the leaves are variables
     if gauge.iterate.shape not in ((), (len(state.groups),)) or jnp.ndim(scalar_of(state.count)):
-        raise ValueError(
-            "`opt_state` must be of one run, got a batch of them, for which there is `jax.vmap`"
-        )
+        raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
     return gauge
 
 
@@ -613,20 +611,20 @@ def _report(gauge: Gauge) -> MomentumReport:
 def plot_momentum(
     reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
 ) -> "Figure":
-    """Draws what the gauge has read over a run: gain over noise level, and alignment.
+    """Plots gain / noise level and alignment over a run.
 
     Args:
-      reports: by step, what `momentum_report` or `momentum_reports` returned. "all", where it is
-        among the labels, is drawn thick.
+      reports: results of `momentum_report` or `momentum_reports`, by step. A label "all" is drawn
+        thick.
 
     Returns:
-      A Matplotlib figure, which needs matplotlib.
+      A figure; this needs matplotlib.
 
     Raises:
       ValueError: if there is no report, or labels differ from step to step.
 
     Examples:
-      Watched at every tenth step, and collected every hundred, which costs next to nothing:
+      Measured every 10 steps and collected every 100, which costs next to nothing:
 
           tx = track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)
           reports = {}
@@ -703,25 +701,25 @@ def spa_until_noise(
 ) -> optax.GradientTransformationExtraArgs:
     """Deprecated: SPA that drops momentum, by c → 1, once its own gain is at noise level.
 
-    Use `momentum_drop`. On three tasks (`benchmarks/gauge.py`) it dropped momentum at steps 208 to
-    741, another for each task, and ended with the loss of a drop at step 150, within errors. With
-    momentum kept the loss was lower on two of the three.
+    Use `momentum_drop`. On three tasks (`benchmarks/gauge.py`) it dropped momentum between steps
+    208 and 741. It ended with the same loss, within errors, as a drop at step 150. With momentum
+    kept the loss was lower on two of the three.
 
-    It drops momentum once for `patience` steps in a row
+    It drops momentum after `patience` steps in a row with
 
         gain ≤ (1 + tolerance) · noise level
 
-    not counting the first 5/c steps, in which the gain only settles, nor steps that measure
-    nothing: without a gradient, after a step with η = 0, or where something is not finite. From
-    then on c is multiplied by `rate` at every step, until it is 1. See `momentum_report`, which
-    reads this one's state too, and `momentum_drop`, which does the same at a step that is given.
+    The first 5/c steps, in which the gain settles, do not count, nor do steps without a
+    measurement: with no gradient, after a step with η = 0, or with values that are not finite. From
+    then on c is multiplied by `rate` per step until it is 1. `momentum_report` reads this state
+    too. `momentum_drop` does the same at a given step.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
       tolerance: ≥ 0.
       patience: steps, ≥ 1.
-      hold: "eta" keeps the effective step; "alpha" keeps α = ηc, and divides η by what c rises by.
+      hold: "eta" keeps the effective step; "alpha" keeps α = ηc: η falls as c rises.
       rate: > 1; None for an abrupt drop.
       decay: of the moving averages, in [0, 1).
       state_dtype: of z, as for `spa`.
@@ -731,14 +729,14 @@ def spa_until_noise(
     `rounding_key` in its `static_args`.
 
     Returns:
-      A transformation whose state is an `UntilNoiseState`. Once its `dropped_at` is not negative
-      momentum is on its way out, and once c is 1 `release_momentum` frees its memory.
+      A transformation whose state is an `UntilNoiseState`. Once `dropped_at` is ≥ 0, c rises. Once
+      c is 1, `release_momentum` frees the memory of z.
 
     Raises:
       ValueError: if an argument is out of range.
 
     Examples:
-      Gradients of alternating sign are worse than noise: dropped after 5/c steps and `patience`.
+      Alternating gradients are worse than noise: momentum is dropped after 5/c + `patience` steps.
 
       >>> import jax.numpy as jnp
       >>> from spa_optax.diagnostics import spa_until_noise
@@ -755,7 +753,7 @@ def spa_until_noise(
       Figure 3, where momentum is dropped after the first epoch.
     """
     warnings.warn(
-        "`spa_until_noise` is deprecated: use `spa(*momentum_drop(...))`, which does as well",
+        "`spa_until_noise` is deprecated: use `spa(*momentum_drop(...))`, which is as good",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -814,25 +812,25 @@ def spa_until_noise(
 def release_momentum(
     opt_state: PyTree, params: PyTree, learning_rate: optax.ScalarOrSchedule
 ) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
-    """Plain SGD in the place of SPA with c = 1, without z: the same iterates, half the memory.
+    """Replaces SPA at c = 1 by plain SGD, without z: the same iterates, half the memory.
 
         x_{k+1} = z_{k+1} = x_k − η_k g_k
 
     Args:
       opt_state: a state that holds one `SPAState` with c = 1, in any chain or wrapper, but not in
-        `optax.inject_hyperparams`. (`spa_from_sgdm` keeps c below 1 at β = 0, too.)
-      params: x_k, of more than 16 bits, as z. (Beside narrower ones z is the master copy.)
-      learning_rate: η_k, a scalar or a schedule of the count k, which goes on. With an η that the
-        optimizer has changed (`hold="alpha"`), that η.
+        `optax.inject_hyperparams`. (`spa_from_sgdm` keeps c below 1 even at β = 0.)
+      params: x_k, of more than 16 bits, like z. (For narrower params z is the master copy.)
+      learning_rate: η_k, a scalar or a schedule of the count k, which continues. If the optimizer
+        has changed η (`hold="alpha"`), pass the changed η.
 
     Returns:
-      `optax.sgd(learning_rate)`, to put where `spa`, `spa_from_sgdm`, `track_momentum` or
-      `spa_until_noise` stood, in the same chain; and the state of that chain, which holds the state
-      of `optax.sgd` in the place of theirs.
+      `optax.sgd(learning_rate)`, to replace `spa`, `spa_from_sgdm`, `track_momentum` or
+      `spa_until_noise` in the same chain; and the new state of that chain.
 
     Raises:
-      ValueError: if `opt_state` does not hold just one `SPAState`, or holds it where it must not;
-        the last step had c < 1; params or z have 16 bits or fewer; `learning_rate` is out of range.
+      ValueError: if `opt_state` does not hold exactly one `SPAState`, or holds it in
+        `optax.inject_hyperparams`; if the last step had c < 1; if params or z have 16 bits or
+        fewer; if `learning_rate` is out of range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -860,12 +858,12 @@ def release_momentum(
         )
     if has_narrow(params) or has_narrow(spa_state.z):
         raise ValueError(
-            "`params` and z must have more than 16 bits, got narrower ones: without z, or on from"
-            " its rounding, the iterates would not be the same"
+            "`params` and z must have more than 16 bits, got narrower ones: without z the"
+            " iterates would change"
         )
     c = scalar_of(spa_state.c)
     if isinstance(c, Tracer):
-        raise ValueError("`opt_state` must be concrete, not traced: what is returned depends on c")
+        raise ValueError("`opt_state` must be concrete, not traced: the result depends on c")
     if not jnp.all(c == 1):
         raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
     tx: Any = optax.sgd(learning_rate)

@@ -301,7 +301,7 @@ def test_what_does_not_fit() -> None:
         (lambda: move(into=gpa_adamw(0.1).init(x)), "`into` must be a state of `spa_adamw`, got"),
         (
             lambda: move(into=optax.masked(spa_adamw(0.1), MASK).init(x)),
-            "`into` must be of the same params",
+            "`into` must hold the same params",
         ),
         (lambda: move(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
         (lambda: move(b2=-1.0), r"`b2` must be in \[0, 1\), got -1.0"),

@@ -885,7 +885,7 @@ def test_bad_input() -> None:
                     optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
                 )
             ).update(params, dropping.init(params), params),
-            "`inner` must hand extra arguments of `update` on to the member that it holds",
+            "`inner` must pass extra arguments of `update` on to its member",
         ),
         (
             lambda: unchecked(plot_momentum)([1]),
@@ -919,7 +919,7 @@ def test_bad_input() -> None:
         (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
         (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),
         (lambda: momentum_report(state), "`opt_state` must hold one `TrackMomentumState`, got 0"),
-        (lambda: momentum_reports(tracked.init(params)), "with `per_leaf`, got the whole"),
+        (lambda: momentum_reports(tracked.init(params)), "with `per_leaf`, got one without"),
         (lambda: momentum_report((tracked.init(params),) * 2), "`TrackMomentumState`, got 2"),
         (lambda: tracked.update(params, state, params), "`state` must be a `TrackMomentumState`"),
         (lambda: tracked.update(params, tracked.init(params)), "`params` must be passed"),

@@ -56,7 +56,7 @@ def test_gradual_stages_to_the_step(boundaries: list[int], rate: float) -> None:
     gaps = [after - before for before, after in itertools.pairwise(boundaries)]
     num_steps = math.ceil(math.log(10) / math.log(rate))
     if min(gaps, default=num_steps) < num_steps:
-        with pytest.raises(ValueError, match=r"`rate` must be at least .* to arrive between"):
+        with pytest.raises(ValueError, match=r"`rate` must be at least .* to end between"):
             stagewise(1.0, 0.03, boundaries, rate=rate)
         return
     expected = numpy_gradual(boundaries, 10.0, rate, 1_500)
@@ -219,7 +219,7 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
         ),
         (
             lambda: stagewise(1.0, 0.1, [110, 165], rate=1.0005),
-            "`rate` must be at least 1.042754, to arrive between boundaries 110 and 165, got 1.0005"
+            "`rate` must be at least 1.042754, to end between boundaries 110 and 165, got 1.0005"
             ", at which a factor of 10 takes 4,607 steps",
         ),
         (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),

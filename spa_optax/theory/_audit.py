@@ -40,7 +40,7 @@ class Condition(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is worth knowing of a schedule: where, how large, and what to do about it."""
+    """An observation on a schedule: where, how large, and the remedy."""
 
     kind: Literal["range", "beta", "spike", "rise", "drop"]
     steps: list[int]
@@ -62,7 +62,7 @@ class Audit(NamedTuple):
     max_decay_ratio: Float[np.ndarray, " n"] | None  # of η_{k−1}/η_k
 
     def findings(self) -> list[Finding]:
-        """What is worth knowing, what needs a change first."""
+        """The findings; those that need a change come first."""
         found = [self._out_of_range(), self._beta(), self._spike(), self._rise(), self._drop()]
         return [finding for finding in found if finding.steps]
 
@@ -153,7 +153,7 @@ class Audit(NamedTuple):
         return Finding("range", steps, text)
 
     def _beta(self) -> Finding:
-        # But for the tail of a decay to 0, where η is next to nothing.
+        # Except in the tail of a decay to 0, where η is tiny.
         before = np.concatenate([self.eta[:1], self.eta[:-1]])
         matters = before > 1e-2 * np.nanmax(self.eta, initial=0)
         steps = np.flatnonzero((self.beta >= 1) & matters & ~self._is_out_of_range()).tolist()
@@ -187,7 +187,7 @@ class Audit(NamedTuple):
 
     def _drop(self) -> Finding:
         before, now = np.nan_to_num(self.alpha[:-1]), self.alpha[1:]
-        # By half or more, but for what is next to nothing already, and for the end of a spike.
+        # By half or more, except where α is tiny already and at the end of a spike.
         drops = (now <= 0.5 * (1 + 1e-6) * before) & (before > 3e-3 * before.max(initial=0))
         steps = (1 + np.flatnonzero(drops & ~self._is_spike()[:-1])).tolist()
         if not steps:
@@ -204,7 +204,7 @@ class Audit(NamedTuple):
         return Finding("drop", steps, text, needs_change=False)
 
     def _rise_begins(self, k: int) -> int | None:
-        """Where the rise of c without a break that ends at a drop begins, if there is one."""
+        """The step at which the steady rise of c before a drop begins, if there is one."""
         ahead = self.c[max(k - 20_000, 0) : k]
         falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
         begin = int(falls[-1]) + 1 if len(falls) else 0
@@ -229,7 +229,7 @@ class Audit(NamedTuple):
     # ------------------------------------------------------------------------------------ plot
 
     def plot(self) -> "Figure":
-        """η, c, α and β over the steps, and α, c and β close to the first thing that was found.
+        """Plots η, c, α and β over the steps, and α with c or β close to the first finding.
 
         The title is the verdict. Steps that the report names are marked, those that need a change
         in red. Axes are logarithmic where values span more than a factor of 20, and end at a two-
@@ -290,7 +290,7 @@ def _at(steps: list[int]) -> str:
 
 
 def _ratio(values: np.ndarray, k: int) -> float:
-    """By what a value is divided at a step."""
+    """The factor by which a value is divided at a step."""
     return float(values[k - 1] / values[k])
 
 
@@ -316,8 +316,8 @@ def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int) -> tuple[np.ndarray, ...]:
     alpha, beta = _values(num_steps, **sgdm._asdict())
     last = jnp.asarray(num_steps - 1, jnp.int32)
     w = float(jax.jit(lambda k: look_ahead(*sgdm, k).coast)(last))
-    # η_k = α_k + w_{k+1}, w_k = β_k (α_k + w_{k+1}): backward, which is stable. Values ahead of a
-    # step count as in `look_ahead`.
+    # η_k = α_k + w_{k+1}, w_k = β_k (α_k + w_{k+1}): backward, which is stable. Later values count
+    # as in `look_ahead`.
     ahead = (foreseen_rate(jnp.asarray(alpha)), foreseen_momentum(jnp.asarray(beta)))
     products = zip(*(np.asarray(h, float)[::-1].tolist() for h in ahead), strict=True)
     coasts = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
@@ -334,13 +334,13 @@ def audit(
 ) -> Audit:
     """Checks a schedule of SPA step by step: a verdict, and the conditions of the theory.
 
-    `audit_sgdm` does so for a recipe of SGD with momentum.
+    For a recipe of SGD with momentum, use `audit_sgdm`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. Where both schedules
-        come from one call of `hyperparams_from_sgdm`, their attribute `sgdm` is the recipe. η and c
-        are then computed from the whole of it, in O(n): a `horizon` does not count.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. If both schedules
+        come from one call of `hyperparams_from_sgdm`, η and c are computed from their attribute
+        `sgdm`, in O(n), and a `horizon` is ignored.
       num_steps: the number of steps to check, n ≥ 1.
       smoothness: L, for the conditions of the bound. `estimate_smoothness` gives the curvature at
         one point, which is not the L of the theorem. None leaves these conditions out.

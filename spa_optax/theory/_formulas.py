@@ -1,7 +1,7 @@
 """The formulas of the paper, as functions of scalars and arrays.
 
-A function with an underscore, like `_step_weight`, is the arithmetic alone, for arrays of JAX or of
-NumPy. The audit evaluates it in NumPy's float64.
+A function with an underscore, like `_step_weight`, is the arithmetic alone, for JAX or NumPy
+arrays. The audit evaluates it in NumPy's float64.
 """
 
 from collections.abc import Callable
