@@ -344,8 +344,8 @@ def _kept(
     """
 
     def keep(x: Array, z: Array, rescaled: Array) -> Array:
-        keeps = r[str(x.dtype)] == 1 if r else ~at_start
-        return jnp.where(keeps, z.astype(rescaled.dtype), rescaled)
+        moves = r[str(x.dtype)] != 1 if r else at_start
+        return jnp.where(moves, rescaled, z.astype(rescaled.dtype))
 
     return map_trained(keep, params, z, _rescaled(params, z, r, at_start), otherwise=z)
 
