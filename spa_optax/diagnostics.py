@@ -228,12 +228,14 @@ def track_momentum(
         given = (updates, state.inner, params)
         count = jnp.asarray(state.count)
         is_measured = count % every == 0
+        apart = lambda: observed(*_behind_a_barrier(given))[2]
         if is_member and every == 1:  # the sums fuse into the update's kernels
             u, now, step = observed(*given)
-            sums = _sums(step, labels)
+            fused, by_themselves = lambda: _sums(step, labels), lambda: _sums(apart(), labels)
+            # On a GPU such a kernel cannot write x and z in place, but copies them.
+            sums = jax.lax.platform_dependent(cuda=by_themselves, rocm=by_themselves, default=fused)
         else:  # from a separate update, so that the real one compiles as without
             u, now = tx.update(*given, **extra_args)
-            apart = lambda: observed(*_behind_a_barrier(given))[2]
             step, measure = apart(), lambda: _sums(apart(), labels)
             nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
             sums = jax.lax.cond(is_measured, measure, nothing) if every > 1 else _sums(step, labels)
