@@ -42,6 +42,7 @@ from update_cost import TREES
 from spa_optax import gpa, gpa_adamw, spa, spa_adamw, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
 
 
@@ -153,7 +154,6 @@ TPU_ENVIRONMENT = {
 def devices_of(target: str, pod: bool = False, topology: str | None = None) -> list[Any]:
     """Devices to compile for: of a host, of a pod, or of another topology of TPUs."""
     jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
     jax.devices()  # starts jax, which reads XLA_FLAGS before they are hidden
     try:
         if target in CARDS:
