@@ -12,7 +12,7 @@ import pytest
 from paper.command_line import UserError
 from test_optax_contract import ALL
 
-from spa_optax import spa
+from spa_optax import gpa_adamw, spa, spa_adamw, spa_from_sgdm
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip install libtpu")
@@ -67,6 +67,24 @@ def test_no_more_bytes_than_sgd() -> None:
     sgd, ours = program(optax.sgd(0.1, 0.9)), program(spa(1.0, 0.1))
     assert ours.num_bytes == pytest.approx(sgd.num_bytes, rel=1e-4)
     assert len(ours.kernels) == len(sgd.kernels) == len(SHAPES)
+
+
+@for_tpus
+def test_the_look_ahead_is_one_small_kernel() -> None:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
+    sgd, ours = program(optax.sgd(schedule, 0.9)), program(spa_from_sgdm(schedule, 0.9))
+    assert len(ours.kernels) == len(sgd.kernels) + 1
+
+
+@for_tpus
+def test_gpa_at_4_bytes_takes_no_longer_than_spa() -> None:
+    """With one scalar more a kernel it did: XLA then took smaller windows."""
+    narrow = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+    options: dict[str, Any] = {"second_moment": "factored", **narrow}
+    of_spa, of_gpa = (
+        program(make(1e-3, **options), jnp.bfloat16) for make in (spa_adamw, gpa_adamw)
+    )
+    assert of_gpa.cycles < 1.05 * of_spa.cycles
 
 
 @for_tpus
