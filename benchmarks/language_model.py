@@ -363,9 +363,8 @@ def make_task(arguments: argparse.Namespace) -> Task:
         return batch
 
     sizes = (arguments.width, arguments.heads, arguments.layers, arguments.length)
-    return Task(
-        lambda rngs: Decoder(*sizes, BF16, rngs), *map(batches, map(jnp.asarray, read_text()))
-    )
+    seen, unseen = (batches(jnp.asarray(text)) for text in read_text())
+    return Task(lambda rngs: Decoder(*sizes, BF16, rngs), seen, unseen)
 
 
 def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, Batch], Any]:
