@@ -245,7 +245,7 @@ def test_vision_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / name).write_bytes(records.tobytes())
     out = tmp_path / "runs"
     schemes = ["AdamW, float32", "gpa_adamw, 4 bytes"]
-    sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--batch", "16", "--steps", "60"]
+    sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--batch", "16", "--steps", "120"]
     options = ["--seeds", "1", "--rounds", "0", "--json", str(out), "--data-dir", str(tmp_path)]
     text = vision_transformer.main(["--scheme", *schemes, *options, *sizes])
     assert all(f"| {name} |" in text for name in schemes)

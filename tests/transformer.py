@@ -66,7 +66,8 @@ def make_step(tx: Any) -> Any:
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
+        batch = tokens[:, :-1], tokens[:, 1:]
+        value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
