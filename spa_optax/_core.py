@@ -344,6 +344,7 @@ def _kept(
     """
 
     def keep(x: Array, z: Array, rescaled: Array) -> Array:
+        # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller windows.
         moves = r[str(x.dtype)] != 1 if r else at_start
         return jnp.where(moves, rescaled, z.astype(rescaled.dtype))
 
