@@ -556,6 +556,14 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt.close(figure)
 
 
+# Of a transformer on the command line: default and help.
+NETWORK = {
+    "width": (128, "of the network"),
+    "heads": (4, "of attention"),
+    "layers": (2, "how many"),
+}
+
+
 def parse(
     parser: argparse.ArgumentParser,
     argv: list[str] | None,
@@ -612,14 +620,8 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> str:
-    sizes = {
-        "width": (128, "of the network"),
-        "heads": (4, "of attention"),
-        "layers": (2, "how many"),
-        "length": (128, "of a text, in bytes"),
-        "batch": (8, "texts at a step"),
-    }
-    arguments = parse(common.parser(__doc__), argv, sizes)
+    of_text = {"length": (128, "of a text, in bytes"), "batch": (8, "texts at a step")}
+    arguments = parse(common.parser(__doc__), argv, NETWORK | of_text)
     return compare(make_task(arguments), arguments)
 
 

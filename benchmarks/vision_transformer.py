@@ -69,14 +69,9 @@ def make_task(arguments: argparse.Namespace) -> language_model.Task:
 
 
 def main(argv: list[str] | None = None) -> str:
-    sizes = {
-        "width": (128, "of the network"),
-        "heads": (4, "of attention"),
-        "layers": (2, "how many"),
-        "batch": (64, "images at a step"),
-    }
     parser = common.parser(__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10")
+    sizes = language_model.NETWORK | {"batch": (64, "images at a step")}
     arguments = language_model.parse(parser, argv, sizes)
     return language_model.compare(make_task(arguments), arguments)
 
