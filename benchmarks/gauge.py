@@ -25,6 +25,7 @@ import language_model
 import low_precision
 import numpy as np
 import optax
+from paper.until_noise import until_noise
 from tqdm import tqdm
 
 from spa_optax import momentum_drop, spa, spa_adamw
@@ -33,7 +34,6 @@ from spa_optax.diagnostics import (
     momentum_report,
     momentum_reports,
     plot_momentum,
-    spa_until_noise,
     track_momentum,
 )
 
@@ -71,7 +71,7 @@ def optimizer(task: str, way: str, num_steps: int) -> Make:
         elif way == "without":
             last = spa(eta, 1.0)
         elif way == "dropped by the gauge":
-            last = spa_until_noise(eta, c)
+            last = until_noise(eta, c)
         else:
             last = spa(*momentum_drop(eta, c, min(150, num_steps), rate=1.01))
         if task != "text":

@@ -22,7 +22,7 @@ from spa_optax._checks import (
 from spa_optax._hyperparams import SPAHyperparams, as_schedule, at_count
 
 _AveragingRule = Literal["constant", "scale", "balance"]
-Hold = Literal["eta", "alpha"]
+_Hold = Literal["eta", "alpha"]
 
 
 def stagewise(
@@ -131,7 +131,7 @@ def momentum_drop(
     averaging: optax.ScalarOrSchedule,
     step: int,
     *,
-    hold: Hold = "eta",
+    hold: _Hold = "eta",
     rate: float | None = None,
 ) -> SPAHyperparams:
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
@@ -173,18 +173,25 @@ def momentum_drop(
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
     step = check_steps("step", step)
-    check_choice("hold", hold, Hold)
+    check_choice("hold", hold, _Hold)
     if rate is not None:
         check_above_1("rate", rate)
 
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def c(k: Array) -> Float[Array, ""]:
-        # c_{k+1} has been multiplied k + 2 − step times.
-        return ramp_up(c_at(k), k + 2 - step, rate)
+        before, num_rises = c_at(k), k + 2 - step  # of c_{k+1}
+        after = 1
+        if rate is not None:
+            after = _scaled_up_to_1(before, num_rises.astype(before.dtype) * math.log(rate))
+        return jnp.where(num_rises > 0, after, before)
 
     def eta(k: Array) -> Float[Array, ""]:
-        return eta_at(k) if hold == "eta" else eta_at_constant_alpha(eta_at(k), c_at(k), c(k))
+        if hold == "eta":
+            return eta_at(k)
+        before, now = c_at(k), c(k)
+        ratio = before / jnp.where(now > 0, now, 1)
+        return eta_at(k) * jnp.where(before == now, 1, ratio)
 
     return SPAHyperparams(as_schedule(eta), as_schedule(c))
 
@@ -264,21 +271,10 @@ def schedule_free_averaging(
     return as_schedule(c)
 
 
-def ramp_up(c: Array, times: Array, rate: float | None) -> Float[Array, ""]:
-    """The c multiplied by `rate` so many times, at most 1; without a rate, 1 at once."""
-    up = 1 if rate is None else _scaled_up_to_1(c, times.astype(c.dtype) * math.log(rate))
-    return jnp.where(times > 0, up, c)
-
-
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
     """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 · inf."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
-
-
-def eta_at_constant_alpha(eta: Array, before: Array, now: Array) -> Float[Array, ""]:
-    """The η that keeps α = ηc where c has gone from `before` to `now`."""
-    return jnp.where(before == now, eta, eta * before / jnp.where(now > 0, now, 1))
 
 
 def _check_boundaries(boundaries: Any) -> list[int]:

@@ -1,7 +1,6 @@
 """When momentum pays: the gauge of the paper's Insight 1, and tools to act on it."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,15 +10,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.tree_util import keystr
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from spa_optax._checks import (
-    check_above_1,
     check_averaging,
-    check_choice,
     check_concrete,
-    check_dtype,
-    check_key,
     check_rate,
     check_steps,
 )
@@ -29,19 +24,14 @@ from spa_optax._core import (
     SPAState,
     Step,
     Update,
-    advance,
     find,
-    init,
     map_trained,
     only,
     scalar_of,
     times,
 )
 from spa_optax._gpa import GPAUpdate
-from spa_optax._hyperparams import at_count
 from spa_optax._precision import has_narrow, is_array, is_float, wide_dtype
-from spa_optax._schedules import Hold, eta_at_constant_alpha, ramp_up
-from spa_optax._spa import spa_scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,7 +184,7 @@ def track_momentum(
     """
     tx = _checked_transformation(inner)
     is_member = isinstance(inner.update, (Update, GPAUpdate))
-    decay = _check_decay(decay)
+    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
     every = check_steps("every", every)
     if averaging is not None:
         is_c = lambda v: 0 < v <= 1
@@ -239,7 +229,7 @@ def track_momentum(
             step, measure = apart(), lambda: _sums(apart(), labels)
             nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
             sums = jax.lax.cond(is_measured, measure, nothing) if every > 1 else _sums(step, labels)
-        gauge, _ = _measured(state.gauge, step, sums, is_measured, count == 0, decay)
+        gauge = _measured(state.gauge, step, sums, is_measured, count == 0, decay)
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
@@ -260,10 +250,6 @@ def _behind_a_barrier(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
     return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
-
-
-def _check_decay(decay: float) -> float:
-    return check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
 
 
 _OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
@@ -432,8 +418,8 @@ def _measured(
     is_measured: Bool[Array, ""],
     is_first: Bool[Array, ""],
     decay: float,
-) -> tuple[Gauge, Bool[Array, "*n"]]:
-    """The gauge after a step, and where its averages have a new term."""
+) -> Gauge:
+    """The gauge after a step."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
     eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
     # r is the same for all dtypes, unless momentum restarts for some.
@@ -449,9 +435,8 @@ def _measured(
         return jax.tree.map(new, means, terms)
 
     # The last step, or the last measured one.
-    counts = is_known & (gauge.iterate >= 0)
     terms = Means(gauge.iterate, gauge.noise, sq_g / 2, one)
-    means = averaged(gauge.means, terms, counts)
+    means = averaged(gauge.means, terms, is_known & (gauge.iterate >= 0))
 
     # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error.
     follows = is_known & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
@@ -474,7 +459,7 @@ def _measured(
     iterate, level = square / unit, noise / unit
     has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
     has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be only rounding error
-    gauge = Gauge(
+    return Gauge(
         iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
         noise=jnp.where(has_unit, level, gauge.noise),
         gradient=gradient,
@@ -483,7 +468,6 @@ def _measured(
         alignment=alignment,
         num_skipped=gauge.num_skipped + (is_measured & ~is_finite).astype(jnp.int32),
     )
-    return gauge, counts & (sq_g > 0)
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
@@ -681,136 +665,6 @@ def plot_momentum(
     return figure
 
 
-class UntilNoiseState(NamedTuple):
-    """State of `spa_until_noise`."""
-
-    tracked: TrackMomentumState
-    num_quiet: Int[Array, ""]  # steps in a row with the gain at noise level
-    dropped_at: Int[Array, ""]  # the count from which c rises; −1 while momentum is kept
-
-
-def spa_until_noise(
-    learning_rate: optax.ScalarOrSchedule,
-    averaging: optax.ScalarOrSchedule = 0.1,
-    *,
-    tolerance: float = 0.05,
-    patience: int = 100,
-    hold: Hold = "eta",
-    rate: float | None = 1.01,
-    decay: float = 0.99,
-    state_dtype: DTypeLike | None = None,
-    rounding_key: PRNGKeyArray | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Deprecated: SPA that drops momentum, by c → 1, once its own gain is at noise level.
-
-    Use `momentum_drop`. On three tasks (`benchmarks/gauge.py`) it dropped momentum between steps
-    208 and 741. It ended with the same loss, within errors, as a drop at step 150. With momentum
-    kept the loss was lower on two of the three.
-
-    It drops momentum after `patience` steps in a row with
-
-        gain ≤ (1 + tolerance) · noise level
-
-    The first 5/c steps, in which the gain settles, do not count, nor do steps without a
-    measurement: with no gradient, after a step with η = 0, or with values that are not finite. From
-    then on c is multiplied by `rate` per step until it is 1. `momentum_report` reads this state
-    too. `momentum_drop` does the same at a given step.
-
-    Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      tolerance: ≥ 0.
-      patience: steps, ≥ 1.
-      hold: "eta" keeps the effective step; "alpha" keeps α = ηc: η falls as c rises.
-      rate: > 1; None for an abrupt drop.
-      decay: of the moving averages, in [0, 1).
-      state_dtype: of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`.
-
-    Under `optax.inject_hyperparams` name `tolerance`, `patience`, `rate`, `decay` and
-    `rounding_key` in its `static_args`.
-
-    Returns:
-      A transformation whose state is an `UntilNoiseState`. Once `dropped_at` is ≥ 0, c rises. Once
-      c is 1, `release_momentum` frees the memory of z.
-
-    Raises:
-      ValueError: if an argument is out of range.
-
-    Examples:
-      Alternating gradients are worse than noise: momentum is dropped after 5/c + `patience` steps.
-
-      >>> import jax.numpy as jnp
-      >>> from spa_optax.diagnostics import spa_until_noise
-      >>> tx = spa_until_noise(1.0, averaging=0.5, patience=3, rate=None)
-      >>> params = jnp.zeros(1)
-      >>> state = tx.init(params)
-      >>> for k in range(20):
-      ...     _, state = tx.update((-1.0) ** k * jnp.ones(1), state, params)
-      >>> print(state.dropped_at, state.tracked.inner.c)
-      13 1.0
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
-      Figure 3, where momentum is dropped after the first epoch.
-    """
-    warnings.warn(
-        "`spa_until_noise` is deprecated: use `spa(*momentum_drop(...))`, which is as good",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    check_rate("learning_rate", learning_rate)
-    check_averaging(averaging)
-    rule = "finite and >= 0"
-    tolerance = check_concrete("tolerance", tolerance, rule, lambda v: 0 <= v < float("inf"))
-    patience = check_steps("patience", patience)
-    check_choice("hold", hold, Hold)
-    if rate is not None:
-        rate = check_above_1("rate", rate)
-    check_dtype(state_dtype)
-    check_key(rounding_key)
-    decay = _check_decay(decay)
-    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
-
-    def init_fn(params: PyTree) -> UntilNoiseState:
-        return UntilNoiseState(
-            tracked=TrackMomentumState(
-                init(params, state_dtype), jnp.zeros([], jnp.int32), _new_gauge(()), {}
-            ),
-            num_quiet=jnp.zeros([], jnp.int32),
-            dropped_at=jnp.full([], -1, jnp.int32),
-        )
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, UntilNoiseState]:
-        del extra_args
-        if not isinstance(state, UntilNoiseState):
-            raise ValueError(f"`state` must be an `UntilNoiseState`, got {type(state).__name__}")
-        count = jnp.asarray(state.tracked.inner.count)
-        eta, before = eta_at(count), c_at(count)
-        num_rises = jnp.where(state.dropped_at >= 0, count - state.dropped_at + 1, 0)
-        c = ramp_up(before, num_rises, rate)
-        if hold == "alpha":
-            eta = eta_at_constant_alpha(eta, before, c)
-        rule: Any = lambda inner, _: spa_scalars(eta, c, inner)
-        inner, _, gauge, _ = state.tracked
-        updates, inner, step = advance(updates, inner, params, rule, rounding_key)
-        sums, always = _sums(step, None), jnp.array(True)
-        gauge, measured = _measured(gauge, step, sums, always, count == 0, decay)
-        now = TrackMomentumState(inner, count + 1, gauge, {})
-        # The gain and the noise level share their denominator.
-        is_quiet = now.gauge.means.iterate <= (1 + tolerance) * now.gauge.means.noise
-        is_quiet &= count.astype(before.dtype) * before >= 5
-        num_quiet = jnp.where(is_quiet, state.num_quiet + 1, 0)
-        num_quiet = jnp.where(measured, num_quiet, state.num_quiet)
-        drops = (state.dropped_at < 0) & (num_quiet >= patience)
-        dropped_at = jnp.where(drops, jnp.asarray(now.inner.count), state.dropped_at)
-        return updates, UntilNoiseState(now, num_quiet, dropped_at)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
 def release_momentum(
     opt_state: PyTree, params: PyTree, learning_rate: optax.ScalarOrSchedule
 ) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
@@ -826,8 +680,8 @@ def release_momentum(
         has changed η (`hold="alpha"`), pass the changed η.
 
     Returns:
-      `optax.sgd(learning_rate)`, to replace `spa`, `spa_from_sgdm`, `track_momentum` or
-      `spa_until_noise` in the same chain; and the new state of that chain.
+      `optax.sgd(learning_rate)`, to replace `spa`, `spa_from_sgdm` or `track_momentum` in the same
+      chain; and the new state of that chain.
 
     Raises:
       ValueError: if `opt_state` does not hold exactly one `SPAState`, or holds it in
@@ -873,6 +727,5 @@ def release_momentum(
     if callable(learning_rate):
         count = like(spa_state.count, [jnp.array(scalar_of(spa_state.count), copy=True)])
         sgd_state = optax.tree.set(sgd_state, count=count)
-    state = replace_nodes(opt_state, UntilNoiseState, lambda node: node.tracked)
-    state = replace_nodes(state, TrackMomentumState, lambda node: node.inner)
+    state = replace_nodes(opt_state, TrackMomentumState, lambda node: node.inner)
     return tx, replace_nodes(state, (GPAState, SPAState), lambda _: sgd_state)

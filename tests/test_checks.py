@@ -28,7 +28,6 @@ from spa_optax import (
     theory,
 )
 from spa_optax._checks import check_count, check_dtype, check_horizon, check_second_moment
-from spa_optax.diagnostics import spa_until_noise
 
 NAN, INF = float("nan"), float("inf")
 
@@ -172,7 +171,6 @@ def test_a_mismatch_of_a_large_tree_has_a_short_message() -> None:
         (spa_from_sgdm, "learning_rate"),
         (lambda h: spa_from_sgdm(0.1, h), "momentum"),
         (lambda h: gpa(0.1, 0.1, h), "interpolation"),
-        (spa_until_noise, "learning_rate"),
         (spa_adamw, "learning_rate"),
     ],
 )

@@ -28,7 +28,6 @@ from spa_optax import (
     eval_params,
     gpa,
     gpa_adamw,
-    hyperparams_from_sgdm,
     momentum_drop,
     schedule_free_averaging,
     spa,
@@ -40,12 +39,10 @@ from spa_optax import (
 from spa_optax.diagnostics import (
     MomentumReport,
     TrackMomentumState,
-    UntilNoiseState,
     momentum_report,
     momentum_reports,
     plot_momentum,
     release_momentum,
-    spa_until_noise,
     track_momentum,
 )
 
@@ -565,90 +562,6 @@ def trained(tx: Any, gradients: Any, params: Any) -> Any:
     return jax.lax.scan(body, (params, tx.init(params)), gradients)
 
 
-@pytest.mark.parametrize("hold", ["eta", "alpha"])
-@pytest.mark.parametrize("rate", [None, 1.05])
-def test_noise_drops_momentum(hold: Any, rate: Any) -> None:
-    gradients = jax.random.normal(jax.random.key(0), (300, 1_000))
-    eta = lenient(optax.cosine_decay_schedule(1.0, 400))
-    tx = spa_until_noise(eta, 0.1, tolerance=0.2, patience=20, hold=hold, rate=rate)
-    (_, state), xs = trained(tx, gradients, jnp.zeros(1_000))
-    # 5/c steps do not count: 50, …, 69 are the first 20 that do.
-    assert state.dropped_at == 70
-    # c at count 70 is c_71.
-    drop = momentum_drop(eta, 0.1, 71, hold=hold, rate=rate)
-    _, expected = trained(spa(*drop), gradients, jnp.zeros(1_000))
-    assert relative_difference(xs, expected) < 1e-6
-    assert state.tracked.inner.c == 1
-
-
-def test_it_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match=re.escape("use `spa(*momentum_drop(...))`")):
-        spa_until_noise(1.0)
-
-
-def test_momentum_that_pays_is_kept() -> None:
-    curvature = jnp.logspace(-4, -2, 50)
-    tx, params = spa_until_noise(1.0, 0.1, patience=20), jnp.ones(50)
-
-    def body(carry: Any, _: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(curvature * params, state, params)
-        return (params + updates, state), None
-
-    (_, state), _ = jax.lax.scan(body, (params, tx.init(params)), None, 300)
-    assert state.dropped_at == -1
-    assert state.tracked.inner.c == jnp.float32(0.1)
-
-
-def test_a_gain_that_rises_again_starts_the_count_anew() -> None:
-    ones = jnp.ones((1, 1_000))
-    quiet = jax.random.normal(jax.random.key(0), (60, 1_000))
-    gradients = jnp.concatenate([quiet, jnp.repeat(3 * ones, 30, 0), quiet])
-    tx = spa_until_noise(1.0, 0.1, tolerance=0.2, patience=20, decay=0.9)
-    (_, state), _ = trained(tx, gradients, jnp.zeros(1_000))
-    assert state.dropped_at > 60 + 30 + 20 or state.dropped_at == -1
-
-
-@pytest.mark.parametrize("nothing", ["gradients", "rate"])
-def test_nothing_measured_is_not_quiet(nothing: str) -> None:
-    """0 ≤ 0: 200 steps without a gradient, or with a rate of 0, say nothing about momentum."""
-    noise = jax.random.normal(jax.random.key(0), (200, 1_000))
-    silence = jnp.zeros((200, 1_000)) if nothing == "gradients" else noise
-    eta = 1.0 if nothing == "gradients" else lambda k: jnp.where(k < 200, 0.0, 1.0)
-    tx = spa_until_noise(eta, 0.1, tolerance=0.2, patience=20)
-    (params, state), _ = trained(tx, silence, jnp.zeros(1_000))
-    assert (int(state.dropped_at), int(state.num_quiet)) == (-1, 0)
-    for g in noise:
-        updates, state = jax.jit(tx.update)(g, state, params)
-        params = params + updates
-    assert 220 <= state.dropped_at < 400  # and then it is measured
-
-
-def test_a_gap_in_what_is_measured_keeps_the_count() -> None:
-    """As does a step whose gradient is not finite."""
-    noise = jax.random.normal(jax.random.key(0), (60, 1_000))
-    tx = spa_until_noise(1.0, 0.1, tolerance=0.2, patience=20)
-    (params, state), _ = trained(tx, noise, jnp.zeros(1_000))
-    assert 0 < state.num_quiet < 20
-    for g in (jnp.zeros(1_000), jnp.full(1_000, jnp.nan)):
-        _, after = tx.update(g, state, params)
-        assert (after.num_quiet, after.dropped_at) == (state.num_quiet, -1)
-
-
-def test_dropped_under_a_cosine_that_ends_at_0() -> None:
-    """By then c has been multiplied by 1.01 some 99,900 times, and α is 0 in float32."""
-    hyperparams = hyperparams_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100_000)), 0.9)
-    tx, params = spa_until_noise(*hyperparams), jnp.ones(3)
-    _, state = tx.update(params, tx.init(params), params)
-    inner = state.tracked.inner._replace(count=jnp.array(99_985, jnp.int32))
-    state = state._replace(tracked=state.tracked._replace(inner=inner), dropped_at=jnp.array(150))
-    for _ in range(25):
-        updates, state = jax.jit(tx.update)(params, state, params)
-        params = params + updates
-        assert np.isfinite(params).all()
-    assert state.tracked.inner.c == 0
-
-
 def chain(tx: Any) -> Any:
     return optax.chain(optax.add_decayed_weights(1e-3), tx)
 
@@ -658,10 +571,9 @@ def chain(tx: Any) -> Any:
     [
         lambda eta: spa(*momentum_drop(eta, 0.1, 50)),
         lambda eta: track_momentum(spa(*momentum_drop(eta, 0.1, 50))),
-        lambda eta: spa_until_noise(eta, 0.1, tolerance=9.0, patience=1, rate=1.2),
         lambda eta: gpa(*momentum_drop(eta, 0.1, 50), 0.9),
     ],
-    ids=["spa", "track", "until noise", "gpa"],
+    ids=["spa", "track", "gpa"],
 )
 @pytest.mark.parametrize("eta", [0.5, COSINE], ids=["constant", "cosine"])
 def test_release(make: Any, eta: Any) -> None:
@@ -923,17 +835,10 @@ def test_bad_input() -> None:
         (lambda: momentum_report((tracked.init(params),) * 2), "`TrackMomentumState`, got 2"),
         (lambda: tracked.update(params, state, params), "`state` must be a `TrackMomentumState`"),
         (lambda: tracked.update(params, tracked.init(params)), "`params` must be passed"),
-        (lambda: spa_until_noise(-1.0), "`learning_rate` must be finite and >= 0, got -1.0"),
-        (lambda: spa_until_noise(1.0, 2.0), "`averaging` must be in [0, 1], got 2.0"),
-        (lambda: spa_until_noise(1.0, tolerance=-1), "`tolerance` must be finite and >= 0, got -1"),
-        (lambda: spa_until_noise(1.0, patience=0), "`patience` must be a concrete integer >= 1"),
-        (lambda: spa_until_noise(1.0, rate=1.0), "`rate` must be finite and > 1, got 1.0"),
-        (lambda: spa_until_noise(1.0, decay=-0.1), "`decay` must be in [0, 1), got -0.1"),
         (lambda: release_momentum(optax.sgd(0.1).init(params), params, 0.1), "`SPAState`, got 0"),
         (lambda: release_momentum(state, params, 0.1), "from a step with c = 1, got c = 0.0"),
         (lambda: release_momentum(one_step(0.5, params), params, 0.1), "with c = 1, got c = 0.5"),
         (lambda: release_momentum(one_step(1.0, narrow), narrow, 0.1), "more than 16 bits"),
-        (lambda: spa_until_noise(1.0, patience=2**31), "`patience` must be below 2^31"),
         (lambda: release_momentum(one_step(1.0, params), params, -0.1), "`learning_rate` must be"),
         (
             lambda: release_momentum(
@@ -953,4 +858,3 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
     assert isinstance(tracked.init(params), TrackMomentumState)
-    assert isinstance(spa_until_noise(1.0).init(params), UntilNoiseState)

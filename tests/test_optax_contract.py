@@ -35,8 +35,6 @@ from spa_optax import (
 )
 from spa_optax.diagnostics import (
     TrackMomentumState,
-    UntilNoiseState,
-    spa_until_noise,
     track_momentum,
 )
 
@@ -50,7 +48,6 @@ FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "stochastic": functools.partial(spa_from_sgdm, COSINE, 0.9, rounding_key=jax.random.key(0)),
     "gpa": functools.partial(gpa, COSINE, UNIFORM, lambda k: jnp.where(k > 1, 0.5, 0.9)),
     "tracked": lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)),
-    "until noise": functools.partial(spa_until_noise, 0.1, 0.1, patience=1),
 }
 ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "spa_adamw": functools.partial(spa_adamw, 0.1, 0.1, b2=0.9),
@@ -586,7 +583,7 @@ def test_sharded_params(make: Any) -> None:
         assert all(leaf.sharding.is_equivalent_to(sharding, 2) for leaf in large)
     update = jax.jit(tx.update).lower(grads, state, params).compile()
     # What tracks adds its own sums, ‖g‖² and ‖u‖², a factored ν its means, and no other collective.
-    is_tracked = isinstance(state, (TrackMomentumState, UntilNoiseState))
+    is_tracked = isinstance(state, TrackMomentumState)
     num_sums = 2 if is_tracked or is_factored(make) else 0
     found = COLLECTIVE.findall(update.as_text())
     assert set(found) <= ({"all-reduce"} if num_sums else set())

@@ -18,7 +18,7 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from spa_optax import _precision, diagnostics, gpa, spa, spa_from_sgdm
+from spa_optax import _precision, gpa, spa, spa_from_sgdm
 from spa_optax._precision import random_bits, rounded, seeds_like
 
 KEY = jax.random.key(0)
@@ -187,7 +187,6 @@ FACTORIES = {
     "sgdm": functools.partial(spa_from_sgdm, lambda k: 0.01 / (1 + k.astype(jnp.float32)), 0.9),
     "gpa": functools.partial(gpa, 0.1, 0.1, 0.9),
     "16-bit z": functools.partial(spa, 0.1, 0.1, state_dtype=BF16),
-    "until noise": functools.partial(diagnostics.spa_until_noise, 0.1, 0.1),
 }
 every_transform = pytest.mark.parametrize(
     "make",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import optax
 from command_line import UserError
+from until_noise import until_noise
 
 from spa_optax import diagnostics, momentum_drop, spa, spa_from_sgdm, stagewise
 
@@ -22,7 +23,7 @@ OPTIMIZERS = {
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
     "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
     "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
-    "until-noise": "spa-eta, whose momentum is dropped once it no longer pays (spa_until_noise)",
+    "until-noise": "spa-eta, whose momentum is dropped once it no longer pays",
 }
 
 
@@ -81,7 +82,7 @@ def make_optimizer(
         "tenth": lambda: spa(
             *stagewise(eta, c, [steps_per_epoch, *drops], FACTOR, averaging_rule="constant")
         ),
-        "until-noise": lambda: diagnostics.spa_until_noise(*eta_only),
+        "until-noise": lambda: until_noise(eta_only.learning_rate, c),
     }
     if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
         raise UserError(
