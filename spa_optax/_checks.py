@@ -152,12 +152,22 @@ def check_count(value: Any) -> None:
         raise ValueError(f"`count` must be None or an integer >= 0, got {value!r}")
 
 
-def check_dtype(value: Any) -> None:
-    """Raises ValueError unless `value` is None or a real floating-point dtype."""
+def check_dtype(value: Any, rounding_key: Any) -> None:
+    """Raises ValueError unless `value` is None or a real floating-point dtype.
+
+    Warns about one of 16 bits or fewer without a key.
+    """
     rule = "`state_dtype` must be None or a real floating-point dtype, with zero and signs"
     # float8_e8m0fnu, which has no mantissa, holds powers of two only.
     is_real = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant > 0
     _check_dtype(value, rule, is_real)
+    if value is not None and rounding_key is None and jnp.dtype(value).itemsize <= 2:
+        warnings.warn(
+            "`rounding_key` should be given with a `state_dtype` of 16 bits or fewer: rounded to"
+            " nearest, z does not change where a step is below half an ulp. Pass"
+            " `rounding_key=jax.random.key(0)`.",
+            stacklevel=3,
+        )
 
 
 def check_second_moment_dtype(value: Any, is_factored: bool, rounding_key: Any) -> None:
@@ -202,6 +212,13 @@ def check_key(value: Any) -> None:
             return
         value = f"an array of shape {value.shape} and dtype {value.dtype}"
     raise ValueError(f"`rounding_key` must be None or one key of `jax.random`, got {value}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        got = f"an array of shape {value.shape}" if isinstance(value, jax.Array) else repr(value)
+        raise ValueError(f"`{name}` must be True or False, got {got}")
 
 
 def check_steps(name: str, value: Any, least: int = 1) -> int:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from spa_optax._checks import (
     check_arrays_differ,
     check_averaging,
+    check_bool,
     check_count,
     check_horizon,
     check_momentum,
@@ -176,7 +177,8 @@ def state_from_sgdm(
       count: k, the number of steps taken. None reads it from `sgd_state`. `optax.sgd` stores none
         if the learning rate is a number; if momentum is a number too, none is needed.
       into: the new optimizer's state from `init`: any chain or wrapper, also under Flax nnx, that
-        holds one `spa_from_sgdm`. None returns only the `SPAState`.
+        holds one `spa_from_sgdm`. It may train fewer params, with the others frozen. None returns
+        only the `SPAState`.
 
     Returns:
       `into` with z, and k as the count of its schedules; the rest is unchanged. If `into` is None,
@@ -205,6 +207,7 @@ def state_from_sgdm(
     """
     check_rate("learning_rate", learning_rate)
     check_momentum(momentum)
+    check_bool("nesterov", nesterov)
     buffers = find(sgd_state, optax.TraceState)
     if len(buffers) != 1:
         raise ValueError(
@@ -250,10 +253,10 @@ def state_from_sgdm(
     if into is None:
         return state
     (of_into,) = keys_of("into", [only(into, SPAState, "into").z], params)
-    if set(of_into) != set(keys) or find(into, GPAState):
+    if not set(of_into) <= set(keys) or find(into, GPAState):
         raise ValueError(
-            "`into` must be a state of `spa_from_sgdm` for the params whose momentum is in"
-            " `sgd_state`, got one of another optimizer or for other params"
+            "`into` must be a state of `spa_from_sgdm` for params whose momentum is in `sgd_state`,"
+            " got one of another optimizer or for other params"
         )
     place = lambda node: like(node, state._replace(z=[z[key] for key in of_into]))
     return with_count(replace_nodes(into, SPAState, place), state.count)
@@ -272,7 +275,8 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
         For Flax nnx, `optimizer.opt_state`.
       params: x_k, the current params of that run.
       into: the new optimizer's state from `init`: any chain or wrapper, also under Flax nnx, that
-        holds one `optax.sgd` with momentum, or one `optax.trace`. None returns only m_k.
+        holds one `optax.sgd` with momentum, or one `optax.trace`. It may train fewer params. None
+        returns only m_k.
 
     Returns:
       `into` with m_k, and k as the count of its schedules; the rest is unchanged. If `into` is
@@ -315,9 +319,9 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
     if into is None:
         return jax.tree.unflatten(jax.tree.structure(state.z), m.values())
     (of_into,) = keys_of("into", [only(into, optax.TraceState, "into").trace], params)
-    if set(of_into) != set(keys):
+    if not set(of_into) <= set(keys):
         raise ValueError(
-            "`into` must have momentum for the params that have a z in `spa_state`, got others"
+            "`into` must have momentum only for params that have a z in `spa_state`, got others"
         )
     place = lambda node: like(node, [m[key] for key in of_into])
     return with_count(replace_nodes(into, optax.TraceState, place), count)

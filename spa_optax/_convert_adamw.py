@@ -376,11 +376,13 @@ def _keys_of_z(name: str, state: PyTree, params: PyTree, trained: ByPath) -> lis
 
 
 def _check_params(name: str, keys: list[str], trained: ByPath, x: ByPath) -> None:
-    """Raises ValueError unless two states hold the same params."""
-    if odd := {key for key in keys if is_float(x[key])} ^ set(trained):
+    """Raises ValueError unless two states hold the same params; `into` may train fewer."""
+    of_state = {key for key in keys if is_float(x[key])}
+    odd = of_state - set(trained) if name == "into" else of_state ^ set(trained)
+    if odd:
+        rule = "hold only params of" if name == "into" else "hold the same params as"
         raise ValueError(
-            f"`{name}` must hold the same params as the other state, got a difference at"
-            f" {min(odd) or 'its root'}"
+            f"`{name}` must {rule} the other state, got a difference at {min(odd) or 'its root'}"
         )
 
 

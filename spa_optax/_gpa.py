@@ -118,8 +118,8 @@ def gpa(
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
     check_interpolation(interpolation)
-    check_dtype(state_dtype)
     check_key(rounding_key)
+    check_dtype(state_dtype, rounding_key)
 
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)

@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 from spa_optax import _core
 from spa_optax._checks import (
     check_averaging,
+    check_bool,
     check_dtype,
     check_horizon,
     check_key,
@@ -88,8 +89,8 @@ def spa(
     """
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
-    check_dtype(state_dtype)
     check_key(rounding_key)
+    check_dtype(state_dtype, rounding_key)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
@@ -187,9 +188,10 @@ def spa_from_sgdm(
     """
     check_rate("learning_rate", learning_rate)
     check_momentum(momentum)
+    check_bool("nesterov", nesterov)
     check_horizon(horizon)
-    check_dtype(state_dtype)
     check_key(rounding_key)
+    check_dtype(state_dtype, rounding_key)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)

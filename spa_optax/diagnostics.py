@@ -284,7 +284,7 @@ def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> 
         )
     if members and averaging is not None:
         raise ValueError(
-            f"`averaging` must be None for an `inner` that has its own c, got {averaging!r}"
+            f"`averaging` must be left out for an `inner` that has its own c, got {averaging!r}"
         )
     if of_optax:
         _averaging_of(state, averaging)

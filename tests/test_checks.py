@@ -107,7 +107,7 @@ def test_bad_hyperparameters(call: Any, message: str) -> None:
         spa(np.float64(0.1), np.float64(0.5)),
         spa(jnp.array(-1.0)),  # may be traced: not looked at
         spa_from_sgdm(1, 0, horizon=3),
-        spa_from_sgdm(optax.constant_schedule(0.1), lambda _: 0.9, state_dtype="bfloat16"),
+        spa_from_sgdm(optax.constant_schedule(0.1), lambda _: 0.9, state_dtype="float32"),
     ],
 )
 def test_good_hyperparameters(tx: Any) -> None:
@@ -304,10 +304,32 @@ def test_what_no_scalar_is() -> None:
 def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
     with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
-        check_dtype(jnp.ones(3))
-    named = optax.inject_hyperparams(gpa, static_args="state_dtype")
-    state = named(learning_rate=0.1, state_dtype=jnp.bfloat16).init(jnp.ones(3))
+        check_dtype(jnp.ones(3), None)
+    named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
+    kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+    state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
     assert optax.tree.get(state, "z").dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, spa_adamw, gpa_adamw])
+def test_a_narrow_z_without_a_key_warns(make: Any) -> None:
+    for dtype in (jnp.bfloat16, "float16"):
+        with pytest.warns(UserWarning, match="`rounding_key` should be given with a `state_dtype`"):
+            make(0.1, state_dtype=dtype)
+        make(0.1, state_dtype=dtype, rounding_key=jax.random.key(0))
+    make(0.1, state_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, jax.random.key(0)])
+def test_nesterov_is_a_bool(value: Any) -> None:
+    x, match = jnp.ones(2), "`nesterov` must be True or False, got"
+    with pytest.raises(ValueError, match=match):
+        spa_from_sgdm(0.1, 0.9, value)
+    state = optax.sgd(0.1, 0.9).init(x)
+    with pytest.raises(ValueError, match=match):
+        state_from_sgdm(state, x, learning_rate=0.1, momentum=0.9, nesterov=value)
+    injected = optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9, nesterov=True)
+    injected.update(x, injected.init(x), x)
 
 
 @pytest.mark.parametrize("make", [gpa, spa_adamw, gpa_adamw])

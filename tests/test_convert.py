@@ -20,6 +20,7 @@ from helpers import (
     relative_difference,
     sgdm,
     table,
+    to_nearest,
     x64,
 )
 
@@ -312,6 +313,7 @@ def test_injected_states_move() -> None:
     assert state_to_sgdm(state, y, into=sgd.init(y)).count == 8
 
 
+@to_nearest
 def test_a_state_keeps_the_dtype_of_z() -> None:
     params = jnp.ones(3)
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9, state_dtype=jnp.bfloat16)
@@ -329,15 +331,35 @@ def test_states_that_do_not_fit() -> None:
     move = lambda state, into: state_from_sgdm(
         state, params, learning_rate=0.1, momentum=0.9, into=into
     )
-    for into in (masked(spa_from_sgdm(0.1)).init(params), gpa(0.1).init(params)):
-        with pytest.raises(ValueError, match="`into` must be a state of `spa_from_sgdm` for the"):
-            move(sgd.init(params), into)
+    for old, new in ((masked(sgd), spa_from_sgdm(0.1)), (sgd, gpa(0.1))):
+        with pytest.raises(ValueError, match="`into` must be a state of `spa_from_sgdm` for"):
+            move(old.init(params), new.init(params))
     with pytest.raises(ValueError, match="`into` must hold one `SPAState`, got 0"):
         move(sgd.init(params), sgd.init(params))
     with pytest.raises(ValueError, match="`into` must hold one `TraceState`, got 0"):
         state_to_sgdm(spa(0.1).init(params), params, into=optax.sgd(0.1).init(params))
-    with pytest.raises(ValueError, match="`into` must have momentum for the params that"):
-        state_to_sgdm(spa(0.1).init(params), params, into=masked(sgd).init(params))
+    with pytest.raises(ValueError, match="`into` must have momentum only for params"):
+        state_to_sgdm(masked(spa(0.1)).init(params), params, into=sgd.init(params))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_new_optimizer_may_freeze_params(nesterov: bool) -> None:
+    """Both ways. The others train on as before."""
+    sgd, tx = optax.sgd(0.1, 0.9, nesterov), spa_from_sgdm(0.1, 0.9, nesterov)
+    label = {"a": "trained", "b": "frozen"}
+    some = lambda tx: optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)
+    x, g = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
+    x, old = _step(sgd, x, sgd.init(x), g)
+    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    y, _ = _step(some(tx), x, state_from_sgdm(old, x, **kwargs, into=some(tx).init(x)), g)
+    expected, old = _step(sgd, x, old, g)
+    np.testing.assert_allclose(y["a"], expected["a"], rtol=1e-6)
+    np.testing.assert_array_equal(y["b"], x["b"])
+    whole = state_from_sgdm(old, expected, **kwargs, into=tx.init(expected))
+    back = state_to_sgdm(whole, expected, into=some(sgd).init(expected))
+    np.testing.assert_allclose(
+        optax.tree.get(back, "trace")["a"], optax.tree.get(old, "trace")["a"], rtol=1e-5
+    )
 
 
 def test_the_way_back_is_lossy_where_alpha_has_all_but_vanished() -> None:

@@ -19,6 +19,7 @@ from helpers import (
     logistic_regression,
     optimized,
     relative_difference,
+    to_nearest,
     unchecked,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -264,6 +265,7 @@ def test_an_overflow_does_not_stay() -> None:
     assert reports.gain[-1] < 1e3
 
 
+@to_nearest
 @pytest.mark.parametrize(
     ("tx", "x"),
     [
@@ -813,7 +815,7 @@ def test_bad_input() -> None:
         ),
         (
             lambda: track_momentum(spa(1.0), averaging=0.1).init(params),
-            "`averaging` must be None for an `inner` that has its own c, got 0.1",
+            "`averaging` must be left out for an `inner` that has its own c, got 0.1",
         ),
         (
             lambda: track_momentum(optax.sgd(0.1, 0.9), averaging=0.0),

@@ -13,7 +13,16 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, slow, x64
+from helpers import (
+    COLLECTIVE,
+    FLOAT8_E4M3FN,
+    FLOAT8_E5M2,
+    FLOAT16,
+    compiled_step,
+    slow,
+    to_nearest,
+    x64,
+)
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -212,6 +221,7 @@ def run(tx: Any, num_steps: int = 6, params: Any = PARAMS, grads: Any = GRADS) -
     return params, state
 
 
+@to_nearest
 @every_transform
 def test_reproducible_from_key_and_count(make: Any) -> None:
     tx = made(make)
@@ -281,6 +291,7 @@ def test_the_mean_of_a_step(state_dtype: Any) -> None:
     assert np.asarray(params, np.float64).std(1).min() > 1e-4
 
 
+@to_nearest
 def test_no_dead_zone() -> None:
     """At c = 0.01 nearest rounding moves x only 50 ulps behind z; stochastic rounding at once."""
     grads = jnp.full(4096, 1e-3, BF16)
@@ -385,6 +396,7 @@ def test_wrappers(make: Any) -> None:
     chex.assert_trees_all_equal(jax.tree.map(lambda p: p[1], stacked), one)
 
 
+@to_nearest
 @every_transform
 def test_accumulated_masked_and_partitioned(make: Any) -> None:
     tx = made(make)

@@ -63,7 +63,9 @@ class Audit(NamedTuple):
 
     def findings(self) -> list[Finding]:
         """The findings; those that need a change come first."""
-        found = [self._out_of_range(), self._beta(), self._spike(), self._rise(), self._drop()]
+        if (out_of_range := self._out_of_range()).steps:
+            return [out_of_range]  # what else may be found is a consequence
+        found = [self._beta(), self._spike(), self._rise(), self._drop()]
         return [finding for finding in found if finding.steps]
 
     def report(self, *, verbose: bool = False) -> str:
