@@ -2,6 +2,7 @@
 
 import html
 import re
+from typing import Any
 
 from latex2mathml.converter import convert
 
@@ -13,7 +14,21 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace("](../docs/", "](../")
 
 
-def on_page_content(content: str, **_: object) -> str:
+def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
+    """Notebooks get a link to Colab, if the repository is known, and equations become MathML."""
+    return colab(page.file.src_uri, config.repo_url) + mathml(content)
+
+
+def colab(path: str, repo_url: str | None) -> str:
+    """The link that opens a notebook of docs/ in Colab."""
+    if not (repo_url and path.endswith(".ipynb")):
+        return ""
+    repository = repo_url.rstrip("/").removeprefix("https://github.com/")
+    url = f"https://colab.research.google.com/github/{repository}/blob/main/docs/{path}"
+    return f'<p><a href="{url}">Open in Colab</a></p>'
+
+
+def mathml(content: str) -> str:
     """Equations, which `pymdownx.arithmatex` has marked, as MathML: browsers need no script."""
     block = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
     equation = lambda m: convert(html.unescape(m[1]), display="block")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_recipes_for_trainers() -> None:
 
 
 @pytest.mark.slow
+def test_links_to_colab() -> None:
+    colab = runpy.run_path(str(ROOT / "docs/hooks.py"))["colab"]
+    link = colab("notebooks/drop_in.ipynb", "https://github.com/some/where/")
+    url = "https://colab.research.google.com/github/some/where/blob/main/"
+    (path,) = re.findall(f'href="{re.escape(url)}(.*?)"', link)
+    assert (ROOT / path).exists()
+    assert colab("notebooks/drop_in.ipynb", None) == colab("method.md", "https://x") == ""
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, but for digits."""
