@@ -100,7 +100,6 @@ def test_recipes_for_trainers() -> None:
         assert (part.mesh_axes == split) == (part.shape == (8, 4))
 
 
-@pytest.mark.slow
 def test_links_to_colab() -> None:
     colab = runpy.run_path(str(ROOT / "docs/hooks.py"))["colab"]
     link = colab("notebooks/drop_in.ipynb", "https://github.com/some/where/")
@@ -110,6 +109,7 @@ def test_links_to_colab() -> None:
     assert colab("notebooks/drop_in.ipynb", None) == colab("method.md", "https://x") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, but for digits."""
