@@ -82,8 +82,9 @@ def spa_adamw(
       second_moment: "full", or "factored" as in `optax.adafactor`: only the means of ν over each of
         the two longest axes are stored, and ν is their product over the overall mean. √ν + ε is
         then √(ν + ε²). Arrays that are not factored keep a full ν.
-      second_moment_dtype: dtype of a full ν. None means 32 bits or more. bfloat16 needs a
-        `rounding_key`: rounded to nearest, ν would not change if 1 − β₂ is small.
+      second_moment_dtype: dtype of a full ν, as it is stored and as d_k takes it. None means 32
+        bits or more. bfloat16 needs a `rounding_key`: rounded to nearest, ν would not change if
+        1 − β₂ is small.
       decay_rate: for a factored ν, ρ in (0, 1]: Adafactor's 1 − (k + 1)^−ρ then replaces β₂
         (`optax.adafactor` uses 0.8). None uses β₂ with bias correction.
       clipping_threshold: the largest root mean square of the first term of d_k, per array; larger
@@ -243,28 +244,49 @@ def _direction(
             decay_rate_fn=adam if decay_rate is None else adafactor,
         )
     else:
-        scale = optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+        scale = _scale_by_rms(b2, eps, second_moment_dtype, rounding_key)
     clips = clipping_threshold is not None
     clip = optax.clip_by_block_rms(clipping_threshold) if clips else optax.identity()
 
-    def stored(state: Any, key: PRNGKeyArray | None) -> Any:
-        if second_moment_dtype is None:
-            return state
-        store = lambda v, seed: rounded(v, second_moment_dtype, seed)
-        seeds = seeds_like(key, state.count, state.nu, stream=1)
-        return state._replace(nu=jax.tree.map(store, state.nu, seeds))
-
     def init_fn(params: PyTree) -> Any:
-        state = stored(scale.init(params), None)
+        state: Any = scale.init(params)
         name = "v" if is_factored else "nu"
         return state._replace(**{name: jax.tree.map(sharded_like, getattr(state, name), params)})
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         g = jax.tree.map(_or_zeros, updates, params, is_leaf=is_none)
-        wide = jax.tree.map(_widened, state)._replace(count=state.count)
-        d, new = scale.update(g, wide, params)
+        d, new = scale.update(g, state, params)
         d, _ = clip.update(d, optax.EmptyState())
-        return d, _kept_without_gradient(stored(new, rounding_key), state, updates)
+        return d, _kept_without_gradient(new, state, updates)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _scale_by_rms(
+    b2: Any, eps: Any, dtype: DTypeLike | None, rounding_key: PRNGKeyArray | None
+) -> optax.GradientTransformation:
+    """`optax.scale_by_rms` with bias correction, and ν stored in a dtype.
+
+    The direction takes ν as stored. From the wider ν, XLA for TPU makes a second kernel: 18 bytes
+    per parameter in place of 14.
+    """
+    init = optax.scale_by_rms(bias_correction=True).init
+
+    def init_fn(params: PyTree) -> Any:
+        state: Any = init(params)
+        return state if dtype is None else state._replace(nu=optax.tree.cast(state.nu, dtype))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        del params
+        k = jnp.asarray(optax.safe_increment(state.count))
+        seeds = seeds_like(None if dtype is None else rounding_key, state.count, state.nu, stream=1)
+        nu = optax.tree.update_moment_per_elem_norm(
+            updates, jax.tree.map(_widened, state.nu), b2, 2
+        )
+        nu = jax.tree.map(lambda v, old, s: rounded(v, old.dtype, s), nu, state.nu, seeds)
+        nu_hat = optax.tree.bias_correction(jax.tree.map(_widened, nu), b2, k)
+        d = jax.tree.map(lambda g, v: 1 / (jnp.sqrt(v) + eps) * g, updates, nu_hat)
+        return d, state._replace(count=k, nu=nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -346,6 +346,24 @@ def test_16_bits_of_second_moment_are_right_in_the_mean(alias: Any) -> None:
     assert np.all(error > 0)
 
 
+def test_the_direction_takes_the_second_moment_as_stored() -> None:
+    """With η = c = 1 a step is the direction."""
+    b2, eps, key = 0.9, 1e-3, jax.random.key(0)
+    with x64():
+        x, g = jnp.zeros(100), jnp.linspace(-1.0, 2.0, 100)
+        tx = spa_adamw(1.0, 1.0, b2, eps, 0.0, second_moment_dtype=jnp.bfloat16, rounding_key=key)
+        state = tx.init(x)
+        for k in (1, 2, 3):
+            step, state = tx.update(g, state, x)
+            x += step
+            nu = np.asarray(optax.tree.get(state, "nu"), np.float64)
+            exact = -g / (np.sqrt(nu / (1 - b2**k)) + eps)
+            # The 16-bit ν is widened to float32: division, root, sum, inverse round once each.
+            np.testing.assert_allclose(step, exact, rtol=4 * float(jnp.finfo(jnp.float32).eps) / 2)
+            wide = (1 - b2**k) * np.asarray(g) ** 2
+            assert np.abs(nu / wide - 1).max() > 2**-9  # it was rounded
+
+
 SMALL: dict[str, Any] = {
     "16 bits": {"second_moment_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)},
     "factored": {"second_moment": "factored", "min_dim_size_to_factor": 2},
