@@ -103,6 +103,11 @@ def check_second_moment(b2: Any, eps: Any) -> None:
     """Raises ValueError unless `b2` is in [0, 1) and `eps` finite and >= 0, or traced scalars."""
     _check_number("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1, "a scalar")
     _check_number("eps", eps, "finite and >= 0", lambda v: 0 <= v < float("inf"), "a scalar")
+    if isinstance(b2, jax.Array) and b2.dtype.itemsize <= 2:  # 0.999 is 1 in bfloat16
+        raise ValueError(
+            f"`b2` must have 32 bits or more, got {b2.dtype}: give `optax.inject_hyperparams` the"
+            " argument `hyperparam_dtype=jnp.float32`"
+        )
 
 
 def check_factored(is_factored: bool, decay_rate: Any, min_dim_size_to_factor: Any) -> None:
@@ -132,14 +137,8 @@ def check_momentum(value: optax.ScalarOrSchedule) -> None:
 
 def check_horizon(value: Any) -> None:
     """Raises ValueError unless `value` is None or a concrete integer >= 1."""
-    if value is None:
-        return
-    try:
-        horizon = operator.index(value)
-    except TypeError:  # a float; or a tracer, when `horizon` was not named in `static_args`
-        horizon = 0
-    if horizon < 1 or isinstance(value, bool):
-        raise ValueError(f"`horizon` must be None or a concrete integer >= 1, got {value!r}")
+    if value is not None:
+        check_steps("horizon", value)
 
 
 def check_count(value: Any) -> None:
@@ -228,7 +227,10 @@ def check_steps(name: str, value: Any, least: int = 1) -> int:
     except TypeError:
         steps = least - 1
     if steps < least or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be a concrete integer >= {least}, got {_shown(value)}")
+        got = _shown(value)
+        if isinstance(value, jax.Array):
+            got = "an array: name it in the `static_args` of `optax.inject_hyperparams`"
+        raise ValueError(f"`{name}` must be a concrete integer >= {least}, got {got}")
     if steps >= 2**31:
         raise ValueError(f"`{name}` must be below 2^31, the limit of counts, got {_shown(value)}")
     return steps

@@ -239,6 +239,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       arXiv:2512.17131.
     """
     states = find(opt_state, (GPAState, SPAState))
+    if not states and find(params, (GPAState, SPAState)):
+        raise ValueError("`opt_state` comes first and `params` second, got them swapped")
     if not states:
         raise ValueError(
             "`opt_state` must hold a state of `spa`, `spa_from_sgdm`, `gpa` or an alias of theirs,"

@@ -82,12 +82,12 @@ NAN, INF = float("nan"), float("inf")
         (lambda: spa_from_sgdm(0.1, NAN), "`momentum` must be in [0, 1), got nan"),
         (
             lambda: spa_from_sgdm(0.1, horizon=0),
-            "`horizon` must be None or a concrete integer >= 1",
+            "`horizon` must be a concrete integer >= 1",
         ),
         (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be None or a real"),
         (lambda: hyperparams_from_sgdm(-1.0, 0.9), "`learning_rate` must be finite and >= 0"),
         (lambda: hyperparams_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
-        (lambda: hyperparams_from_sgdm(0.1, 0.9, horizon=-2), "`horizon` must be None or a"),
+        (lambda: hyperparams_from_sgdm(0.1, 0.9, horizon=-2), "`horizon` must be a concrete"),
         (lambda: hyperparams_to_sgdm(NAN, 0.1), "`learning_rate` must be finite and >= 0, got nan"),
         (lambda: hyperparams_to_sgdm(1.0, 2.0), "`averaging` must be in [0, 1], got 2.0"),
         (lambda: theory.forward_recursion(1.0, 0.9), "`alphas` must have shape (n,), got ()"),
@@ -215,7 +215,7 @@ def test_states_of_another_optimizer() -> None:
 def test_a_horizon_that_is_injected() -> None:
     # `inject_hyperparams` makes a traced array of every number that is not named as static.
     # (The checker of types that these tests run under would be quicker than `spa_from_sgdm` is.)
-    with pytest.raises(ValueError, match="`horizon` must be None or a concrete integer"):
+    with pytest.raises(ValueError, match="`horizon` must be a concrete integer"):
         jax.jit(check_horizon)(5)
     tx = optax.inject_hyperparams(spa_from_sgdm, static_args="horizon")(0.1, 0.9, horizon=5)
     jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
@@ -318,6 +318,22 @@ def test_a_narrow_z_without_a_key_warns(make: Any) -> None:
             make(0.1, state_dtype=dtype)
         make(0.1, state_dtype=dtype, rounding_key=jax.random.key(0))
     make(0.1, state_dtype=jnp.float32)
+
+
+def test_injected_for_narrow_params() -> None:
+    """`inject_hyperparams` casts numbers to the params' dtype, and in bfloat16 0.999 is 1."""
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    for make in (spa_adamw, gpa_adamw):
+        with pytest.raises(ValueError, match=r"`b2` must have 32 bits .* `hyperparam_dtype=jnp"):
+            optax.inject_hyperparams(make)(0.1).init(x)
+        wide: Any = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+        tx = wide(0.1)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, _ = tx.update(x, tx.init(x), x)
+        assert np.isfinite(updates).all()
+        tx = wide(0.1, second_moment="factored", min_dim_size_to_factor=2)
+        with pytest.raises(ValueError, match=r"`min_dim_size_to_factor` .* in the `static_args`"):
+            jax.jit(tx.update)(x, tx.init(x), x)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, jax.random.key(0)])

@@ -388,6 +388,11 @@ def test_eval_params_of_a_foreign_state(opt_state: Any) -> None:
         eval_params(opt_state, PARAMS)
 
 
+def test_eval_params_with_swapped_arguments() -> None:
+    with pytest.raises(ValueError, match="got them swapped"):
+        eval_params(PARAMS, gpa(0.1).init(PARAMS))
+
+
 def test_eval_params_of_an_ensemble() -> None:
     def train(mu_y: Any) -> Any:
         tx = gpa(1.0, 0.1, mu_y)
