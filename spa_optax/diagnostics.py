@@ -98,6 +98,16 @@ class MomentumReport(NamedTuple):
     gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
     num_skipped: Int[Array, ""]  # measured steps that were not finite
 
+    def verdict(self) -> str:
+        """The report in words."""
+        times = float(self.gain / self.noise_level)
+        if not np.isfinite(times):
+            return "Nothing to report: no step was measured, or all of them were rounding error."
+        of_noise = f"the gain is {times:.2f} times that of pure noise."
+        if times > 1:
+            return f"Steps add up: {of_noise} Momentum speeds the run up here."
+        return f"Steps do not add up: {of_noise} Momentum only averages here, which may still help."
+
 
 def track_momentum(
     inner: optax.GradientTransformation,
@@ -488,7 +498,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
 
     Returns:
       Scalars, NaN until something has been measured; under `per_leaf` over all params together. May
-      be called under `jax.jit`, to return them from the training step.
+      be called under `jax.jit`, to return them from the training step. `verdict()` puts them into a
+      sentence, outside of it.
 
     Raises:
       ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`.
@@ -509,6 +520,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       >>> report = momentum_report(state)
       >>> print(f"{report.gain:.2f} {report.noise_level:.2f} {report.alignment:.2f}")
       20.00 1.05 1.00
+      >>> print(report.verdict())
+      Steps add up: the gain is 19.00 times that of pure noise. Momentum speeds the run up here.
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and

@@ -551,6 +551,22 @@ def test_measured_at_every_so_many_steps(every: int) -> None:
     assert (jnp.diff(report.gradient_term[2 * every :]) != 0).mean() < 1.01 / every
 
 
+def test_verdict() -> None:
+    params = jnp.zeros(100)
+    noise = jax.random.normal(jax.random.key(0), (300, 100))
+    noise -= jnp.roll(noise, 1, 0) / 2  # each gradient opposes the last
+    tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
+    state, update = tx.init(params), jax.jit(tx.update)
+    assert momentum_report(state).verdict().startswith("Nothing to report: no step was measured")
+    for g in noise:
+        updates, state = update(g, state, params)
+        params += updates
+    report = momentum_report(state)
+    assert report.gain < report.noise_level
+    times = f"{float(report.gain / report.noise_level):.2f} times that of pure noise"
+    assert report.verdict().startswith(f"Steps do not add up: the gain is {times}")
+
+
 # ------------------------------------------------------------------------------------ acting on it
 
 
