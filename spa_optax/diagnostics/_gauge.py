@@ -1,0 +1,152 @@
+"""The measurements of a step, and their moving averages."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+from jaxtyping import Array, Bool, Float, Int
+
+from spa_optax._core import (
+    Step,
+    map_trained,
+)
+from spa_optax._precision import wide_dtype
+
+
+class Means(NamedTuple):
+    """Moving averages before division by `weight`, the sum of their weights."""
+
+    iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
+    noise: Float[Array, "*n"]  # of the same, if every cross term vanished
+    gradient: Float[Array, "*n"]  # of ½‖g_k‖²
+    weight: Float[Array, "*n"]
+
+
+class AlignmentMeans(NamedTuple):
+    """Like `Means`, over the steps at which u_{k−1} can be computed from z_k − x_k."""
+
+    inner_product: Float[Array, "*n"]  # of ⟨g_k, u_{k−1}⟩
+    step: Float[Array, "*n"]  # of ‖u_{k−1}‖²
+    gradient: Float[Array, "*n"]  # of ‖g_k‖²
+    weight: Float[Array, "*n"]
+
+
+class Sums(NamedTuple):
+    """The measurements of a step."""
+
+    sq_gradient: Float[Array, "*n"]  # ‖g_k‖²
+    sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
+    inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
+    sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
+
+
+class Gauge(NamedTuple):
+    """The stored measurements: numbers, or vectors over groups of params."""
+
+    iterate: Float[Array, "*n"]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
+    noise: Float[Array, "*n"]  # the same, if every cross term vanished
+    gradient: Float[Array, "*n"]  # ‖g‖² of the last measured step
+    spread: Float[Array, "*n"]  # what ‖z_k − x_k‖² would be if every cross term vanished
+    means: Means
+    alignment: AlignmentMeans
+    num_skipped: Int[Array, "*n"]  # measured steps that were not finite
+
+
+def new_gauge(shape: tuple[int, ...]) -> Gauge:
+    """The gauge before the first step."""
+    zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
+    means = Means(zero(), zero(), zero(), zero())
+    alignment = AlignmentMeans(zero(), zero(), zero(), zero())
+    none = jnp.full(shape, -1, jnp.float32)
+    skipped = jnp.zeros(shape, jnp.int32)
+    return Gauge(none, zero(), zero(), zero(), means, alignment, skipped)
+
+
+def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
+    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over all params, or for each group."""
+
+    def of_leaf(d: Array, g: Array, rounding: Array) -> Sums:
+        g = g.astype(wide_dtype(g, d))
+        dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
+        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding))
+
+    by_leaf = jax.tree_util.tree_leaves_with_path(
+        map_trained(of_leaf, step.distance, step.gradient, step.rounding),
+        is_leaf=lambda n: isinstance(n, Sums),
+    )
+    zero = Sums(*(jnp.zeros([], jnp.float32) for _ in Sums._fields))
+    add = lambda a, b: jax.tree.map(jnp.add, a, b)
+    if labels is None:
+        return functools.reduce(add, (sums for _, sums in by_leaf), zero)
+    totals = dict.fromkeys(sorted(set(labels.values())), zero)
+    for path, sums in by_leaf:
+        if keystr(path) not in labels:
+            raise ValueError(
+                "`per_leaf` must be False for an `inner` that changes the tree of params, got one"
+                f" with an array at {keystr(path) or 'its root'}"
+            )
+        label = labels[keystr(path)]
+        totals[label] = add(totals[label], sums)
+    of_groups = lambda i: jnp.array([sums[i] for sums in totals.values()], jnp.float32)
+    return Sums(*map(of_groups, range(len(Sums._fields))))
+
+
+def measured(
+    gauge: Gauge,
+    step: Step,
+    sums: Sums,
+    is_measured: Bool[Array, ""],
+    is_first: Bool[Array, ""],
+    decay: float,
+) -> Gauge:
+    """The gauge after a step."""
+    f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
+    eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
+    # r is the same for all dtypes, unless momentum restarts for some.
+    r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
+    sq_g, sq_d, g_d, sq_rounding = sums
+    is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
+    is_known = is_measured & is_finite
+    one = jnp.ones_like(sq_g)
+
+    def averaged(means: Any, terms: Any, counts: Array) -> Any:
+        average = lambda mean, term: decay * mean + (1 - decay) * term
+        new = lambda mean, term: jnp.where(counts, average(mean, term), mean)
+        return jax.tree.map(new, means, terms)
+
+    # The last step, or the last measured one.
+    terms = Means(gauge.iterate, gauge.noise, sq_g / 2, one)
+    means = averaged(gauge.means, terms, is_known & (gauge.iterate >= 0))
+
+    # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error.
+    follows = is_known & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
+    follows &= sq_rounding < 1e-4 * sq_d
+    s = c_before / jnp.where(c_before < 1, 1 - c_before, 1) / jnp.where(r > 0, r, 1)
+    alignment = averaged(gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows)
+    # Otherwise the average restarts.
+    alignment = jax.tree.map(lambda a: jnp.where(is_measured & ~follows, 0, a), alignment)
+
+    # ‖u_k‖² for u_k = c d_k − (c η + δ) g_k, and its value without cross terms.
+    b = c * eta + delta
+    square = jnp.maximum(c**2 * sq_d - 2 * c * b * g_d + b**2 * sq_g, 0)
+    gradient = jnp.where(is_known, sq_g, gauge.gradient)
+    before = jnp.where(is_first & is_known, sq_d, r**2 * gauge.spread)
+    noise = c**2 * before + b**2 * gradient
+    spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
+    # In units of η²c, unless η or c is 0.
+    scale = eta**2 * c
+    unit = jnp.where(scale > 0, scale, 1)
+    iterate, level = square / unit, noise / unit
+    has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
+    has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be only rounding error
+    return Gauge(
+        iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
+        noise=jnp.where(has_unit, level, gauge.noise),
+        gradient=gradient,
+        spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread),
+        means=means,
+        alignment=alignment,
+        num_skipped=gauge.num_skipped + (is_measured & ~is_finite).astype(jnp.int32),
+    )

@@ -1,0 +1,69 @@
+"""Optax's own momentum, read as primal averaging."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from spa_optax._convert import INJECTED
+from spa_optax._core import Step, find, map_trained, times
+from spa_optax._precision import wide_dtype
+
+OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
+
+
+def averaging_of(state: PyTree, averaging: float | None) -> Any:
+    """The c = 1 − β of Optax's own momentum, as given or injected."""
+    beta = _injected(state, ("momentum", "b1"), None)
+    if averaging is None and beta is None:
+        raise ValueError(
+            "`averaging` must be given for an `inner` with Optax's own momentum, whose state does"
+            " not hold β: it is 1 − β, got None"
+        )
+    return 1 - jnp.asarray(beta) if averaging is None else averaging
+
+
+def _injected(state: PyTree, names: tuple[str, ...], otherwise: Any) -> Any:
+    """A hyper-parameter of `optax.inject_hyperparams`."""
+    found = [node.hyperparams for node in find(state, INJECTED)]
+    values = [hyperparams[name] for hyperparams in found for name in names if name in hyperparams]
+    return values[0] if values else otherwise
+
+
+def _rsqrt(v: Array) -> Array:
+    return jnp.where(v > 0, v, jnp.inf) ** -0.5
+
+
+def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: float) -> Step:
+    """The step of `optax.trace` or `optax.scale_by_adam` as one of SPA with η = 1.
+
+    From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
+    all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
+    """
+    if not find(before, OPTAX_MOMENTUM):
+        raise ValueError(
+            "`inner` must pass extra arguments of `update` on to its member, as"
+            " `optax.GradientTransformationExtraArgs` does, got a wrapper that drops them"
+        )
+    (old,), (new,) = find(before, OPTAX_MOMENTUM), find(after, OPTAX_MOMENTUM)
+    c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
+    wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
+    if isinstance(old, optax.TraceState):
+        m, m_next, weight = old.trace, new.trace, jnp.ones([])
+        scale = jax.tree.map(lambda m: jnp.ones([]), m)
+    else:
+        m, m_next, weight = old.mu, new.mu, c
+        b2 = _injected(after, ("b2",), b2)
+        unbiased = 1 - jnp.asarray(b2, jnp.float32) ** jnp.asarray(new.count).astype(jnp.float32)
+        scale = jax.tree.map(lambda v: _rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
+
+    def gradient(m: Array, m_next: Array, s: Array) -> Array:
+        m, m_next = wide(m), wide(m_next)
+        return times(1 / weight, s, m.dtype) * (m_next - times(1 - c, m, m.dtype))
+
+    distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
+    rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
+    g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
+    return Step(g, d, map_trained(rounding, m), jnp.ones([]), c, None, {}, c)

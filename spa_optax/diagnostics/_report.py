@@ -1,0 +1,236 @@
+"""The gauge in numbers, in words and in a picture."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from spa_optax._core import only, scalar_of
+from spa_optax.diagnostics._gauge import Gauge
+from spa_optax.diagnostics._track import TrackMomentumState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class MomentumReport(NamedTuple):
+    """The result of `momentum_report`; NaN where nothing has been measured yet."""
+
+    gain: Float[Array, ""]  # iterate_term / gradient_term: the ratio of the paper's Figure 2
+    noise_level: Float[Array, ""]  # the gain of gradients that are pure noise
+    alignment: Float[Array, ""]  # the cosine between −g_k and x_k − x_{k−1}
+    inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
+    iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
+    gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
+    num_skipped: Int[Array, ""]  # measured steps that were not finite
+
+    def verdict(self) -> str:
+        """The report in words."""
+        times = float(self.gain / self.noise_level)
+        if not np.isfinite(times):
+            return "Nothing to report: no step was measured, or all of them were rounding error."
+        of_noise = f"the gain is {times:.2f} times that of pure noise."
+        if times > 1:
+            return f"Steps add up: {of_noise} Momentum speeds the run up here."
+        return f"Steps do not add up: {of_noise} Momentum only averages here, which may still help."
+
+
+def momentum_report(opt_state: PyTree) -> MomentumReport:
+    """Reports the measurements of `track_momentum`: whether steps add up.
+
+        gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
+
+    Each term is a moving average. If gain / noise level is above 1, steps add up. At or below 1
+    they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
+    1.053 at c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the
+    gradients' size.
+
+    Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
+    alike, whatever the scale of their gradients.
+
+    Args:
+      opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
+
+    Returns:
+      Scalars, NaN until something has been measured; under `per_leaf` over all params together. May
+      be called under `jax.jit`, to return them from the training step. `verdict()` puts them into a
+      sentence, outside of it.
+
+    Raises:
+      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`.
+
+    Examples:
+      If all gradients are equal, every step tends to −ηg and the gain to 2/c:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_report, track_momentum
+      >>> tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
+      >>> params = jnp.zeros(1)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for _ in range(300):
+      ...     updates, state = update(jnp.ones(1), state, params)
+      ...     params = params + updates
+      >>> report = momentum_report(state)
+      >>> print(f"{report.gain:.2f} {report.noise_level:.2f} {report.alignment:.2f}")
+      20.00 1.05 1.00
+      >>> print(report.verdict())
+      Steps add up: the gain is 19.00 times that of pure noise. Momentum speeds the run up here.
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
+      Figure 2.
+    """
+    gauge = _gauge_of(opt_state)
+    if not only(opt_state, TrackMomentumState, "opt_state").groups:
+        return _report(gauge)
+    # Sums of squares add up, if all groups have some.
+    has_all = lambda means: means.weight.min(initial=1) > 0
+    together = lambda means: jax.tree.map(
+        lambda of: jnp.where(has_all(means), of.sum(), 0), means
+    )._replace(weight=means.weight.max(initial=0))
+    return _report(
+        gauge._replace(
+            means=together(gauge.means),
+            alignment=together(gauge.alignment),
+            num_skipped=gauge.num_skipped.max(initial=0),
+        )
+    )
+
+
+def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
+    """The report of each parameter array, or each label, of `track_momentum(…, per_leaf=…)`.
+
+    Args:
+      opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
+
+    Returns:
+      A `MomentumReport` by label, in alphabetical order. The label of an array is its path.
+
+    Raises:
+      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState` with `per_leaf`.
+
+    Examples:
+      Momentum helps b, whose gradients agree, and not w, whose gradients alternate:
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_reports, track_momentum
+      >>> tx = track_momentum(spa(1.0, averaging=0.5), per_leaf=True)
+      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(1)}
+      >>> state = tx.init(params)
+      >>> for k in range(10):
+      ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> for label, report in momentum_reports(state).items():
+      ...     print(label, bool(report.gain > report.noise_level))
+      b True
+      w False
+    """
+    gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
+    if not state.groups:
+        raise ValueError(
+            "`opt_state` must come from `track_momentum` with `per_leaf`, got one without"
+        )
+    report = _report(gauge)
+    of_group = lambda i: MomentumReport(*(values[i] for values in report))
+    return {label: of_group(i) for i, label in enumerate(sorted(state.groups))}
+
+
+def _gauge_of(opt_state: PyTree) -> Gauge:
+    state = only(opt_state, TrackMomentumState, "opt_state")
+    gauge = jax.tree.map(jnp.asarray, state.gauge)  # under Flax nnx the leaves are variables
+    if gauge.iterate.shape not in ((), (len(state.groups),)) or jnp.ndim(scalar_of(state.count)):
+        raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
+    return gauge
+
+
+def _report(gauge: Gauge) -> MomentumReport:
+    means, alignment = gauge.means, gauge.alignment
+    cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
+    return MomentumReport(
+        gain=means.iterate / means.gradient,
+        noise_level=means.noise / means.gradient,
+        alignment=cosine,
+        inner_product=alignment.inner_product / alignment.weight,
+        iterate_term=means.iterate / means.weight,
+        gradient_term=means.gradient / means.weight,
+        num_skipped=gauge.num_skipped,
+    )
+
+
+def plot_momentum(
+    reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
+) -> "Figure":
+    """Plots gain / noise level and alignment over a run.
+
+    Args:
+      reports: results of `momentum_report` or `momentum_reports`, by step. A label "all" is drawn
+        thick.
+
+    Returns:
+      A figure; this needs matplotlib.
+
+    Raises:
+      ValueError: if there is no report, or labels differ from step to step.
+
+    Examples:
+      Measured every 10 steps and collected every 100, which costs next to nothing:
+
+          tx = track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)
+          reports = {}
+          for step in range(num_steps):
+              params, opt_state = train_step(params, opt_state, batch)
+              if step % 100 == 0:
+                  reports[step] = momentum_report(opt_state)
+          plot_momentum(reports).savefig("momentum.png")
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figure 2.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    if not isinstance(reports, Mapping):
+        raise ValueError(f"`reports` must be a mapping from steps, got a {type(reports).__name__}")
+    as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
+    by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
+    labels = list(next(iter(by_step.values()), ()))
+    if not labels or any(list(of_step) != labels for of_step in by_step.values()):
+        raise ValueError(
+            f"`reports` must hold the same labels at every step, at least one, got {labels!r} first"
+        )
+    figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
+    for i, label in enumerate(labels):
+        of_label = [of_step[label] for of_step in by_step.values()]
+        gains, levels = (
+            np.array([float(getattr(report, field)) for report in of_label])
+            for field in ("gain", "noise_level")
+        )
+        ratio = np.divide(gains, levels, np.full(len(gains), np.nan), where=levels > 0)
+        # From blue to yellow, in the order of the labels.
+        color = "black" if label in ("", "all") else plt.get_cmap("plasma")(i / len(labels))
+        style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
+        top.plot(list(by_step), ratio, **style)
+        bottom.plot(list(by_step), [float(report.alignment) for report in of_label], **style)
+    top.set_title("Steps add up where gain over noise level is above 1")
+    top.set_ylabel("gain / noise level")
+    top.set_yscale("log")
+    top.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    top.yaxis.set_major_formatter("{x:g}")
+    top.yaxis.set_minor_formatter("")
+    top.axhline(1, color="C3", linestyle="--")
+    bottom.set_ylabel("alignment, cos(−g, last step)")
+    bottom.axhline(0, color="C3", linestyle="--")
+    bottom.set_xlabel("step")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    if labels != [""]:
+        figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure

@@ -1,0 +1,246 @@
+"""The gauge around an optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr
+from jaxtyping import Array, Int, PyTree
+
+from spa_optax._checks import check_averaging, check_concrete, check_steps
+from spa_optax._core import SPAState, Update, find
+from spa_optax._gpa import GPAUpdate
+from spa_optax._precision import is_array, is_float
+from spa_optax.diagnostics._gauge import Gauge, measured, new_gauge, sums_of
+from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
+
+PerLeaf = bool | Callable[[PyTree], PyTree]
+
+
+class TrackMomentumState(NamedTuple):
+    """State of `track_momentum`."""
+
+    inner: PyTree
+    count: Int[Array, ""]
+    gauge: Gauge
+    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge; {} without groups
+
+
+def track_momentum(
+    inner: optax.GradientTransformation,
+    decay: float = 0.99,
+    *,
+    every: int = 1,
+    per_leaf: PerLeaf = False,
+    averaging: float | None = None,
+    b2: float = 0.999,
+) -> optax.GradientTransformationExtraArgs:
+    """Measures whether an optimizer's momentum pays; `momentum_report` gives the result.
+
+    With u_k = x_{k+1} − x_k, the step before it is rounded to the params' dtype, it keeps
+    bias-corrected moving averages of
+
+        ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
+
+    No step is stored. With d_k = z_k − x_k, they follow from ‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ by
+
+        u_k = c_{k+1} (d_k − η_k g_k)      u_{k−1} = c_k/(1 − c_k) d_k
+
+    ‖g_k‖² alone gives v_{k+1}, the value of ‖u_k‖² if every cross term vanished, as for pure noise:
+
+        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
+
+    `inner` is any transformation that holds one member of the family: `spa`, `spa_from_sgdm`, `gpa`
+    (its x is measured, not its params), `spa_adamw`, `gpa_adamw`, or a chain with one of them. g_k
+    is the update that the member receives, after clipping, preconditioning and decay: under the
+    Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw` and others with a state of
+    `optax.trace` or `optax.scale_by_adam` are measured as SPA of directions with the same momentum
+    and a rate of 1, without Adam's ε and Nesterov's further step. (Adamax and Adopt store something
+    else in that state, and cannot be measured.) Wrappers that skip updates, such as
+    `optax.MultiSteps`, go around `track_momentum`.
+
+    A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
+    16-bit params. The gain is NaN if no step counts.
+
+    The updates are bit for bit those of `inner` (with `decay_at="z"` on CPU, to an ulp).
+
+    Args:
+      inner: the transformation to measure.
+      decay: of the averages per measured step, in [0, 1). At 0 only the last step counts.
+      every: steps from one measurement to the next, ≥ 1. In between only scalars are computed, and
+        ‖g_k‖² is taken as unchanged.
+      per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
+        strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
+      averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from
+        `optax.inject_hyperparams` (`momentum` or `b1`).
+      b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν. An injected `b2`
+        takes precedence.
+
+    Under `optax.inject_hyperparams` name all but `inner` in its `static_args`.
+
+    Returns:
+      A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge.
+
+    Raises:
+      ValueError: if an argument is out of range, or, in `init`, `inner` holds no momentum, more
+        than one, or a wrapper that skips updates.
+
+    Examples:
+      Two steps with η = 1 and c = 0.5: x goes from 0 to −1, and on to −2 with a gradient of 1.
+      ‖u‖²/(η²c) = 2 and ½‖g‖² = 0.5.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import momentum_report, track_momentum
+      >>> tx = track_momentum(spa(learning_rate=1.0, averaging=0.5))
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for gradient in (2.0, 1.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> report = momentum_report(state)
+      >>> print(f"{report.iterate_term:.3f} {report.gradient_term:.3f} {report.gain:.3f}")
+      2.000 0.500 4.000
+      >>> print(f"{report.inner_product:.3f} {report.alignment:.3f}")
+      -1.000 1.000
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
+      Figure 2. The noise level, and measuring without a stored step, are this package's.
+    """
+    tx = _checked_transformation(inner)
+    is_member = isinstance(inner.update, (Update, GPAUpdate))
+    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
+    every = check_steps("every", every)
+    if averaging is not None:
+        is_c = lambda v: 0 < v <= 1
+        averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
+        check_averaging(averaging)  # warns if it looks like a momentum
+    b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
+
+    def init_fn(params: PyTree) -> TrackMomentumState:
+        state = inner.init(params)
+        _check_watchable(state, params, averaging)
+        labels = _labels(per_leaf, params)
+        names = sorted(set(labels.values())) if labels else []
+        groups = {name: optax.EmptyState() for name in names}
+        gauge = new_gauge(() if labels is None else (len(groups),))
+        return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, TrackMomentumState]:
+        if not isinstance(state, TrackMomentumState):
+            raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
+        if per_leaf is not False and params is None:
+            raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
+        labels = _labels(per_leaf, params)
+
+        def observed(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
+            steps = []
+            observe = {**extra_args, "observe": steps.append}
+            u, now = tx.update(updates, inner_state, params, **observe)
+            return u, now, steps[0] if steps else step_of_optax(inner_state, now, averaging, b2)
+
+        given = (updates, state.inner, params)
+        count = jnp.asarray(state.count)
+        is_measured = count % every == 0
+        apart = lambda: observed(*_behind_a_barrier(given))[2]
+        if is_member and every == 1:  # the sums fuse into the update's kernels
+            u, now, step = observed(*given)
+            fused, by_themselves = lambda: sums_of(step, labels), lambda: sums_of(apart(), labels)
+            # On a GPU such a kernel cannot write x and z in place, but copies them.
+            sums = jax.lax.platform_dependent(cuda=by_themselves, rocm=by_themselves, default=fused)
+        else:  # from a separate update, so that the real one compiles as without
+            u, now = tx.update(*given, **extra_args)
+            step = apart()
+            if every == 1:
+                sums = sums_of(step, labels)
+            else:
+                measure = lambda: sums_of(apart(), labels)
+                nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
+                sums = jax.lax.cond(is_measured, measure, nothing)
+        gauge = measured(state.gauge, step, sums, is_measured, count == 0, decay)
+        count = jnp.asarray(optax.safe_increment(count))
+        return u, TrackMomentumState(now, count, gauge, state.groups)
+
+    # As in `spa`.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(
+            f"`inner` must be a gradient transformation, got a `{type(inner).__name__}`"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _behind_a_barrier(tree: PyTree) -> PyTree:
+    """The same arrays, but XLA treats them as different ones."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
+    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
+
+
+_SKIPS_UPDATES = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+
+
+def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
+    """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
+    for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
+        raise ValueError(
+            "`inner` must not hold gauges or wrappers that skip updates, which go around"
+            f" `track_momentum`, got a `{type(wrapper).__name__}`"
+        )
+    members, of_optax = find(state, SPAState), find(state, OPTAX_MOMENTUM)
+    if len(members) + len(of_optax) != 1:
+        raise ValueError(
+            "`inner` must hold one momentum, that of `spa` or a relative, of `optax.trace` or of"
+            f" `optax.scale_by_adam`, got {len(members) + len(of_optax)}"
+        )
+    in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
+    (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]
+    num_watched, num_params = (sum(map(is_float, jax.tree.leaves(t))) for t in (buffer, params))
+    if num_watched != num_params:
+        raise ValueError(
+            "`inner` must hold a momentum of all params, got one of"
+            f" {num_watched} of {num_params} arrays: watch that part of it alone"
+        )
+    if members and averaging is not None:
+        raise ValueError(
+            f"`averaging` must be left out for an `inner` that has its own c, got {averaging!r}"
+        )
+    if of_optax:
+        averaging_of(state, averaging)
+
+
+def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
+    """The label of each trained parameter by its path; None if all share one gauge."""
+    if per_leaf is False:
+        return None
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = [path for path, leaf in leaves if is_float(leaf)]
+    if per_leaf is True:
+        simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
+        are_unique = len(set(map(simple, paths))) == len(paths)
+        return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
+    if not callable(per_leaf):
+        raise ValueError(
+            f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
+        )
+    of_subtree = lambda label, subtree: jax.tree.map(lambda _: label, subtree)
+    labelled = jax.tree.map(of_subtree, per_leaf(params), params)
+    labels = {keystr(path): label for path, label in jax.tree_util.tree_leaves_with_path(labelled)}
+    for path, label in labels.items():
+        if not isinstance(label, str):
+            raise ValueError(f"`per_leaf` must return strings as labels, got {label!r} for {path}")
+    return {keystr(path): labels[keystr(path)] for path in paths}
