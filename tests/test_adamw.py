@@ -224,7 +224,13 @@ def test_decay_at_z_of_params_replaced_after_init(alias: Any) -> None:
 def test_decay_at_z_of_a_master_copy(alias: Any) -> None:
     master = {"w": jnp.array([1.001, 2.003])}
     params = optax.tree.cast(master, jnp.bfloat16)
-    tx = alias(0.1, 0.5, weight_decay=lambda k: 0.5 / (k + 1).astype(float), decay_at="z")
+    decay = lambda k: 0.5 / (k + 1).astype(float)
+    try:
+        scheduled: Any = optax.add_decayed_weights(decay)
+        scheduled.update(master, scheduled.init(master), master)
+    except TypeError:
+        pytest.skip("this Optax has no schedules of weight decay")
+    tx = alias(0.1, 0.5, weight_decay=decay, decay_at="z")
     state = tx.init(master)
     for factor in (0.95, 0.95 * 0.975):
         _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
