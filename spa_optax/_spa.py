@@ -53,7 +53,8 @@ def spa(
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k. It is 1 − momentum; at 1
         there is no momentum, and z = x.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then both their master copy and the momentum.
+        fewer: z is then both their master copy and the momentum. A narrower z needs a
+        `rounding_key` to keep small steps.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The random bits depend
         on the key, k and the position in the array, and not on the sharding under `jax.jit`. Under
@@ -153,7 +154,8 @@ def spa_from_sgdm(
         iterates remain exact, but z is rescaled. Under `optax.inject_hyperparams` name it in
         `static_args`.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then both their master copy and the momentum.
+        fewer: z is then both their master copy and the momentum. A narrower z needs a
+        `rounding_key` to keep small steps.
       rounding_key: for stochastic rounding, as for `spa`.
 
     Returns:
