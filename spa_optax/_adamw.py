@@ -278,8 +278,9 @@ def _scale_by_rms(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
-        k = jnp.asarray(optax.safe_increment(state.count))
-        seeds = seeds_like(None if dtype is None else rounding_key, state.count, state.nu, stream=1)
+        count = jnp.asarray(state.count)
+        seeds = seeds_like(None if dtype is None else rounding_key, count, state.nu, stream=1)
+        k = jnp.asarray(optax.safe_increment(count))
         nu = optax.tree.update_moment_per_elem_norm(
             updates, jax.tree.map(_widened, state.nu), b2, 2
         )
