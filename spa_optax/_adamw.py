@@ -274,7 +274,7 @@ def _scale_by_rms(
 
     def init_fn(params: PyTree) -> Any:
         state: Any = init(params)
-        return state if dtype is None else state._replace(nu=optax.tree.cast(state.nu, dtype))
+        return state._replace(nu=optax.tree.cast(state.nu, dtype))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params

@@ -1,4 +1,4 @@
-"""What to do about momentum that was dropped."""
+"""Frees the memory of a momentum that was dropped."""
 
 from typing import Any
 

@@ -157,8 +157,8 @@ class Audit(NamedTuple):
     def _beta(self) -> Finding:
         # Except in the tail of a decay to 0, where η is tiny.
         before = np.concatenate([self.eta[:1], self.eta[:-1]])
-        matters = before > 1e-2 * np.nanmax(self.eta, initial=0)
-        steps = np.flatnonzero((self.beta >= 1) & matters & ~self._is_out_of_range()).tolist()
+        matters = before > 1e-2 * self.eta.max(initial=0)
+        steps = np.flatnonzero((self.beta >= 1) & matters).tolist()
         if not steps:
             return Finding("beta", [], "")
         k = steps[0]
@@ -188,7 +188,7 @@ class Audit(NamedTuple):
         )
 
     def _drop(self) -> Finding:
-        before, now = np.nan_to_num(self.alpha[:-1]), self.alpha[1:]
+        before, now = self.alpha[:-1], self.alpha[1:]
         # By half or more, except where α is tiny already and at the end of a spike.
         drops = (now <= 0.5 * (1 + 1e-6) * before) & (before > 3e-3 * before.max(initial=0))
         steps = (1 + np.flatnonzero(drops & ~self._is_spike()[:-1])).tolist()
@@ -215,9 +215,10 @@ class Audit(NamedTuple):
         return k - len(ahead) + begin if is_rise else None
 
     def _rise(self) -> Finding:
-        alpha, largest = np.nan_to_num(self.alpha), np.nanmax(self.alpha, initial=0)
-        has_begun = np.maximum.accumulate(alpha)[:-1] > 1e-3 * largest  # else it is the warm-up
-        rises = (np.diff(alpha) > 0.5 * largest) & has_begun & ~self._is_spike()[1:]
+        largest = self.alpha.max(initial=0)
+        # Else it is the warm-up.
+        has_begun = np.maximum.accumulate(self.alpha)[:-1] > 1e-3 * largest
+        rises = (np.diff(self.alpha) > 0.5 * largest) & has_begun & ~self._is_spike()[1:]
         steps = (1 + np.flatnonzero(rises)).tolist()
         if not steps:
             return Finding("rise", [], "")
