@@ -24,6 +24,14 @@ def is_plain_number(value: object) -> bool:
     return not callable(value) and not isinstance(value, jax.Array)
 
 
+def is_surely(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    try:
+        return bool(condition)
+    except jax.errors.ConcretizationTypeError:
+        return False
+
+
 def _check_number(
     name: str,
     value: Any,

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from spa_optax._checks import (
@@ -18,6 +17,7 @@ from spa_optax._checks import (
     check_momentum,
     check_rate,
     check_same_tree,
+    is_surely,
     keys_of,
 )
 from spa_optax._coast import eta_and_c, look_ahead, safe_coast
@@ -228,8 +228,7 @@ def state_from_sgdm(
         raise ValueError(
             f"`count` must be given where `sgd_state` does not hold one count, got {len(counts)}"
         )
-    inconsistent = moving & (k == 0)
-    if not isinstance(inconsistent, Tracer) and inconsistent:
+    if is_surely(moving & (k == 0)):
         raise ValueError("`count` must be >= 1 where `sgd_state` holds momentum, got 0")
     # w_k, as step k − 1 would have computed it.
     ahead = look_ahead(learning_rate, momentum, k - 1, nesterov=nesterov)

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check_none_without_z, check_same_tree, is_none
@@ -212,11 +210,13 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
 def sharded_like(zeros: Array, x: Any) -> Array:
     """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
 
-    Without it every device would hold all of ν. `jnp.where(False, x, 0)` works on CPU, but XLA for
-    TPU folds it before it propagates shardings.
+    Without it every device would hold all of ν. XLA would fold a constant predicate before it
+    propagates shardings, hence the barrier.
     """
-    is_alike = isinstance(x, Tracer) and x.shape == zeros.shape
-    return shard_alike(zeros, x)[0] if is_alike else zeros
+    if not isinstance(x, jax.Array) or x.shape != zeros.shape:
+        return zeros
+    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
+    return jnp.where(never, jnp.real(x).astype(zeros.dtype), zeros)
 
 
 def scalar_of(value: PyTree) -> Array:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from spa_optax._checks import check_rate
@@ -67,9 +67,11 @@ def release_momentum(
             " iterates would change"
         )
     c = scalar_of(spa_state.c)
-    if isinstance(c, Tracer):
-        raise ValueError("`opt_state` must be concrete, not traced: the result depends on c")
-    if not jnp.all(c == 1):
+    try:
+        is_one = bool(jnp.all(c == 1))
+    except jax.errors.ConcretizationTypeError:
+        raise ValueError("`opt_state` must be concrete, not traced: the result depends on c") from None
+    if not is_one:
         raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
     tx: Any = optax.sgd(learning_rate)
     sgd_state = tx.init(params)
