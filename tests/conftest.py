@@ -5,26 +5,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-# Before jax is imported: eight CPU devices for the sharding tests, and a compiler that optimizes
-# little, does not cut small programs into pieces, and is several times faster. Flags given by the
-# user come last, and win.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+from xla_flags import FLAGS, known
 
-
-def known(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The flags that the installed XLA knows. It ends the process at any other, so ask in one."""
-    start = [sys.executable, "-c", "import jax; jax.devices()"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-    if subprocess.run(start, env=environment, capture_output=True).returncode == 0:
-        return flags
-    return () if len(flags) == 1 else tuple(flag for each in flags for flag in known((each,)))
-
-
+# Before jax is imported. Flags given by the user come last, and win.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit them
     os.environ["XLA_FLAGS"] = " ".join((*known(FLAGS), os.environ.get("XLA_FLAGS", "")))
 os.environ.setdefault("MPLBACKEND", "agg")

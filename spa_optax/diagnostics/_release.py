@@ -70,7 +70,7 @@ def release_momentum(
     try:
         is_one = bool(jnp.all(c == 1))
     except jax.errors.ConcretizationTypeError:
-        raise ValueError("`opt_state` must be concrete, not traced: the result depends on c") from None
+        raise ValueError("`opt_state` must be concrete, as the result depends on c") from None
     if not is_one:
         raise ValueError(f"`opt_state` must come from a step with c = 1, got c = {c}")
     tx: Any = optax.sgd(learning_rate)
