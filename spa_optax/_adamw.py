@@ -13,6 +13,7 @@ from spa_optax._checks import (
     check_choice,
     check_clipping_threshold,
     check_factored,
+    check_mask,
     check_rate,
     check_same_tree,
     check_second_moment,
@@ -20,9 +21,9 @@ from spa_optax._checks import (
     is_none,
     is_plain_number,
 )
-from spa_optax._core import sharded_like
 from spa_optax._gpa import gpa
-from spa_optax._precision import is_float, rounded, seeds_like
+from spa_optax._precision import is_float
+from spa_optax._second_moment import scale_by_factored_rms, scale_by_rms
 from spa_optax._spa import spa
 
 SecondMoment = Literal["full", "factored"]
@@ -77,8 +78,7 @@ def spa_adamw(
         decoupled and multiplied by the learning rate, as in `optax.adamw`.
       mask: which params to decay, as for `optax.adamw`: a tree of booleans, or a function of the
         params that returns one.
-      decay_at: "params": λ x_k is part of the direction, as above. "z": z itself decays instead,
-        z_{k+1} = (1 − η_k λ) z_k − η_k d_k with d_k free of λ x_k.
+      decay_at: "params": λ x_k is part of the direction, as above. "z": λ z_k takes its place.
       second_moment: "full", or "factored" as in `optax.adafactor`: only the means of ν over each of
         the two longest axes are stored, and ν is their product over the overall mean. √ν + ε is
         then √(ν + ε²). Arrays that are not factored keep a full ν.
@@ -153,8 +153,9 @@ def gpa_adamw(
     averaging it is `optax.contrib.schedule_free_adamw` with b1 = μ_y.
 
     The authors' GPA-AdamW also has Adam's first moment, one more buffer, as
-    `optax.chain(optax.scale_by_adam(), gpa(1e-3))` does. By default it decays z: `decay_at="z"`
-    here.
+    `optax.chain(optax.scale_by_adam(), gpa(1e-3))` does. By default it decays z, as `decay_at="z"`
+    does here, but leaves the decay out of y's own step: its x is then too large, in a steady state
+    by (1 − c)/c · (1 − μ_y)/μ_y · γλ of itself.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
@@ -235,77 +236,18 @@ def _direction(
     # A NumPy scalar would make ν float64 under x64.
     b2, eps = (float(v) if is_plain_number(v) else v for v in (b2, eps))  # pyright: ignore[reportArgumentType]
     if is_factored:
-        adam = lambda k, b2: b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # keeps ν unbiased
-        adafactor = lambda k, power: 1 - (k + 1.0) ** -power
-        scale = optax.scale_by_factored_rms(
-            decay_rate=b2 if decay_rate is None else decay_rate,
-            min_dim_size_to_factor=min_dim_size_to_factor or 128,
-            epsilon=eps**2,
-            decay_rate_fn=adam if decay_rate is None else adafactor,
-        )
+        scale = scale_by_factored_rms(b2, eps, decay_rate, min_dim_size_to_factor or 128)
     else:
-        scale = _scale_by_rms(b2, eps, second_moment_dtype, rounding_key)
+        scale = scale_by_rms(b2, eps, second_moment_dtype, rounding_key)
     clips = clipping_threshold is not None
     clip = optax.clip_by_block_rms(clipping_threshold) if clips else optax.identity()
 
-    def init_fn(params: PyTree) -> Any:
-        state: Any = scale.init(params)
-        name = "v" if is_factored else "nu"
-        return state._replace(**{name: jax.tree.map(sharded_like, getattr(state, name), params)})
-
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        g = jax.tree.map(_or_zeros, updates, params, is_leaf=is_none)
-        d, new = scale.update(g, state, params)
+        d, state = scale.update(updates, state, params)
         d, _ = clip.update(d, optax.EmptyState())
-        return d, _kept_without_gradient(new, state, updates)
+        return d, state
 
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _scale_by_rms(
-    b2: Any, eps: Any, dtype: DTypeLike | None, rounding_key: PRNGKeyArray | None
-) -> optax.GradientTransformation:
-    """`optax.scale_by_rms` with bias correction, and ν stored in a dtype.
-
-    The direction takes ν as stored. From the wider ν, XLA for TPU makes a second kernel: 18 bytes
-    per parameter in place of 14.
-    """
-    init = optax.scale_by_rms(bias_correction=True).init
-
-    def init_fn(params: PyTree) -> Any:
-        state: Any = init(params)
-        return state._replace(nu=optax.tree.cast(state.nu, dtype))
-
-    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        del params
-        count = jnp.asarray(state.count)
-        seeds = seeds_like(None if dtype is None else rounding_key, count, state.nu, stream=1)
-        k = jnp.asarray(optax.safe_increment(count))
-        nu = optax.tree.update_moment_per_elem_norm(
-            updates, jax.tree.map(_widened, state.nu), b2, 2
-        )
-        nu = jax.tree.map(lambda v, old, s: rounded(v, old.dtype, s), nu, state.nu, seeds)
-        nu_hat = optax.tree.bias_correction(jax.tree.map(_widened, nu), b2, k)
-        d = jax.tree.map(lambda g, v: 1 / (jnp.sqrt(v) + eps) * g, updates, nu_hat)
-        return d, state._replace(count=k, nu=nu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _or_zeros(g: Any, x: Any) -> Any:
-    """A gradient, or zeros for one that is missing."""
-    return jnp.zeros_like(x) if g is None and x is not None else g
-
-
-def _kept_without_gradient(new: Any, old: Any, g: PyTree) -> Any:
-    """The new state, but the old ν for params without a gradient."""
-    keep = lambda g, new, old: old if g is None else new
-    fields = {
-        name: jax.tree.map(keep, g, getattr(new, name), getattr(old, name), is_leaf=is_none)
-        for name in new._fields
-        if name != "count"
-    }
-    return new._replace(**fields)
+    return optax.GradientTransformation(scale.init, update_fn)
 
 
 def _with_decay(
@@ -327,6 +269,7 @@ def _with_decay(
             return add.update(optax.tree.zeros_like(z), add.init(z), z)[0]
 
     def init_fn(params: PyTree) -> Any:
+        check_mask(mask, params)
         wide = jax.tree.map(_widened, params)
         return direction.init(wide), add_decay.init(wide)
 

@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from spa_optax._precision import is_array, is_float
+
 
 def is_none(leaf: object) -> bool:
     """Whether a leaf is None, optax's mark for a parameter without a gradient."""
@@ -109,7 +111,8 @@ def check_b1(value: Any) -> None:
 
 def check_second_moment(b2: Any, eps: Any) -> None:
     """Raises ValueError unless `b2` is in [0, 1) and `eps` finite and >= 0, or traced scalars."""
-    _check_number("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1, "a scalar")
+    is_decay = lambda v: v >= 0 and np.float32(v) < 1
+    _check_number("b2", b2, "in [0, 1) as float32", is_decay, "a scalar")
     _check_number("eps", eps, "finite and >= 0", lambda v: 0 <= v < float("inf"), "a scalar")
     if isinstance(b2, jax.Array) and b2.dtype.itemsize <= 2:  # 0.999 is 1 in bfloat16
         raise ValueError(
@@ -159,22 +162,12 @@ def check_count(value: Any) -> None:
         raise ValueError(f"`count` must be None or an integer >= 0, got {value!r}")
 
 
-def check_dtype(value: Any, rounding_key: Any) -> None:
-    """Raises ValueError unless `value` is None or a real floating-point dtype.
-
-    Warns about one of 16 bits or fewer without a key.
-    """
+def check_dtype(value: Any) -> None:
+    """Raises ValueError unless `value` is None or a real floating-point dtype."""
     rule = "`state_dtype` must be None or a real floating-point dtype, with zero and signs"
     # float8_e8m0fnu, which has no mantissa, holds powers of two only.
     is_real = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant > 0
     _check_dtype(value, rule, is_real)
-    if value is not None and rounding_key is None and jnp.dtype(value).itemsize <= 2:
-        warnings.warn(
-            "`rounding_key` should be given with a `state_dtype` of 16 bits or fewer: rounded to"
-            " nearest, z does not change where a step is below half an ulp. Pass"
-            " `rounding_key=jax.random.key(0)`.",
-            stacklevel=3,
-        )
 
 
 def check_second_moment_dtype(value: Any, is_factored: bool, rounding_key: Any) -> None:
@@ -287,6 +280,40 @@ def check_same_tree(
             at = _leaves_with_path(tree)[i][0] or "its root"
             what = f"{np.shape(leaf)} against {np.shape(other)} at {at}"
             raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {what}")
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless all leaves are arrays or numbers, and a lone leaf is trained."""
+    for path, leaf in _leaves_with_path(params):
+        if not (leaf is None or is_array(leaf)):
+            raise ValueError(
+                f"`params` must be a tree of arrays, got a `{type(leaf).__name__}` at"
+                f" {path or 'its root'}. For an Equinox model use `eqx.filter(model, eqx.is_array)`"
+            )
+        if not path and not is_float(leaf):
+            dtype = jnp.result_type(leaf)
+            raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
+
+
+def check_mask(mask: Any, params: PyTree) -> None:
+    """Raises ValueError unless a mask is None, or gives booleans for the tree of params."""
+    mask = mask(params) if callable(mask) else mask
+    rule = "`mask` must be a tree of booleans with the structure of `params`, or a prefix of it"
+    for leaf in jax.tree.leaves(mask):
+        if not (is_array(leaf) and jnp.result_type(leaf) == jnp.bool_):
+            raise ValueError(f"{rule}, got a leaf {leaf!r}")
+    if mask is None:
+        return
+    try:
+        jax.tree.map(lambda _, leaf: leaf, mask, params)
+    except ValueError as error:
+        raise ValueError(f"{rule}, got another structure: {error}") from None
+
+
+def check_one_run(name: str, *counts: Any) -> None:
+    """Raises ValueError if a count has axes: the state is then a batch of states."""
+    if any(jnp.shape(leaf) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(f"`{name}` must be of one run, got a batch of them: use `jax.vmap`")
 
 
 def check_none_without_z(updates: PyTree, z: PyTree) -> None:

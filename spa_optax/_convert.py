@@ -15,6 +15,7 @@ from spa_optax._checks import (
     check_count,
     check_horizon,
     check_momentum,
+    check_one_run,
     check_rate,
     check_same_tree,
     is_surely,
@@ -215,6 +216,7 @@ def state_from_sgdm(
             f" {len(buffers)}: was `optax.sgd` made with `momentum`?"
         )
     m = buffers[0].trace
+    check_one_run("sgd_state", [node.count for node in find(sgd_state, _COUNTED)])
     (keys,) = keys_of("sgd_state", [m], params)
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
     if count is not None:
@@ -250,7 +252,7 @@ def state_from_sgdm(
         coast=last(w),
     )
     if into is None:
-        return state
+        return copied(state)
     (of_into,) = keys_of("into", [only(into, SPAState, "into").z], params)
     if not set(of_into) <= set(keys) or find(into, GPAState):
         raise ValueError(
@@ -258,7 +260,7 @@ def state_from_sgdm(
             " got one of another optimizer or for other params"
         )
     place = lambda node: like(node, state._replace(z=[z[key] for key in of_into]))
-    return with_count(replace_nodes(into, SPAState, place), state.count)
+    return copied(with_count(replace_nodes(into, SPAState, place), state.count))
 
 
 def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = None) -> PyTree:
@@ -301,6 +303,7 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
     """
     state = only(spa_state, SPAState, "spa_state")
+    check_one_run("spa_state", state.count)
     (keys,) = keys_of("spa_state", [state.z], params)
     count, coast = scalar_of(state.count), scalar_of(state.coast)
     known = (count > 0) & (coast > 0)
@@ -316,14 +319,14 @@ def state_to_sgdm(spa_state: PyTree, params: PyTree, *, into: PyTree | None = No
 
     m = dict(zip(keys, map(m_k, keys, map(jnp.asarray, jax.tree.leaves(state.z))), strict=True))
     if into is None:
-        return jax.tree.unflatten(jax.tree.structure(state.z), m.values())
+        return copied(jax.tree.unflatten(jax.tree.structure(state.z), m.values()))
     (of_into,) = keys_of("into", [only(into, optax.TraceState, "into").trace], params)
     if not set(of_into) <= set(keys):
         raise ValueError(
             "`into` must have momentum only for params that have a z in `spa_state`, got others"
         )
     place = lambda node: like(node, [m[key] for key in of_into])
-    return with_count(replace_nodes(into, optax.TraceState, place), count)
+    return copied(with_count(replace_nodes(into, optax.TraceState, place), count))
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -376,7 +379,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = map(jnp.asarray, jax.tree.leaves(node.z))
         return node._replace(z=like(node.z, list(map(shifted, next(keys), z))))
 
-    return replace_nodes(spa_state, SPAState, move)
+    return copied(replace_nodes(spa_state, SPAState, move))
 
 
 def by_path(params: PyTree) -> dict[str, Any]:
@@ -388,7 +391,12 @@ def by_path(params: PyTree) -> dict[str, Any]:
 
 def like(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
-    cast = lambda leaf, old: jnp.asarray(leaf).astype(jnp.asarray(old).dtype)
+
+    def cast(leaf: Any, old: Any) -> Array:
+        dtype = jnp.asarray(old).dtype
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        return (jnp.asarray(leaf) if is_complex else jnp.real(leaf)).astype(dtype)
+
     new = map(cast, jax.tree.leaves(leaves), jax.tree.leaves(node))
     return jax.tree.unflatten(jax.tree.structure(node), new)
 
@@ -397,6 +405,11 @@ def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTre
     """A state with the nodes of some kinds replaced."""
     is_kind = lambda node: isinstance(node, kinds)
     return jax.tree.map(lambda n: new(n) if is_kind(n) else n, state, is_leaf=is_kind)
+
+
+def copied(state: PyTree) -> PyTree:
+    """A state that shares no buffer with another, so that both can be donated."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
 
 
 def with_count(state: PyTree, count: Array) -> PyTree:

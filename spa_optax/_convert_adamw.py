@@ -1,25 +1,28 @@
 """Converts states to and from AdamW and Schedule-Free, in mid-run."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax._checks import (
     check_averaging,
     check_b1,
+    check_concrete,
+    check_one_run,
     check_rate,
     check_second_moment,
-    is_plain_number,
+    is_surely,
     keys_of,
 )
-from spa_optax._convert import by_path, like, replace_nodes, with_count
+from spa_optax._convert import by_path, copied, like, replace_nodes, with_count
 from spa_optax._core import GPAState, SPAState, find, only, scalar_of, z_0
 from spa_optax._hyperparams import AtCount, at_count
 from spa_optax._precision import is_float, wide_dtype
+from spa_optax._second_moment import RMSState, factored_axes
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 
@@ -37,10 +40,12 @@ def state_from_adamw(
 ) -> PyTree:
     """The state with which `spa_adamw` continues a run of `optax.adamw`.
 
-        z_k = x_k − η_k (1 − c)/c · m̂_k / (√ν̂_k + ε)
+        z_k = x_k − η_k (1 − c)/c · m_k / (1 − β₁^(k+1)) / (√ν̂_k + ε)
 
-    The next step is then AdamW's, except for the effect of its gradient on ν. ν and the count are
-    kept. Weight decay, which has no momentum in AdamW, takes about 1/c steps to take full effect.
+    The momentum of the next step is then AdamW's, except for the effect of the gradient on ν. The
+    gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): convert after
+    the first 44 steps at β₁ = 0.9, and the two are within 1 %. ν and the count are kept. Weight
+    decay, which has no momentum in AdamW, takes about 1/c steps to take full effect.
 
     Args:
       adamw_state: a state that holds one `optax.adam`, `optax.adamw` or `optax.scale_by_adam`, in
@@ -62,17 +67,17 @@ def state_from_adamw(
         `spa_adamw`; if either does not match `params`; or if a number is out of range.
 
     Examples:
-      With m̂/√ν̂ = 1, momentum would move x on by 1/2, 1/4, … z is where that ends.
+      With m̂/√ν̂ = 4/4, momentum would move x on by 1/2, 1/4, … z is where that ends.
 
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import spa_adamw, state_from_adamw
       >>> x = jnp.array(9.0)
-      >>> moments = {"mu": jnp.array(2.0), "nu": jnp.array(0.016), "count": jnp.array(1)}
+      >>> moments = {"mu": jnp.array(3.0), "nu": jnp.array(0.016), "count": jnp.array(1)}
       >>> state = optax.tree.set(optax.adamw(1.0, b1=0.5).init(x), **moments)
       >>> into = spa_adamw(1.0, averaging=0.5).init(x)
       >>> new = state_from_adamw(state, x, learning_rate=1.0, b1=0.5, into=into)
-      >>> print(f"{optax.tree.get(new, 'z'):.3f}")  # m̂ = 2/(1 − 0.5), ν̂ = 0.016/(1 − 0.999)
+      >>> print(f"{optax.tree.get(new, 'z'):.3f}")  # m̂ = 3/(1 − 0.5²), ν̂ = 0.016/(1 − 0.999)
       8.000
 
     References:
@@ -81,10 +86,14 @@ def state_from_adamw(
     """
     eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
     adam, x = only(adamw_state, optax.ScaleByAdamState, "adamw_state"), by_path(params)
+    check_one_run("adamw_state", adam.count)
     keys_of("adamw_state", [adam.mu], params)
     k = scalar_of(adam.count)
     eta, c = eta_at(k), c_at(k)
-    m, nu = _without_bias(adam.mu, x, b1, k), _without_bias(adam.nu, x, b2, k)
+    if is_surely(c <= 0):
+        raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
+    # Of the momentum that step k adds AdamW corrects the bias by k + 1.
+    m, nu = _without_bias(adam.mu, x, b1, k + 1), _without_bias(adam.nu, x, b2, k)
     w = eta * (1 - c)
 
     def z_k(key: str) -> Array:
@@ -100,7 +109,7 @@ def state_from_adamw(
     last = (jnp.where(k == 0, 0, scalar) for scalar in (eta, c, w))
     state = SPAState(k, list(z.values()), *last)
     into = replace_nodes(into, SPAState, lambda node: like(node, state))
-    return with_count(_with_second_moment(into, nu, b2, eps, k), k)
+    return copied(with_count(_with_second_moment(into, nu, b2, eps, k), k))
 
 
 def state_to_adamw(
@@ -116,7 +125,7 @@ def state_to_adamw(
 ) -> PyTree:
     """The state with which `optax.adamw` continues a run of `spa_adamw`.
 
-        m̂_k = (x_k − z_k) c / (η_k (1 − c)) · (√ν̂_k + ε)
+        m_k / (1 − β₁^(k+1)) = (x_k − z_k) c / (η_k (1 − c)) · (√ν̂_k + ε)
 
     The reverse of `state_from_adamw`. A factored ν is expanded. If η_k is 0 or c is 1, m is 0.
 
@@ -151,14 +160,17 @@ def state_to_adamw(
       >>> x = optax.apply_updates(x, updates)
       >>> adamw = optax.adamw(1.0, b1=0.5)
       >>> state = state_to_adamw(state, x, learning_rate=1.0, b1=0.5, into=adamw.init(x))
-      >>> print(f"{optax.tree.get(state, 'mu'):.3f}")  # m̂ is 2, half of the gradient
-      1.000
+      >>> print(f"{optax.tree.get(state, 'mu'):.3f}")  # 2 · (1 − 0.5²)
+      1.500
 
     References:
       See `state_from_adamw`.
     """
     eta_at, c_at = _checked(learning_rate, averaging, b1, b2, eps)
     held, x = only(spa_state, SPAState, "spa_state"), by_path(params)
+    if find(spa_state, GPAState):
+        raise ValueError("`spa_state` must be a state of `spa_adamw`, got one of `gpa_adamw`")
+    check_one_run("spa_state", held.count)
     k = scalar_of(held.count)
     eta, c = eta_at(k), c_at(k)
     nu = _second_moment("spa_state", spa_state, x, b2, eps, k)
@@ -176,13 +188,13 @@ def state_to_adamw(
     adam = only(into, optax.ScaleByAdamState, "into")
     (keys,) = keys_of("into", [adam.mu], params)
     _check_params("into", keys, nu, x)
-    stored = lambda moment, decay: [
+    stored = lambda moment, decay, k: [
         _with_bias(moment[key], decay, k) if key in moment else jnp.zeros_like(x[key])
         for key in keys
     ]
-    state = optax.ScaleByAdamState(k, stored(m, b1), stored(nu, b2))
+    state = optax.ScaleByAdamState(k, stored(m, b1, k + 1), stored(nu, b2, k))
     into = replace_nodes(into, optax.ScaleByAdamState, lambda node: like(node, state))
-    return with_count(into, k)
+    return copied(with_count(into, k))
 
 
 def state_from_schedule_free(
@@ -237,6 +249,8 @@ def state_from_schedule_free(
     """
     check_second_moment(b2, eps)
     held = only(schedule_free_state, optax.contrib.ScheduleFreeState, "schedule_free_state")
+    check_one_run("schedule_free_state", held.step_count)
+    power = check_concrete("weight_lr_power", weight_lr_power, "finite", math.isfinite)
     only(into, GPAState, "into")
     x = by_path(params)
     (keys,) = keys_of("schedule_free_state", [held.z], params)
@@ -244,13 +258,13 @@ def state_from_schedule_free(
     of_into = _keys_of_z("into", into, params, {key: x[key] for key in z if is_float(x[key])})
     k = scalar_of(held.step_count) - 1
     mu_y, eta, total = map(scalar_of, (held.b1, held.max_lr, held.weight_sum))
-    c = jnp.where(total > 0, eta**weight_lr_power / jnp.where(total > 0, total, 1), 0)
+    c = jnp.where(total > 0, eta**power / jnp.where(total > 0, total, 1), 0)
     inner = SPAState(k, [z[key] for key in of_into], eta, c, eta * (1 - c) * mu_y)
     into = replace_nodes(into, GPAState, lambda node: like(node, GPAState(inner, mu_y)))
     if _second_moments(into):
         nu = _second_moment("schedule_free_state", held.base_optimizer_state, x, b2, eps, k)
         into = _with_second_moment(into, nu, b2, eps, k)
-    return with_count(into, k)
+    return copied(with_count(into, k))
 
 
 def state_to_schedule_free(
@@ -307,6 +321,8 @@ def state_to_schedule_free(
     check_rate("learning_rate", learning_rate)
     check_second_moment(b2, eps)
     held, x = only(gpa_state, GPAState, "gpa_state"), by_path(params)
+    check_one_run("gpa_state", held.inner.count)
+    power = check_concrete("weight_lr_power", weight_lr_power, "finite", math.isfinite)
     (keys,) = keys_of("gpa_state", [held.inner.z], params)
     z = dict(zip(keys, jax.tree.leaves(held.inner.z), strict=True))
     old = only(into, optax.contrib.ScheduleFreeState, "into")
@@ -315,7 +331,7 @@ def state_to_schedule_free(
     k = scalar_of(held.inner.count)
     eta = jnp.where(k > 0, at_count("learning_rate", learning_rate)(k), 0)
     c = scalar_of(held.inner.c).astype(eta.dtype)
-    total = jnp.where(c > 0, eta**weight_lr_power / jnp.where(c > 0, c, 1), 0)
+    total = jnp.where(c > 0, eta**power / jnp.where(c > 0, c, 1), 0)
     base = old.base_optimizer_state
     if _second_moments(base):
         nu = _second_moment("gpa_state", gpa_state, x, b2, eps, k)
@@ -324,7 +340,7 @@ def state_to_schedule_free(
         scalar_of(held.mu_y), total, k + 1, eta, base, [z[key] for key in of_into]
     )
     into = replace_nodes(into, optax.contrib.ScheduleFreeState, lambda node: like(node, new))
-    return with_count(into, k)
+    return copied(with_count(into, k))
 
 
 # ---------------------------------------------------------------------------------- moments of Adam
@@ -343,8 +359,6 @@ def _checked(
     check_second_moment(b2, eps)
     c: Any = 1 - b1 if averaging is None else averaging
     check_averaging(c)
-    if is_plain_number(c) and c == 0:
-        raise ValueError("`averaging` must be > 0 to keep z at a finite distance, got 0")
     return at_count("learning_rate", learning_rate), at_count("averaging", c)
 
 
@@ -388,8 +402,7 @@ def _check_params(name: str, keys: list[str], trained: ByPath, x: ByPath) -> Non
 
 def _second_moments(state: PyTree) -> list[Any]:
     """The nodes that hold a second moment, full or factored."""
-    full = type(optax.scale_by_rms(bias_correction=True).init(()))  # which optax does not export
-    return find(state, (full, optax.FactoredState))
+    return find(state, (RMSState, optax.FactoredState))
 
 
 def _second_moment(
@@ -406,7 +419,7 @@ def _second_moment(
     def nu(key: str) -> Array:
         if full[key].shape == x[key].shape:
             return full[key]
-        i, j = _factored_axes(x[key])
+        i, j = factored_axes(x[key])
         row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
         return row * column / jnp.mean(row, i, keepdims=True)
 
@@ -430,16 +443,10 @@ def _with_second_moment(
             v, none = nu[key] + eps**2, jnp.zeros(1)
             new = (none, none, v)
             if old.shape != v.shape:
-                i, j = _factored_axes(v)
+                i, j = factored_axes(v)
                 new = (v.mean(j), v.mean(i), none)
             for of_field, leaf in zip(leaves, new, strict=True):
                 of_field.append(leaf)
         return like(node, optax.FactoredState(k, *leaves))
 
     return replace_nodes(into, type(nodes[0]), place)
-
-
-def _factored_axes(x: Array) -> tuple[int, int]:
-    """The second longest axis and the longest, in optax's order."""
-    i, j = np.argsort(x.shape)[-2:]
-    return int(i), int(j)

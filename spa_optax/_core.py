@@ -4,6 +4,7 @@ A member is a rule that maps the state to the `Scalars` of a step. `init` and `a
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check_none_without_z, check_same_tree, is_none
+from spa_optax._checks import check_none_without_z, check_params, check_same_tree, is_none
 from spa_optax._precision import (
     Seed,
+    has_narrow,
     is_float,
     rounded,
     rounds_to,
@@ -77,12 +79,21 @@ class Step(NamedTuple):
 Observe = Callable[[Step], None]
 
 
-def init(params: PyTree, state_dtype: DTypeLike | None = None) -> SPAState:
+def init(
+    params: PyTree,
+    state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
+) -> SPAState:
     """The state at step 0, with z_0 = x_0."""
-    if jax.tree_util.all_leaves([params]) and not is_float(params):
-        dtype = jnp.result_type(params)
-        raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
+    check_params(params)
     z = jax.tree.map(lambda x: z_0(x, state_dtype), params)
+    if rounding_key is None and (has_narrow(params) or has_narrow(z)):
+        warnings.warn(
+            "`rounding_key` should be given where params or z have 16 bits or fewer: rounded to"
+            " nearest, they do not change where a step is below half an ulp. Pass"
+            " `rounding_key=jax.random.key(0)`.",
+            stacklevel=3,
+        )
     scalars = (jnp.zeros([], jnp.float32) for _ in range(3))  # separate, so that all can be donated
     return SPAState(jnp.zeros([], jnp.int32), z, *scalars)
 
@@ -108,18 +119,16 @@ def advance(
 
     # z_k ← x_k + r (z_k − x_k)
     z_k = (_rescaled_or_kept if r else _kept)(x, z, r, at_start)
-    # z_{k+1} = z_k − η g_k
+    # z_{k+1} = z_k − η g_k, where g_k may hold the decay λ z_k
+    if decay is not None:
+        add = lambda d, g: g.astype(d.dtype) + d
+        g = map_trained(add, decay(state.count, z_k), g, otherwise=g)
     z_wide = map_trained(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
-    if decay is not None:  # z_{k+1} = (1 − η λ) z_k − η g_k
-        subtract = lambda z, d, g: z - times(eta, d, z.dtype)
-        z_wide = map_trained(subtract, z_wide, decay(state.count, z_k), g, otherwise=z_wide)
     z_next = _rounded_like(z, z_wide, seeds)
     # x_{k+1} = x_k + p (z_{k+1} − x_k) − δ g_k
     u = _param_update(g, x, z_next, p, delta, seeds)
 
     # Under jit this is computed only if observed.
-    if decay is not None:
-        g = map_trained(lambda d, g: g + d.astype(g.dtype), decay(state.count, z_k), g)
     distance = map_trained(lambda z, x: z - x.astype(z.dtype), z_k, x)
     eps = lambda x, z: float(max(jnp.finfo(x.dtype).eps, jnp.finfo(z.dtype).eps))
     rounding = map_trained(lambda d, x, z: eps(x, z) * x.astype(d.dtype), distance, x, z)
@@ -205,18 +214,6 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         return jnp.zeros(x.shape, dtype)
     # A copy, so that params and state can both be donated; unlike zeros, it keeps the sharding.
     return jnp.array(x, dtype=dtype, copy=True)
-
-
-def sharded_like(zeros: Array, x: Any) -> Array:
-    """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
-
-    Without it every device would hold all of ν. XLA would fold a constant predicate before it
-    propagates shardings, hence the barrier.
-    """
-    if not isinstance(x, jax.Array) or x.shape != zeros.shape:
-        return zeros
-    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return jnp.where(never, jnp.real(x).astype(zeros.dtype), zeros)
 
 
 def scalar_of(value: PyTree) -> Array:

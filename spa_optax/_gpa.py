@@ -13,6 +13,7 @@ from spa_optax._checks import (
     check_dtype,
     check_interpolation,
     check_key,
+    check_one_run,
     check_rate,
     keys_of,
 )
@@ -119,13 +120,13 @@ def gpa(
     check_averaging(averaging)
     check_interpolation(interpolation)
     check_key(rounding_key)
-    check_dtype(state_dtype, rounding_key)
+    check_dtype(state_dtype)
 
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
 
     def init_fn(params: PyTree) -> GPAState:
-        inner = init(params, state_dtype)
+        inner = init(params, state_dtype, rounding_key)
         return GPAState(inner, mu_y_at(inner.count).astype(jnp.float32))
 
     update = GPAUpdate(eta_at, c_at, mu_y_at, rounding_key)
@@ -242,13 +243,16 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     if not states and find(params, (GPAState, SPAState)):
         raise ValueError("`opt_state` comes first and `params` second, got them swapped")
     if not states:
+        is_node = lambda node: hasattr(node, "_fields") or not isinstance(node, tuple)
+        found = sorted(
+            {type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=is_node)}
+        )
         raise ValueError(
             "`opt_state` must hold a state of `spa`, `spa_from_sgdm`, `gpa` or an alias of theirs,"
-            f" got {type(opt_state).__name__}"
+            f" got {', '.join(found) or 'none'}. Other optimizers are evaluated at their params"
         )
     pairs = [state if isinstance(state, GPAState) else (state, None) for state in states]
-    if any(jnp.shape(leaf) for s, mu_y in pairs for leaf in jax.tree.leaves((s.count, mu_y))):
-        raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
+    check_one_run("opt_state", [(state.count, mu_y) for state, mu_y in pairs])
     x = by_path(params)
     keys = keys_of("opt_state", [state.z for state, _ in pairs], params)
     for (state, mu_y), of_state in zip(pairs, keys, strict=True):

@@ -25,8 +25,8 @@ def is_float(x: Any) -> bool:
 
 def has_narrow(params: PyTree) -> bool:
     """Whether there are params of 16 bits or fewer, for which z is a master copy."""
-    leaves = map(jnp.asarray, filter(is_float, jax.tree.leaves(params)))
-    return any(x.size and x.itemsize <= 2 for x in leaves)
+    is_narrow = lambda x: jnp.result_type(x).itemsize <= 2 and 0 not in getattr(x, "shape", ())
+    return any(is_float(x) and is_narrow(x) for x in jax.tree.leaves(params))
 
 
 def wide_dtype(*arrays: Array) -> Any:

@@ -91,7 +91,7 @@ def spa(
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
     check_key(rounding_key)
-    check_dtype(state_dtype, rounding_key)
+    check_dtype(state_dtype)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
@@ -193,7 +193,7 @@ def spa_from_sgdm(
     check_bool("nesterov", nesterov)
     check_horizon(horizon)
     check_key(rounding_key)
-    check_dtype(state_dtype, rounding_key)
+    check_dtype(state_dtype)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)
@@ -206,7 +206,7 @@ def primal_averaging(
     rule: Rule, state_dtype: DTypeLike | None, rounding_key: PRNGKeyArray | None
 ) -> optax.GradientTransformationExtraArgs:
     """The optax transformation of a rule."""
-    init = functools.partial(_core.init, state_dtype=state_dtype)
+    init = functools.partial(_core.init, state_dtype=state_dtype, rounding_key=rounding_key)
     update = _core.Update(rule, rounding_key)
     # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

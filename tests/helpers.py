@@ -26,8 +26,6 @@ FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # For long runs: these tests compile without optimization, which is no gain there.
 optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
-# Of tests that round to nearest on purpose.
-to_nearest = pytest.mark.filterwarnings("ignore:`rounding_key` should be given:UserWarning")
 NUM_STEPS = 2_000
 UNIFORM = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
 BATCH = 64

@@ -1,6 +1,7 @@
 """Bad input: a ValueError that names the argument, the rule and the value."""
 
 import re
+import warnings
 from typing import Any
 
 import flax
@@ -254,7 +255,8 @@ def test_states_that_are_not_there() -> None:
         (gpa, {"state_dtype": int}, "`state_dtype`"),
         (gpa_adamw, {"interpolation": 2.0}, r"`interpolation` must be in \(0, 1\], got 2.0"),
         (spa_adamw, {"averaging": -0.1}, r"`averaging` must be in \[0, 1\], got -0.1"),
-        (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\), got 1.0"),
+        (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\) as float32, got 1.0"),
+        (gpa_adamw, {"b2": 1 - 2e-8}, r"`b2` must be in \[0, 1\) as float32, got 0.99999998"),
         (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
         (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
         (spa_adamw, {"decay_at": "x"}, r"`decay_at` must be one of \('params', 'z'\), got 'x'"),
@@ -304,7 +306,7 @@ def test_what_no_scalar_is() -> None:
 def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
     with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
-        check_dtype(jnp.ones(3), None)
+        check_dtype(jnp.ones(3))
     named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
@@ -312,12 +314,17 @@ def test_an_array_is_no_dtype() -> None:
 
 
 @pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, spa_adamw, gpa_adamw])
-def test_a_narrow_z_without_a_key_warns(make: Any) -> None:
-    for dtype in (jnp.bfloat16, "float16"):
-        with pytest.warns(UserWarning, match="`rounding_key` should be given with a `state_dtype`"):
-            make(0.1, state_dtype=dtype)
-        make(0.1, state_dtype=dtype, rounding_key=jax.random.key(0))
-    make(0.1, state_dtype=jnp.float32)
+def test_storing_in_16_bits_without_a_key_warns(make: Any) -> None:
+    key = jax.random.key(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(0.1).init(jnp.ones(3))
+        for dtype in (jnp.bfloat16, jnp.float16):
+            make(0.1, state_dtype=dtype, rounding_key=key).init(jnp.ones(3, dtype))
+            with pytest.raises(UserWarning, match="`rounding_key` should be given where params or"):
+                make(0.1, state_dtype=dtype).init(jnp.ones(3))
+            with pytest.raises(UserWarning, match="`rounding_key` should be given where params or"):
+                make(0.1).init(jax.ShapeDtypeStruct((3,), dtype))
 
 
 def test_injected_for_narrow_params() -> None:

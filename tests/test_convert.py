@@ -20,7 +20,6 @@ from helpers import (
     relative_difference,
     sgdm,
     table,
-    to_nearest,
     x64,
 )
 
@@ -313,7 +312,6 @@ def test_injected_states_move() -> None:
     assert state_to_sgdm(state, y, into=sgd.init(y)).count == 8
 
 
-@to_nearest
 def test_a_state_keeps_the_dtype_of_z() -> None:
     params = jnp.ones(3)
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9, state_dtype=jnp.bfloat16)

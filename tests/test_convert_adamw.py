@@ -17,6 +17,7 @@ from helpers import (
     logistic_regression,
     optimized,
     relative_difference,
+    unchecked,
     x64,
 )
 
@@ -24,14 +25,17 @@ from spa_optax import (
     eval_params,
     gpa,
     gpa_adamw,
+    reanchor,
     schedule_free_averaging,
     spa,
     spa_adamw,
     spa_from_sgdm,
     state_from_adamw,
     state_from_schedule_free,
+    state_from_sgdm,
     state_to_adamw,
     state_to_schedule_free,
+    state_to_sgdm,
 )
 
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
@@ -101,6 +105,27 @@ def test_the_next_step_is_adamws(there: int) -> None:
     share = (1 - 0.999) / (1 - 0.999**there)
     assert relative_difference(next_step(tx, new), expected) < 2 * share
     assert relative_difference(next_step(tx, tx.init(params)), expected) > 0.5  # a cold start
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 50])
+def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
+    """Without a gradient that step is momentum alone. AdamW divides it by the next √ν̂."""
+    b2, rate = 0.99, 0.1
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        x, g = jnp.arange(5.0), jnp.array([1.0, -2.0, 0.5, 3.0, 4.0])
+        adamw, tx = (
+            make(rate, b2=b2, eps=0.0, weight_decay=0.0) for make in (optax.adamw, spa_adamw)
+        )
+        state = adamw.init(x)
+        for _ in range(num_steps):
+            updates, state = adamw.update(g, state, x)
+            x += updates
+        new = state_from_adamw(state, x, learning_rate=rate, b2=b2, eps=0.0, into=tx.init(x))
+        expected, _ = adamw.update(jnp.zeros(5), state, x)
+        found, _ = tx.update(jnp.zeros(5), new, x)
+        bias = lambda k: 1 - b2**k
+    ratio = np.sqrt(b2 * bias(num_steps) / bias(num_steps + 1))
+    np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)  # scalars are kept as float32
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -194,7 +219,7 @@ def test_states_are_found_in_any_wrapper(wrapper: str) -> None:
     assert optax.tree.get(there, "z")["w"].shape == (65, 10)
     z, x = optax.tree.get(there, "z")["w"], params["w"]
     m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
-    d = m / (1 - 0.9**20) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
+    d = m / (1 - 0.9**21) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
     np.testing.assert_allclose(z, x - 9 * float(RATE(20)) * d, rtol=1e-4, atol=1e-6)
     chex.assert_trees_all_close(jax.jit(move)(state, params), there, rtol=1e-5, atol=1e-6)
     back = state_to_adamw(there, params, learning_rate=RATE, **ADAM, into=old.init(params))
@@ -212,7 +237,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
         z = there[1].z
         assert z["w"].dtype == (jnp.bfloat16 if kwargs else jnp.float32)
         m, nu = (optax.tree.get(state, name)["w"].astype(jnp.float32) for name in ("mu", "nu"))
-        d = m / (1 - 0.9**50) / (np.sqrt(nu / (1 - 0.999**50)) + 1e-6)
+        d = m / (1 - 0.9**51) / (np.sqrt(nu / (1 - 0.999**50)) + 1e-6)
         exact = master["w"] - 9 * float(RATE(50)) * d
         np.testing.assert_allclose(z["w"], exact, rtol=2**-8 if kwargs else 1e-5, atol=1e-6)
 
@@ -316,8 +341,13 @@ def test_what_does_not_fit() -> None:
             "`into` must hold only params of the other state",
         ),
         (lambda: move(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
-        (lambda: move(b2=-1.0), r"`b2` must be in \[0, 1\), got -1.0"),
+        (lambda: move(b2=-1.0), r"`b2` must be in \[0, 1\) as float32, got -1.0"),
         (lambda: move(averaging=0.0), "`averaging` must be > 0"),
+        (lambda: move(averaging=lambda k: jnp.zeros([])), "`averaging` must be > 0 .* got 0.0"),
+        (
+            lambda: state_to_adamw(gpa_adamw(0.1).init(x), x, learning_rate=0.1, into=state),
+            "`spa_state` must be a state of `spa_adamw`, got one of `gpa_adamw`",
+        ),
         (lambda: move(learning_rate=-1.0), "`learning_rate` must be finite and >= 0, got -1.0"),
         (
             lambda: state_to_adamw(spa_from_sgdm(0.1).init(x), x, learning_rate=0.1, into=state),
@@ -347,3 +377,73 @@ def test_what_does_not_fit() -> None:
     for call, match in cases:
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def test_a_batch_of_runs() -> None:
+    """Under `jax.vmap` each moves; without it, no other argument is blamed."""
+    xs = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), start())
+    init = lambda tx: jax.vmap(tx.init)(xs)
+    adam, new, sf, gpa_tx = (
+        optax.adamw(RATE),
+        spa_adamw(RATE),
+        optax.contrib.schedule_free_adamw(0.1),
+        gpa_adamw(0.1),
+    )
+    kwargs: Any = {"learning_rate": RATE}
+    moves: dict[str, Callable[[Any], Any]] = {
+        "adamw_state": lambda x, i=init: state_from_adamw(i(adam), x, **kwargs, into=i(new)),
+        "spa_state": lambda x, i=init: state_to_adamw(i(new), x, **kwargs, into=i(adam)),
+        "schedule_free_state": lambda x, i=init: state_from_schedule_free(i(sf), x, into=i(gpa_tx)),
+        "gpa_state": lambda x, i=init: state_to_schedule_free(i(gpa_tx), x, **kwargs, into=i(sf)),
+    }
+    for name, move in moves.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be of one run, got a batch of them"):
+            move(xs)
+    move = lambda state, x: state_from_adamw(state, x, **kwargs, into=new.init(x))
+    moved = jax.vmap(move)(init(adam), xs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(moved, init(new))
+
+
+def test_the_power_of_the_weights_is_a_number() -> None:
+    x, sf = start(), optax.contrib.schedule_free_adamw(0.1)
+    with pytest.raises(ValueError, match="`weight_lr_power` must be finite, got '2'"):
+        unchecked(state_from_schedule_free)(
+            sf.init(x), x, into=gpa_adamw(0.1).init(x), weight_lr_power="2"
+        )
+
+
+def pointers(tree: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_moved_state_shares_no_buffer(compiled: bool) -> None:
+    """So it can be donated, and the old one still be used."""
+    x = start()
+    momentum = optax.inject_hyperparams(optax.sgd)(RATE, 0.9)
+    many_counts = optax.chain(
+        optax.add_decayed_weights(1e-4), optax.scale_by_schedule(RATE), spa_from_sgdm(RATE, 0.9)
+    )
+    sf, gpa_tx = optax.contrib.schedule_free_adamw(0.1), gpa_adamw(0.1)
+    adam, new = optax.adamw(RATE), spa_adamw(RATE)
+    kwargs: Any = {"learning_rate": RATE}
+    sgdm: Any = {**kwargs, "momentum": 0.9}
+    moves: list[tuple[Any, Any, Callable[..., Any]]] = [
+        (momentum, many_counts, lambda s, x, i: state_from_sgdm(s, x, **sgdm, into=i)),
+        (many_counts, momentum, lambda s, x, i: state_to_sgdm(s, x, into=i)),
+        (adam, new, lambda s, x, i: state_from_adamw(s, x, **kwargs, into=i)),
+        (new, adam, lambda s, x, i: state_to_adamw(s, x, **kwargs, into=i)),
+        (sf, gpa_tx, lambda s, x, i: state_from_schedule_free(s, x, into=i)),
+        (gpa_tx, sf, lambda s, x, i: state_to_schedule_free(s, x, **kwargs, into=i)),
+        (new, new, lambda s, x, i: reanchor(s, x, jax.tree.map(lambda a: 2 * a, x))),
+    ]
+    for old, tx, move in moves:
+        with jax.numpy_dtype_promotion("standard"):
+            _, state = old.update(x, old.init(x), x)
+            given = (state, x, tx.init(x))
+            moved = (jax.jit(move) if compiled else move)(*given)
+            assert len(set(pointers(moved))) == len(pointers(moved))
+            assert not set(pointers(moved)) & set(pointers(given))
+            step = jax.jit(tx.update, donate_argnums=1)
+            step(x, moved, x)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient, to_nearest
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient
 
 import spa_optax
 from spa_optax import gpa, spa, spa_from_sgdm
@@ -179,7 +179,6 @@ def test_leaves_that_are_not_trained(make: Any) -> None:
     assert (updates["on"].dtype, bool(z["on"])) == (jnp.dtype(bool), True)
 
 
-@to_nearest
 @every_transform
 @pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
 def test_float8(make: Any, dtype: Any) -> None:

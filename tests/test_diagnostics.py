@@ -19,7 +19,6 @@ from helpers import (
     logistic_regression,
     optimized,
     relative_difference,
-    to_nearest,
     unchecked,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -265,7 +264,6 @@ def test_an_overflow_does_not_stay() -> None:
     assert reports.gain[-1] < 1e3
 
 
-@to_nearest
 @pytest.mark.parametrize(
     ("tx", "x"),
     [

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, slow, to_nearest, x64
+from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, slow, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -238,7 +238,6 @@ def test_dtypes_are_preserved(make: Any, dtype: Any) -> None:
         assert others <= {"float32", "int32"} | ({"bfloat16"} if ulps_of_rounding(make) else set())
 
 
-@to_nearest
 @every_transform
 @pytest.mark.parametrize("state_dtype", [jnp.bfloat16, FLOAT16, jnp.float32, "bfloat16"])
 def test_state_dtype(make: Any, state_dtype: Any) -> None:
@@ -394,7 +393,6 @@ def test_empty_trees_and_none(make: Any) -> None:
     np.testing.assert_array_equal(params["w"], expected["w"])
 
 
-@to_nearest
 @every_transform
 def test_donation(make: Any) -> None:
     tx = make()

@@ -20,7 +20,6 @@ from helpers import (
     FLOAT16,
     compiled_step,
     slow,
-    to_nearest,
     x64,
 )
 from jax import export
@@ -221,7 +220,6 @@ def run(tx: Any, num_steps: int = 6, params: Any = PARAMS, grads: Any = GRADS) -
     return params, state
 
 
-@to_nearest
 @every_transform
 def test_reproducible_from_key_and_count(make: Any) -> None:
     tx = made(make)
@@ -291,7 +289,6 @@ def test_the_mean_of_a_step(state_dtype: Any) -> None:
     assert np.asarray(params, np.float64).std(1).min() > 1e-4
 
 
-@to_nearest
 def test_no_dead_zone() -> None:
     """At c = 0.01 nearest rounding moves x only 50 ulps behind z; stochastic rounding at once."""
     grads = jnp.full(4096, 1e-3, BF16)
@@ -396,7 +393,6 @@ def test_wrappers(make: Any) -> None:
     chex.assert_trees_all_equal(jax.tree.map(lambda p: p[1], stacked), one)
 
 
-@to_nearest
 @every_transform
 def test_accumulated_masked_and_partitioned(make: Any) -> None:
     tx = made(make)
