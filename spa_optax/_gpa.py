@@ -77,7 +77,9 @@ def gpa(
     y at once. If the direction has no momentum, μ_y must smooth it: `gpa_adamw` and Schedule-Free
     use 0.9.
 
-    For the place in a chain, and for params edited outside the optimizer, see `spa`.
+    Directions come from `optax.scale_by_adam()` and the like. After a finished optimizer, such as
+    `optax.adam(1e-3)`, which has the minus sign already, the loss climbs, and nothing warns. For the
+    place in a chain, and for params edited outside the optimizer, see `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
