@@ -65,18 +65,24 @@ class Audit(NamedTuple):
         """The findings; those that need a change come first."""
         if (out_of_range := self._out_of_range()).steps:
             return [out_of_range]  # what else may be found is a consequence
-        found = [self._beta(), self._spike(), self._rise(), self._drop()]
-        return [finding for finding in found if finding.steps]
+        if not self.alpha.any():
+            steps = list(range(len(self.alpha)))
+            return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
+        return [each for each in (self._beta(), self._spike(), *self._jumps()) if each.steps]
 
     def report(self, *, verbose: bool = False) -> str:
-        """The audit in words. Its first line says whether anything needs a change.
+        """The audit in words. Its first line says whether anything needs a change, or a check.
 
         Args:
           verbose: whether to add R_k's coefficients, which are positive wherever η falls.
         """
-        lines = [finding.text for finding in self.findings()]
-        if not lines:
-            lines = ["Nothing to change: α has no jumps."]
+        findings = self.findings()
+        lines = [finding.text for finding in findings] or [
+            f"neither α nor {self._in_all()[0]} jumps (a factor of 1.5 or more, above 1e-4 of the"
+            " largest)."
+        ]
+        if all(finding.kind == "drop" for finding in findings):
+            lines[0] = f"Nothing to change: {lines[0]}"
         lines += [
             f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
             f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
@@ -97,7 +103,7 @@ class Audit(NamedTuple):
             k = int(np.argmax(condition.steps))
             if condition.name == _STEP_WEIGHT and self.eta[k] != self.eta[max(k - 1, 0)]:
                 ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
-                lines[-1] += f"; η is divided by {ratio:.4g} there, {allowed:.4g} is allowed"
+                lines[-1] += f"; η is divided by {ratio:.6g} there, {allowed:.6g} is allowed"
         if not broken:
             other = "other " if out_of_range.any() else ""
             lines.append(f"- they hold at every {other}step")
@@ -120,7 +126,7 @@ class Audit(NamedTuple):
         in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
         in_range[1:] &= ~np.isnan(self.beta[1:])
         in_range &= ~(self.beta < 0)
-        if not np.isnan(self.beta[0]):  # β is the recipe's own
+        if self._is_sgdm():
             in_range &= self.beta < 1
         return ~in_range
 
@@ -155,22 +161,21 @@ class Audit(NamedTuple):
         return Finding("range", steps, text)
 
     def _beta(self) -> Finding:
-        # Except in the tail of a decay to 0, where η is tiny.
+        # Except in the tail of a decay to 0, where η is tiny, and at c = 0, where x stands still.
         before = np.concatenate([self.eta[:1], self.eta[:-1]])
-        matters = before > 1e-2 * self.eta.max(initial=0)
+        matters = (before > 1e-2 * self.eta.max()) | (_jumps(self.eta) < 0)
+        matters[1:] &= self.c[:-1] > 0
         steps = np.flatnonzero((self.beta >= 1) & matters).tolist()
         if not steps:
             return Finding("beta", [], "")
         k = steps[0]
         # β_k = (η_{k−1}/η_k)(1 − c_k)
-        allowed = 1 / (1 - self.c[k - 1]) if k and self.c[k - 1] < 1 else np.inf
-        fall = "falls to 0" if self.eta[k] == 0 else f"is divided by {_ratio(self.eta, k):.3g}"
+        fall, c = 1 - self.eta[k] / before[k], self.c[k - 1]
         return Finding(
             "beta",
             steps,
-            f"β is {self.beta[k]:.3g} {_at(steps)}: no SGD+M has that. η {fall} there, and c allows"
-            f" {allowed:.3g}. Let c rise as η falls, as `stagewise` does, lower η more slowly, or"
-            " give the recipe as SGD+M, to `spa_from_sgdm`.",
+            f"β is {self.beta[k]:.3g} {_at(steps)}: no SGD+M has that. η falls by"
+            f" {100 * fall:.3g} % there, where c is {100 * c:.3g} %. {_REMEDY}",
         )
 
     def _spike(self) -> Finding:
@@ -178,25 +183,37 @@ class Audit(NamedTuple):
         if not steps:
             return Finding("spike", [], "")
         k = steps[0]
-        times = self.alpha[k] / max(self.alpha[k - 1], self.alpha[k + 1])
-        return Finding(
-            "spike",
-            steps,
-            f"α spikes to {times:.3g} times its neighbours {_at(steps)}, as in Figure 1(e): c rises"
-            " a step before η falls. Make the change gradual, `stagewise(..., rate=1.01)`, or give"
-            " the recipe as SGD+M, to `spa_from_sgdm`, whose c rises without a spike.",
-        )
+        text = f"α spikes from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g} {_at(steps)}"
+        if self.c[k] > self.c[k - 1] and self.eta[k + 1] < self.eta[k] and not self._is_sgdm():
+            text += f", as in Figure 1(e): c rises a step before η falls. {_REMEDY}"
+        else:
+            text += ". Make the change gradual."
+        return Finding("spike", steps, text)
 
-    def _drop(self) -> Finding:
-        before, now = self.alpha[:-1], self.alpha[1:]
-        # By half or more, except where α is tiny already and at the end of a spike.
-        drops = (now <= 0.5 * (1 + 1e-6) * before) & (before > 3e-3 * before.max(initial=0))
-        steps = (1 + np.flatnonzero(drops & ~self._is_spike()[:-1])).tolist()
+    def _jumps(self) -> list[Finding]:
+        name, in_all = self._in_all()
+        of_alpha, of_all = _jumps(self.alpha), _jumps(in_all)
+        of_all[of_all == of_alpha] = 0  # one event
+        spike = self._is_spike()
+        of_alpha[spike | np.roll(spike, 1)] = 0
+        quantities = (("α", self.alpha, of_alpha), (name, in_all, of_all))
+        return [
+            self._jump(name, values, np.flatnonzero(jumps == sign).tolist())
+            for sign in (1, -1)
+            for name, values, jumps in quantities
+        ]
+
+    def _jump(self, name: str, values: np.ndarray, steps: list[int]) -> Finding:
         if not steps:
-            return Finding("drop", [], "")
+            return Finding("rise", [], "")
         k = steps[0]
-        fall = "to 0" if self.alpha[k] == 0 else f"{_ratio(self.alpha, k):.3g}-fold"
-        text = f"Nothing to change: α falls {fall} {_at(steps)}."
+        before, now = values[k - 1], values[k]
+        if now > before:
+            text = f"{name} rises from {before:.3g} to {now:.3g} {_at(steps)}."
+            text += " Check that it is meant, as in a restart."
+            return Finding("rise", steps, text, needs_change=False)
+        fall = "to 0" if now == 0 else f"{before / now:.3g}-fold"
+        text = f"{name} falls {fall} {_at(steps)}."
         begin = self._rise_begins(k)
         if begin is not None:
             text += (
@@ -204,6 +221,15 @@ class Audit(NamedTuple):
                 f" the {k - 1 - begin} steps before, and z moves ahead: evaluate the params, not z."
             )
         return Finding("drop", steps, text, needs_change=False)
+
+    def _is_sgdm(self) -> bool:
+        return not np.isnan(self.beta[0])
+
+    def _in_all(self) -> tuple[str, np.ndarray]:
+        """How far a gradient moves the params in all, if nothing changes. At once it is α."""
+        if self._is_sgdm():
+            return "α/(1 − β)", self.alpha / (1 - self.beta)
+        return "η", self.eta
 
     def _rise_begins(self, k: int) -> int | None:
         """The step at which the steady rise of c before a drop begins, if there is one."""
@@ -213,21 +239,6 @@ class Audit(NamedTuple):
         # A jump of c does not anticipate anything.
         is_rise = len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]
         return k - len(ahead) + begin if is_rise else None
-
-    def _rise(self) -> Finding:
-        largest = self.alpha.max(initial=0)
-        # Else it is the warm-up.
-        has_begun = np.maximum.accumulate(self.alpha)[:-1] > 1e-3 * largest
-        rises = (np.diff(self.alpha) > 0.5 * largest) & has_begun & ~self._is_spike()[1:]
-        steps = (1 + np.flatnonzero(rises)).tolist()
-        if not steps:
-            return Finding("rise", [], "")
-        k = steps[0]
-        text = (
-            f"α rises from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g} {_at(steps)}, and goes on"
-            " with the momentum that it has. Nothing to change if it is meant, as in a restart."
-        )
-        return Finding("rise", steps, text, needs_change=False)
 
     # ------------------------------------------------------------------------------------ plot
 
@@ -284,6 +295,10 @@ class Audit(NamedTuple):
 
 
 _STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
+_REMEDY = (
+    "Let η fall by less than c per step (the `rate` of `stagewise` or `momentum_drop`), or give the"
+    " recipe as SGD+M, to `spa_from_sgdm`."
+)
 
 
 def _at(steps: list[int]) -> str:
@@ -292,9 +307,15 @@ def _at(steps: list[int]) -> str:
     return f"at step {steps[0]:,}{others}"
 
 
-def _ratio(values: np.ndarray, k: int) -> float:
-    """The factor by which a value is divided at a step."""
-    return float(values[k - 1] / values[k])
+def _jumps(values: np.ndarray) -> np.ndarray:
+    """1 where a value jumps up, −1 where it jumps down, else 0; `audit` defines a jump."""
+    change = np.diff(values, prepend=values[0])
+    low, high = values - np.maximum(change, 0), values - np.minimum(change, 0)
+    size = np.abs(change)
+    # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
+    is_jump = size > 0.22 * np.convolve(size, np.ones(9))[4:-4]
+    is_jump &= (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
+    return np.sign(change) * is_jump
 
 
 def _interval(values: np.ndarray) -> str:
@@ -337,7 +358,10 @@ def audit(
 ) -> Audit:
     """Checks a schedule of SPA step by step: a verdict, and the conditions of the theory.
 
-    For a recipe of SGD with momentum, use `audit_sgdm`.
+    The verdict names jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor
+    of 1.5 or more in one step, where the value is above 1e-4 of its largest. A ramp over five or
+    more equal steps is gradual: a jump is 22 % or more of the change from four steps before it to
+    four steps after. For a recipe of SGD with momentum, use `audit_sgdm`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
@@ -359,8 +383,8 @@ def audit(
 
       >>> from spa_optax import stagewise, theory
       >>> audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
-      >>> print(audit.report()[:63])
-      α spikes to 10 times its neighbours at step 19, as in Figure 1(
+      >>> print(audit.report()[:58])
+      α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
       >>> for line in audit.report().splitlines()[1:]:
       ...     print(line)
       100 steps as SPA: η 1 to 10, c 0.1 to 1
@@ -372,8 +396,11 @@ def audit(
     check_rate("learning_rate", learning_rate)
     check_averaging(averaging)
     num_steps = check_steps("num_steps", num_steps)
-    if smoothness is not None and not 0 < smoothness < float("inf"):
-        raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
+    if smoothness is not None:
+        value = np.asarray(smoothness)
+        if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:
+            raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
+        smoothness = float(value)
     if (
         isinstance(learning_rate, FromSGDM)
         and isinstance(averaging, FromSGDM)
