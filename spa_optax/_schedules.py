@@ -208,14 +208,15 @@ def schedule_free_averaging(
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    After the warm-up all weights are the same, whatever the rate does. Without a warm-up c_{k+1} is
-    1/(k + 1).
+    After the warm-up all weights are the same, if the rate rises no more. Without a warm-up c_{k+1}
+    is 1/(k + 1).
 
     Args:
       learning_rate: γ_k ≥ 0, a schedule of the count k, evaluated under `jax.vmap`, with its
         maximum by count `num_warmup_steps`; or the number γ that is warmed up, by the authors'
-        γ (k + 1)/`num_warmup_steps`.
-      num_warmup_steps: the length of the warm-up, ≥ 0.
+        γ (k + 1)/`num_warmup_steps`. A schedule is checked at 550 counts up to 10^6 after the
+        warm-up: a later rise is not seen, nor one shorter than 4 % of the steps since the warm-up.
+      num_warmup_steps: the length of the warm-up, ≥ 0: the count by which the rate is largest.
       weight_power: p ≥ 0.
 
     Returns:
@@ -225,7 +226,7 @@ def schedule_free_averaging(
 
     Raises:
       ValueError: if an argument is out of range, or the schedule is not finite, has not risen above
-        0 by the end of the warm-up, or rises after it.
+        0 by the end of the warm-up, is seen to rise after it, or is traced.
 
     Examples:
       Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
@@ -245,21 +246,27 @@ def schedule_free_averaging(
     end = check_steps("num_warmup_steps", num_warmup_steps, least=0)
     is_power = lambda v: 0 <= v < float("inf")
     power = check_concrete("weight_power", weight_power, "finite and >= 0", is_power)
-    counts = np.arange(end + 2, dtype=np.int32)
     if callable(learning_rate):
+        ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
         with jax.ensure_compile_time_eval():
-            rates = np.asarray(jax.vmap(learning_rate)(counts), np.float64)
+            counts = jnp.asarray(np.append(np.arange(end + 1), end + ahead), jnp.int32)
+            values = jax.vmap(at_count("learning_rate", learning_rate))(counts)
+        try:
+            rates, later = np.split(np.asarray(values, np.float64), [end + 1])
+        except jax.errors.TracerArrayConversionError:
+            raise ValueError("`learning_rate` must not depend on traced values") from None
         if not np.all(np.isfinite(rates) & (rates >= 0)):
             raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
-        largest, after = rates[:-1].max(), rates[-1]
-        if not (largest > 0 and after <= (1 + 1e-6) * largest):  # up to rounding
+        largest = rates.max()
+        rises = later > (1 + 1e-6) * largest  # up to rounding; past its end it may be NaN
+        if largest == 0 or rises.any():
+            k = np.argmax(rises)
             raise ValueError(
                 f"`learning_rate` must be > 0 and largest by count {end}, the end of its warm-up"
-                f" (`num_warmup_steps`), got {after:g} after {largest:g}"
+                f" (`num_warmup_steps`), got {later[k]:g} at {end + ahead[k]} after {largest:g}"
             )
     else:
-        rates = np.minimum((counts + 1) / max(end, 1), 1)
-    rates = rates[: end + 1]
+        rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)
     weights = (np.maximum.accumulate(rates) / rates.max()) ** power
     # 1/c, in float64; inf as long as rates are 0.
     inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)

@@ -287,7 +287,12 @@ def test_schedule_free_averaging_of_bad_rates() -> None:
             {"num_warmup_steps": 3},
             "`learning_rate` must be > 0 and largest by count 3",
         ),
-        (rises, {"num_warmup_steps": 3}, "largest by count 3, .* got 0.4 after 0.3"),
+        (rises, {"num_warmup_steps": 3}, "largest by count 3, .* got 0.4 at 4 after 0.3"),
+        (
+            lambda k: jnp.ones(2),
+            {},
+            "`learning_rate` must be a scalar or a schedule of scalars, got an array of shape",
+        ),
         (
             0.1,
             {"num_warmup_steps": -1},
@@ -299,3 +304,29 @@ def test_schedule_free_averaging_of_bad_rates() -> None:
     for rate, kwargs, match in cases:
         with pytest.raises(ValueError, match=match):
             unchecked(schedule_free_averaging)(rate, **kwargs)
+
+
+@pytest.mark.parametrize("num_warmup_steps", [0, 30])
+def test_a_rise_after_the_warm_up_is_seen(num_warmup_steps: int) -> None:
+    """One that lasts for 4 % of the time since the warm-up, in the first million steps."""
+    for after in (1, 2, 49, 100, 997, 12_345, 10**6):
+        start = num_warmup_steps + after
+        last = start + after // 25
+        rate = lambda k, start=start, last=last: jnp.where((k >= start) & (k <= last), 0.2, 0.1)
+        with pytest.raises(ValueError, match=r"largest by count \d+, .* got 0.2 at \d+ after 0.1"):
+            schedule_free_averaging(rate, num_warmup_steps)
+
+
+def test_schedule_free_averaging_past_the_end_of_a_schedule() -> None:
+    """NaN there is no rise."""
+    c = schedule_free_averaging(lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 500))
+    np.testing.assert_allclose(c(np.arange(9)), 1 / np.arange(1, 10), rtol=1e-6)
+
+
+def test_schedule_free_averaging_under_jit() -> None:
+    rate = lambda peak: lambda k: peak * jnp.minimum(k + 1, 4).astype(float)
+    at = lambda peak: schedule_free_averaging(rate(peak), 3)(5)
+    expected = authors_averaging(np.array([1, 2, 3, 4, 4, 4]), 2.0)[5]
+    np.testing.assert_allclose(jax.jit(lambda: at(0.1))(), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="`learning_rate` must not depend on traced values"):
+        jax.jit(at)(0.1)
