@@ -5,11 +5,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from xla_flags import FLAGS, known
+from xla_flags import with_ours
 
-# Before jax is imported. Flags given by the user come last, and win.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit them
-    os.environ["XLA_FLAGS"] = " ".join((*known(FLAGS), os.environ.get("XLA_FLAGS", "")))
+    os.environ["XLA_FLAGS"] = with_ours(os.environ.get("XLA_FLAGS", ""))  # before jax is imported
 os.environ.setdefault("MPLBACKEND", "agg")
 # What takes a second to compile is compiled once, by whichever process comes first.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
