@@ -420,6 +420,43 @@ def test_watching_changes_nothing(name: str, every: int) -> None:
     chex.assert_trees_all_equal(state, tracked_state.inner)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_in_one_jit_with_the_gradients_a_step_differs_by_ulps(every: int) -> None:
+    """XLA may fuse gradient and update otherwise, and rounds in other places.
+
+    Of AdamW: 2 roundings for g = p³, 4 for m̂, 7 for the root of ν̂ (half of its 9, 1, and 1 for
+    ε), 1 for the ratio, 2 for decay and rate, and 1 if XLA multiplies by a reciprocal. So each of
+    two ways to compute it is within 17 half ulps of the sum of the terms' sizes.
+    """
+    rate, b1, b2, eps, decay = 1e-2, 0.9, 0.999, 1e-8, 1e-4
+    inner = optax.adamw(rate, b1, b2, eps, weight_decay=decay)
+
+    def jitted(tx: Any) -> Any:
+        def step(params: Any, state: Any) -> Any:
+            g = jax.grad(lambda p: jnp.sum(p**4) / 4)(params)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = tx.update(g, state, params)
+            return optax.apply_updates(params, updates), state, updates
+
+        return optimized(step)
+
+    tx = track_momentum(inner, every=every, averaging=1 - b1)
+    plain, tracked = jitted(inner), jitted(tx)
+    params = jax.random.normal(jax.random.key(0), (2_000,))
+    state, tracked_state = inner.init(params), tx.init(params)
+    wide = lambda array: np.asarray(array, np.float64)
+    for k in range(1, 31):
+        x, m, v = wide(params), wide(state[0].mu), wide(state[0].nu)
+        g = x**3
+        root = np.sqrt((b2 * v + (1 - b2) * g**2) / (1 - b2**k)) + eps
+        size = (b1 * np.abs(m) + (1 - b1) * np.abs(g)) / (1 - b1**k) / root + decay * np.abs(x)
+        _, tracked_state, got = tracked(params, tracked_state._replace(inner=state))
+        params, state, expected = plain(params, state)
+        np.testing.assert_array_less(
+            np.abs(wide(got) - wide(expected)), 2 * 17 * 2.0**-24 * rate * size
+        )
+
+
 def test_of_gpa_it_is_x_that_is_watched() -> None:
     """Against x in float64, with μ_y in steps."""
     mu_y = lambda k: jnp.where(k < 30, 0.9, 0.5)

@@ -64,7 +64,9 @@ def track_momentum(
     A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
     16-bit params. The gain is NaN if no step counts.
 
-    The updates are bit for bit those of `inner` (with `decay_at="z"` on CPU, to an ulp).
+    The updates have the formulas of `inner`. If `update` is compiled apart from the gradients, they
+    are the same to the bit (with `decay_at="z"` on CPU, to an ulp). In one jit with the gradients
+    XLA may fuse both in another way, and rounds in other places: a step then differs by some ulps.
 
     Args:
       inner: the transformation to measure.
