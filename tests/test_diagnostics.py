@@ -21,6 +21,7 @@ from helpers import (
     relative_difference,
     unchecked,
 )
+from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX import SummaryWriter
 
@@ -574,6 +575,25 @@ def test_groups_add_up() -> None:
     chex.assert_trees_all_close(labelled["outer"], by_leaf["o"], rtol=1e-5)
 
 
+def test_a_leaf_without_gradient() -> None:
+    """It has no report. That of all params is that without `per_leaf`."""
+    params = {"frozen": jnp.ones(3), "w": jnp.ones(20)}
+
+    def run(per_leaf: bool) -> Any:
+        tx = track_momentum(spa(1.0, 0.1), per_leaf=per_leaf)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for k in range(30):
+            g = {"frozen": jnp.zeros(3), "w": jax.random.normal(jax.random.key(k), (20,))}
+            _, state = update(g, state, params)
+        return state
+
+    state = run(per_leaf=True)
+    chex.assert_trees_all_close(momentum_report(state), momentum_report(run(False)), rtol=1e-5)
+    assert jnp.isfinite(momentum_report(state).gain)
+    verdict = momentum_reports(state)["frozen"].verdict()
+    assert verdict.startswith("Nothing to report: 30 of the measured steps were 0, or their")
+
+
 @pytest.mark.parametrize("every", [1, 7])
 def test_measured_at_every_so_many_steps(every: int) -> None:
     """The same gain, level and alignment as at every step: the statistics are those of a run."""
@@ -592,7 +612,7 @@ def test_verdict() -> None:
     noise -= jnp.roll(noise, 1, 0) / 2  # each gradient opposes the last
     tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
     state, update = tx.init(params), jax.jit(tx.update)
-    assert momentum_report(state).verdict().startswith("Nothing to report: no step was measured")
+    assert momentum_report(state).verdict() == "Nothing to report: two steps are needed."
     for g in noise:
         updates, state = update(g, state, params)
         params += updates
@@ -600,6 +620,90 @@ def test_verdict() -> None:
     assert report.gain < report.noise_level
     times = f"{float(report.gain / report.noise_level):.2f} times that of pure noise"
     assert report.verdict().startswith(f"Steps do not add up: the gain is {times}")
+
+
+def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> list[str]:
+    """Of runs on g_k = e_k + last · e_{k−1} + drift, with standard normal noise e_k."""
+
+    def run(key: Any) -> Any:
+        def body(carry: Any, key: Any) -> Any:
+            params, state, before = carry
+            e = jax.random.normal(key, params.shape)
+            updates, state = tx.update(e + last * before + drift, state, params)
+            return (params + updates, state, e), None
+
+        params = jnp.zeros(10)
+        start = (params, tx.init(params), params)
+        return momentum_report(jax.lax.scan(body, start, jax.random.split(key, 400))[0][1])
+
+    reports = optimized(jax.vmap(run))(jax.random.split(jax.random.key(0), num_runs))
+    each = zip(*map(np.asarray, reports), strict=True)
+    return [MomentumReport(*report).verdict().split(":")[0] for report in each]
+
+
+@pytest.mark.parametrize(
+    ("c", "decay", "every"),
+    [(0.1, 0.99, 1), (0.1, 0.9, 10), (0.1, 0.0, 1), (0.02, 0.9, 1), (0.5, 0.9, 1)],
+)
+def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
+    """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
+    found = verdicts(track_momentum(spa(1.0, c), decay, every=every), 300)
+    level = 2 * stats.norm.sf(3)  # 0.0027
+    false_alarms = sum(text != "No difference from pure noise" for text in found)
+    assert false_alarms <= stats.binom.isf(1e-6, 300, level)  # 9 runs of 300
+
+
+def test_verdicts_on_an_effect() -> None:
+    """In all runs, above and below.
+
+    For terms −⟨g, d⟩ of mean μ and deviation σ, t is about √(199/(1 + (σ/μ)²)), with 199 =
+    (1 + decay)/(1 − decay). Under a drift of a in each of 10 params −d has a mean of 9a and a
+    variance of 81/19: μ = 90a², σ² = 10 (81/19 (1 + a²) + 81a²), and t = 8.4 at a = 0.3. With half
+    the last gradient taken away μ = −4.5, σ² = 10 (1.25 · 1.49 + 0.45²), and t = −9.9. Its own
+    deviation is about 1 or less.
+    """
+    tx = track_momentum(spa(1.0, 0.1))
+    assert set(verdicts(tx, 100, drift=0.3)) == {"Steps add up"}
+    assert set(verdicts(tx, 100, last=-0.5)) == {"Steps do not add up"}
+
+
+def test_verdict_without_a_gain_says_why() -> None:
+    """Infinite and zero squares are not called rounding."""
+    noise = jax.random.normal(jax.random.key(0), (20, 1_000))
+
+    def verdict(scale: float, tx: Any = track_momentum(spa(1.0, 0.1))) -> str:  # noqa: B008
+        params = jnp.ones(1_000)
+        state = tx.init(params)
+        for g in noise:
+            _, state = tx.update(scale * g, state, params)
+        return momentum_report(state).verdict()
+
+    of = "Nothing to report: 20 of the measured steps were"
+    assert verdict(1e18) == f"{of} not finite, or their squares overflow float32."
+    assert verdict(math.nan) == f"{of} not finite, or their squares overflow float32."
+    assert verdict(1e-22) == f"{of} 0, or their squares underflow float32."
+    assert verdict(1e-12) == f"{of} within the rounding error of params and z."
+
+
+def test_verdict_without_alignment_says_so() -> None:
+    """At 4 bytes a parameter, where z − x is near the rounding of x."""
+    make = gpa_adamw(
+        0.01,
+        averaging=0.1,
+        state_dtype=jnp.bfloat16,
+        second_moment="factored",
+        rounding_key=jax.random.key(0),
+    )
+    tx, params = track_momentum(make), 0.01 * jnp.ones((128, 128), jnp.bfloat16)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for k in range(40):
+        g = jax.random.normal(jax.random.key(k), params.shape, jnp.bfloat16)
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    report = momentum_report(state)
+    assert jnp.isfinite(report.gain)
+    assert jnp.isnan(report.alignment)
+    assert "Alignment is unknown: it needs z − x above 100 times the rounding" in report.verdict()
 
 
 # ------------------------------------------------------------------------------------ acting on it
@@ -880,6 +984,23 @@ def test_bad_input() -> None:
         (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: 1).init(params),
             "`per_leaf` must return strings as labels, got 1",
+        ),
+        (
+            lambda: track_momentum(spa(1.0), per_leaf=lambda params: {"v": "a"}).init(
+                {"w": params}
+            ),
+            "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
+            " got PyTreeDef({'v': *})",
+        ),
+        (
+            lambda: jax.vmap(momentum_report)(jax.vmap(tracked.init)(jnp.zeros((4, 3)))).verdict(),
+            "`verdict` must be called on the report of one run, got a batch of shape (4,)",
+        ),
+        (
+            lambda: plot_momentum(
+                {9: jax.vmap(momentum_report)(jax.vmap(tracked.init)(jnp.zeros((4, 3))))}
+            ),
+            "`reports` must be of one run, got a batch of shape (4,)",
         ),
         (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
         (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),

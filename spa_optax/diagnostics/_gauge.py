@@ -33,6 +33,25 @@ class AlignmentMeans(NamedTuple):
     weight: Float[Array, "*n"]
 
 
+class CrossTerms(NamedTuple):
+    """Of −2c_{k+1}(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/(η_k²c_{k+1}), what ‖u_k‖²/(η²c) has beyond noise.
+
+    Under pure noise ⟨g_k, d_k⟩ has mean 0 given the steps before k. So these terms are uncorrelated
+    from step to step, and the variance of their sum is that of their squares.
+    """
+
+    total: Float[Array, "*n"]
+    error: Float[Array, "*n"]  # the root of the sum of squares
+
+
+class Uncounted(NamedTuple):
+    """Measured steps that do not count, by reason."""
+
+    skipped: Int[Array, "*n"]  # not finite, or the squares overflow
+    zero: Int[Array, "*n"]  # 0, or the squares underflow
+    rounded: Int[Array, "*n"]  # within the rounding error of x and z
+
+
 class Sums(NamedTuple):
     """The measurements of a step."""
 
@@ -51,7 +70,8 @@ class Gauge(NamedTuple):
     spread: Float[Array, "*n"]  # what ‖z_k − x_k‖² would be if every cross term vanished
     means: Means
     alignment: AlignmentMeans
-    num_skipped: Int[Array, "*n"]  # measured steps that were not finite
+    cross: CrossTerms
+    uncounted: Uncounted
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
@@ -60,12 +80,13 @@ def new_gauge(shape: tuple[int, ...]) -> Gauge:
     means = Means(zero(), zero(), zero(), zero())
     alignment = AlignmentMeans(zero(), zero(), zero(), zero())
     none = jnp.full(shape, -1, jnp.float32)
-    skipped = jnp.zeros(shape, jnp.int32)
-    return Gauge(none, zero(), zero(), zero(), means, alignment, skipped)
+    uncounted = Uncounted(*(jnp.zeros(shape, jnp.int32) for _ in Uncounted._fields))
+    cross = CrossTerms(zero(), zero())
+    return Gauge(none, zero(), zero(), zero(), means, alignment, cross, uncounted)
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
-    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over all params, or for each group."""
+    """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over all params, or for each group and then over all."""
 
     def of_leaf(d: Array, g: Array, rounding: Array) -> Sums:
         g = g.astype(wide_dtype(g, d))
@@ -78,8 +99,9 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     )
     zero = Sums(*(jnp.zeros([], jnp.float32) for _ in Sums._fields))
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
+    whole = functools.reduce(add, (sums for _, sums in by_leaf), zero)
     if labels is None:
-        return functools.reduce(add, (sums for _, sums in by_leaf), zero)
+        return whole
     totals = dict.fromkeys(sorted(set(labels.values())), zero)
     for path, sums in by_leaf:
         if keystr(path) not in labels:
@@ -89,8 +111,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
             )
         label = labels[keystr(path)]
         totals[label] = add(totals[label], sums)
-    of_groups = lambda i: jnp.array([sums[i] for sums in totals.values()], jnp.float32)
-    return Sums(*map(of_groups, range(len(Sums._fields))))
+    return jax.tree.map(lambda *sums: jnp.stack(sums), *totals.values(), whole)
 
 
 def measured(
@@ -100,6 +121,7 @@ def measured(
     is_measured: Bool[Array, ""],
     is_first: Bool[Array, ""],
     decay: float,
+    every: int,
 ) -> Gauge:
     """The gauge after a step."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
@@ -139,8 +161,18 @@ def measured(
     scale = eta**2 * c
     unit = jnp.where(scale > 0, scale, 1)
     iterate, level = square / unit, noise / unit
-    has_unit = is_known & (scale > 0) & jnp.isfinite(iterate) & jnp.isfinite(level)
-    has_unit &= c**2 * sq_rounding <= 0.1 * square  # else it may be only rounding error
+    fits = is_finite & jnp.isfinite(iterate) & jnp.isfinite(level)
+    is_zero = (scale <= 0) | (square < jnp.finfo(jnp.float32).tiny)
+    is_rounded = c**2 * sq_rounding > 0.1 * square  # it may be only rounding error
+    has_unit = is_measured & fits & ~is_zero & ~is_rounded
+    reasons = Uncounted(~fits, fits & is_zero, fits & ~is_zero & is_rounded)
+    count = lambda number, reason: number + (is_measured & reason).astype(jnp.int32)
+
+    # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
+    slow = jnp.maximum(decay, (1 - c) ** (2 * every))
+    term = -2 * c * b * g_d / unit
+    new = CrossTerms(slow * gauge.cross.total + term, jnp.hypot(slow * gauge.cross.error, term))
+    cross = jax.tree.map(lambda new, old: jnp.where(has_unit, new, old), new, gauge.cross)
     return Gauge(
         iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),
         noise=jnp.where(has_unit, level, gauge.noise),
@@ -148,5 +180,6 @@ def measured(
         spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread),
         means=means,
         alignment=alignment,
-        num_skipped=gauge.num_skipped + (is_measured & ~is_finite).astype(jnp.int32),
+        cross=cross,
+        uncounted=jax.tree.map(count, gauge.uncounted, reasons),
     )

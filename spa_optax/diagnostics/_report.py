@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from spa_optax._core import only, scalar_of
-from spa_optax.diagnostics._gauge import Gauge
+from spa_optax.diagnostics._gauge import Gauge, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
 if TYPE_CHECKING:
@@ -25,17 +25,48 @@ class MomentumReport(NamedTuple):
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
     gradient_term: Float[Array, ""]  # the moving average of ½‖g_k‖²
-    num_skipped: Int[Array, ""]  # measured steps that were not finite
+    num_skipped: Int[Array, ""]  # measured steps that were not finite, or overflow if squared
+    num_zero: Int[Array, ""]  # measured steps that were 0, or underflow if squared
+    num_rounded: Int[Array, ""]  # measured steps within the rounding error of params and z
+    t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
 
     def verdict(self) -> str:
-        """The report in words."""
-        times = float(self.gain / self.noise_level)
+        """The report in words: whether steps add up, do not, or do as they would in pure noise.
+
+        The first two need |t| ≥ 3, which pure noise has in about 0.3 % of reports, and a gain on
+        the same side of the noise level.
+
+        Raises:
+          ValueError: if the report is a batch, as under `jax.vmap`.
+        """
+        if shape := _batch_of(self):
+            raise ValueError(f"`verdict` must be called on the report of one run, got {shape}")
+        times, t = float(self.gain / self.noise_level), float(self.t)
         if not np.isfinite(times):
-            return "Nothing to report: no step was measured, or all of them were rounding error."
-        of_noise = f"the gain is {times:.2f} times that of pure noise."
-        if times > 1:
-            return f"Steps add up: {of_noise} Momentum speeds the run up here."
-        return f"Steps do not add up: {of_noise} Momentum only averages here, which may still help."
+            reasons = {
+                "were not finite, or their squares overflow float32": int(self.num_skipped),
+                "were 0, or their squares underflow float32": int(self.num_zero),
+                "were within the rounding error of params and z": int(self.num_rounded),
+            }
+            why, number = max(reasons.items(), key=lambda item: item[1])
+            found = f"{number} of the measured steps {why}" if number else "two steps are needed"
+            return f"Nothing to report: {found}."
+        of_noise = f"the gain is {times:.2f} times that of pure noise"
+        if t >= 3 and times > 1:
+            text = f"Steps add up: {of_noise}. Momentum speeds the run up here."
+        elif t <= -3 and times < 1:
+            text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
+        else:
+            text = (
+                f"No difference from pure noise: {of_noise}, with t = {t:.1f}. (A difference has"
+                " |t| ≥ 3, and a gain on the same side.)"
+            )
+        if np.isnan(float(self.alignment)):
+            text += (
+                " Alignment is unknown: it needs z − x above 100 times the rounding error of x and"
+                " z, and no Nesterov steps."
+            )
+        return text
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
@@ -47,6 +78,11 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
     1.053 at c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the
     gradients' size.
+
+    t tells a difference from chance. It is the sum of −⟨g_k, z_k − x_k⟩/η_k over the root of its
+    sum of squares, with weights that fall like those of the averages, or like (1 − c)^2k if that is
+    slower. For pure noise the terms are uncorrelated with mean 0, and |t| ≥ 3 in about 0.3 % of
+    reports. |t| is at most √n over n measured steps, and √((1 + decay)/(1 − decay)) over many.
 
     Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
     alike, whatever the scale of their gradients.
@@ -85,21 +121,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
-    gauge = _gauge_of(opt_state)
-    if not only(opt_state, TrackMomentumState, "opt_state").groups:
-        return _report(gauge)
-    # Sums of squares add up, if all groups have some.
-    has_all = lambda means: means.weight.min(initial=1) > 0
-    together = lambda means: jax.tree.map(
-        lambda of: jnp.where(has_all(means), of.sum(), 0), means
-    )._replace(weight=means.weight.max(initial=0))
-    return _report(
-        gauge._replace(
-            means=together(gauge.means),
-            alignment=together(gauge.alignment),
-            num_skipped=gauge.num_skipped.max(initial=0),
-        )
-    )
+    whole = lambda values: values[-1] if values.ndim else values
+    return jax.tree.map(whole, _report(_gauge_of(opt_state)))
 
 
 def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
@@ -145,14 +168,17 @@ def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
 
 def _gauge_of(opt_state: PyTree) -> Gauge:
     state = only(opt_state, TrackMomentumState, "opt_state")
-    gauge = jax.tree.map(jnp.asarray, state.gauge)  # under Flax nnx the leaves are variables
-    if gauge.iterate.shape not in ((), (len(state.groups),)) or jnp.ndim(scalar_of(state.count)):
+    leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
+    gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
+    is_one_run = gauge.iterate.shape in ((), (len(state.groups) + 1,))
+    if not is_one_run or jnp.ndim(scalar_of(state.count)):
         raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
     return gauge
 
 
 def _report(gauge: Gauge) -> MomentumReport:
     means, alignment = gauge.means, gauge.alignment
+    error = jnp.maximum(gauge.cross.error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
     cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
     return MomentumReport(
         gain=means.iterate / means.gradient,
@@ -161,8 +187,17 @@ def _report(gauge: Gauge) -> MomentumReport:
         inner_product=alignment.inner_product / alignment.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        num_skipped=gauge.num_skipped,
+        num_skipped=gauge.uncounted.skipped,
+        num_zero=gauge.uncounted.zero,
+        num_rounded=gauge.uncounted.rounded,
+        t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
     )
+
+
+def _batch_of(report: MomentumReport) -> str:
+    """The shape of a batch of reports, in words; empty for a single one."""
+    shape = np.broadcast_shapes(*map(np.shape, report))
+    return f"a batch of shape {shape}: take one with `jax.tree.map`" if shape else ""
 
 
 def plot_momentum(
@@ -178,7 +213,7 @@ def plot_momentum(
       A figure; this needs matplotlib.
 
     Raises:
-      ValueError: if there is no report, or labels differ from step to step.
+      ValueError: if there is no report, or one of a batch, or labels differ from step to step.
 
     Examples:
       Measured every 10 steps and collected every 100, which costs next to nothing:
@@ -206,6 +241,10 @@ def plot_momentum(
         raise ValueError(
             f"`reports` must hold the same labels at every step, at least one, got {labels!r} first"
         )
+    for step, of_step in by_step.items():
+        for report in of_step.values():
+            if shape := _batch_of(report):
+                raise ValueError(f"`reports` must be of one run, got {shape} at step {step}")
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
     for i, label in enumerate(labels):
         of_label = [of_step[label] for of_step in by_step.values()]

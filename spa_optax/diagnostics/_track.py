@@ -25,7 +25,7 @@ class TrackMomentumState(NamedTuple):
     inner: PyTree
     count: Int[Array, ""]
     gauge: Gauge
-    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge; {} without groups
+    groups: dict[str, optax.EmptyState]  # the labels, in the order of the gauge, before all
 
 
 def track_momentum(
@@ -129,7 +129,7 @@ def track_momentum(
         labels = _labels(per_leaf, params)
         names = sorted(set(labels.values())) if labels else []
         groups = {name: optax.EmptyState() for name in names}
-        gauge = new_gauge(() if labels is None else (len(groups),))
+        gauge = new_gauge(() if labels is None else (len(groups) + 1,))
         return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
 
     def update_fn(
@@ -165,7 +165,7 @@ def track_momentum(
                 measure = lambda: sums_of(apart(), labels)
                 nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
                 sums = jax.lax.cond(is_measured, measure, nothing)
-        gauge = measured(state.gauge, step, sums, is_measured, count == 0, decay)
+        gauge = measured(state.gauge, step, sums, is_measured, count == 0, decay, every)
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
@@ -240,7 +240,14 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
             f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
         )
     of_subtree = lambda label, subtree: jax.tree.map(lambda _: label, subtree)
-    labelled = jax.tree.map(of_subtree, per_leaf(params), params)
+    tree = per_leaf(params)
+    try:
+        labelled = jax.tree.map(of_subtree, tree, params)
+    except ValueError as error:
+        raise ValueError(
+            "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
+            f" got {jax.tree.structure(tree)}"
+        ) from error
     labels = {keystr(path): label for path, label in jax.tree_util.tree_leaves_with_path(labelled)}
     for path, label in labels.items():
         if not isinstance(label, str):
