@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import (
     apply,
     batches,
+    evaluated,
     lenient,
     logistic_regression,
     optimized,
@@ -170,8 +171,9 @@ def test_rates_of_0_have_no_nan() -> None:
     np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
 
 
-ALPHA = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, 300))
 NUM_STEPS = 300
+# Evaluated once: Optax computes the cosine in float32, which XLA rounds differently in the two runs.
+ALPHA = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
 
 
 def _run(tx: Any, carry: Any, steps: slice, dtype: str) -> Any:
@@ -188,7 +190,7 @@ def _run(tx: Any, carry: Any, steps: slice, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 2e-6)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 2e-6)])
 def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, tolerance: float) -> None:
     """At a random step of warm-up and cosine, to SPA and, later on, back: as if never moved."""
     there, back = sorted(np.random.default_rng(3).integers(20, NUM_STEPS - 20, 2).tolist())
