@@ -78,8 +78,8 @@ def gpa(
     use 0.9.
 
     Directions come from `optax.scale_by_adam()` and the like. After a finished optimizer, such as
-    `optax.adam(1e-3)`, which has the minus sign already, the loss climbs, and nothing warns. For the
-    place in a chain, and for params edited outside the optimizer, see `spa`.
+    `optax.adam(1e-3)`, which has the minus sign already, the loss climbs, and nothing warns. For
+    the place in a chain, and for params edited outside the optimizer, see `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.

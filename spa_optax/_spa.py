@@ -42,9 +42,9 @@ def spa(
 
     The params are the point to evaluate and to save; z is in the state.
 
-    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They must
-    keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss climbs,
-    and nothing warns. Do not place anything that modifies the update after it or around it
+    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They
+    must keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss
+    climbs, and nothing warns. Do not place anything that modifies the update after it or around it
     (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would pull x
     back. After editing params outside the optimizer, call `reanchor`.
 

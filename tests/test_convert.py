@@ -172,7 +172,7 @@ def test_rates_of_0_have_no_nan() -> None:
 
 
 NUM_STEPS = 300
-# Evaluated once: Optax computes the cosine in float32, which XLA rounds differently in the two runs.
+# Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two runs.
 ALPHA = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
 
 

@@ -125,7 +125,8 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
         found, _ = tx.update(jnp.zeros(5), new, x)
         bias = lambda k: 1 - b2**k
     ratio = np.sqrt(b2 * bias(num_steps) / bias(num_steps + 1))
-    np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)  # scalars are kept as float32
+    # Scalars are kept as float32.
+    np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
