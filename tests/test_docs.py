@@ -12,10 +12,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import nbformat
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 from nbclient import NotebookClient
+
+from spa_optax import eval_params
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -78,13 +82,22 @@ def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipes_for_trainers() -> None:
     """By their interfaces: MaxText's configuration, and axlearn's params with descriptions."""
     recipes = run_blocks("docs/recipes.md")
-    numbers = {"averaging": 0.1, "adam_b2": 0.99, "adam_eps": 1e-8, "adam_weight_decay": 0.1}
+    numbers = {"adam_b1": 0.9, "adam_b2": 0.99, "adam_eps": 1e-8, "adam_weight_decay": 0.1}
     config = types.SimpleNamespace(opt_type="gpa_adamw", **numbers)
+    recipes["get_adamw_mask"] = lambda config: None  # MaxText's own
     params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
     tx = recipes["get_optimizer"](config, optax.constant_schedule(1e-3))
     state = tx.init(params)
     assert optax.tree.get(state, "z")["w"].dtype == jnp.bfloat16
     expected, _ = tx.update(params, state, params)
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))
+    x = eval_params(optimizer.opt_state, nnx.state(model))
+    assert np.any(x["kernel"][...] != model.kernel[...])
+    recipes["at_x"](types.SimpleNamespace(model=model, optimizer=optimizer))
+    chex.assert_trees_all_equal(nnx.state(model), x)
 
     described = jax.tree.map(lambda x: types.SimpleNamespace(value=x), params)
     wrapped = recipes["for_axlearn"](tx)
