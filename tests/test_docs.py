@@ -27,6 +27,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if not path.is_symlink()
 }
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 BLOCKS = {
     name: blocks
     for name, page in PAGES.items()
@@ -113,17 +114,22 @@ def test_recipes_for_trainers() -> None:
         assert (part.mesh_axes == split) == (part.shape == (8, 4))
 
 
-def test_links_to_colab() -> None:
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+def test_colab(path: Path) -> None:
+    """A link that opens the notebook, and a line to install from the repository: PyPI has none."""
     colab = runpy.run_path(str(ROOT / "docs/hooks.py"))["colab"]
-    link = colab("notebooks/drop_in.ipynb", "https://github.com/some/where/")
+    (cell,) = (c.source for c in nbformat.read(path, as_version=4).cells if "%pip" in c.source)
+    page = colab(cell, f"notebooks/{path.name}", "https://github.com/some/where/")
     url = "https://colab.research.google.com/github/some/where/blob/main/"
-    (path,) = re.findall(f'href="{re.escape(url)}(.*?)"', link)
-    assert (ROOT / path).exists()
-    assert colab("notebooks/drop_in.ipynb", None) == colab("method.md", "https://x") == ""
+    (linked,) = re.findall(f'href="{re.escape(url)}(.*?)"', page)
+    assert ROOT / linked == path
+    assert "%pip install git+https://github.com/some/where scikit-learn" in page
+    assert colab(cell, f"notebooks/{path.name}", None) == cell
+    assert colab(cell, "method.md", "https://x") == cell
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, but for digits."""
     stored, notebook = (nbformat.read(path, as_version=4) for _ in range(2))
