@@ -111,7 +111,7 @@ def check_b1(value: Any) -> None:
 
 def check_second_moment(b2: Any, eps: Any) -> None:
     """Raises ValueError unless `b2` is in [0, 1) and `eps` finite and >= 0, or traced scalars."""
-    is_decay = lambda v: v >= 0 and np.float32(v) < 1
+    is_decay = lambda v: bool(v >= 0 and np.float32(v) < 1)
     _check_number("b2", b2, "in [0, 1) as float32", is_decay, "a scalar")
     _check_number("eps", eps, "finite and >= 0", lambda v: 0 <= v < float("inf"), "a scalar")
     if isinstance(b2, jax.Array) and b2.dtype.itemsize <= 2:  # 0.999 is 1 in bfloat16

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check_same_tree, is_none
 from spa_optax._precision import rounded, seeds_like, wide_dtype
 
-# Optax does not export it.
-RMSState: Any = type(optax.scale_by_rms(bias_correction=True).init(()))
+# Optax does not export it. (To call `init` itself would start JAX at import.)
+RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
 
 
 def scale_by_rms(
@@ -49,7 +49,7 @@ def scale_by_rms(
 
 
 def scale_by_factored_rms(
-    b2: Any, eps: Any, decay_rate: ArrayLike | None, min_dim_size_to_factor: int
+    b2: Any, eps: Any, decay_rate: Any, min_dim_size_to_factor: int
 ) -> optax.GradientTransformation:
     """`optax.scale_by_factored_rms`, but free of bias for a constant β₂ (`decay_rate` None).
 
