@@ -75,7 +75,7 @@ def scale_by_factored_rms(
         else:
             decay = 1 - (k + 1.0) ** -decay_rate
 
-        def leaf(g: Any, row: Array, column: Array, v: Array) -> tuple[Any, ...]:
+        def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
             if g is None:
                 return None, row, column, v
             square = (g * jnp.conj(g)).real + epsilon
