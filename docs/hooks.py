@@ -15,17 +15,18 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
-    """Notebooks get a link to Colab, if the repository is known, and equations become MathML."""
-    return colab(page.file.src_uri, config.repo_url) + mathml(content)
+    """Notebooks get the repository's address, if it is known, and equations become MathML."""
+    return mathml(colab(content, page.file.src_uri, config.repo_url))
 
 
-def colab(path: str, repo_url: str | None) -> str:
-    """The link that opens a notebook of docs/ in Colab."""
+def colab(content: str, path: str, repo_url: str | None) -> str:
+    """Adds the link that opens a notebook of docs/ in Colab, and the address to install from."""
     if not (repo_url and path.endswith(".ipynb")):
-        return ""
+        return content
     repository = repo_url.rstrip("/").removeprefix("https://github.com/")
     url = f"https://colab.research.google.com/github/{repository}/blob/main/docs/{path}"
-    return f'<p><a href="{url}">Open in Colab</a></p>'
+    link = f'<p><a href="{url}">Open in Colab</a></p>'
+    return link + content.replace("OWNER/NAME", repository)
 
 
 def mathml(content: str) -> str:

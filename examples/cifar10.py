@@ -14,6 +14,7 @@ largest training label gives the number of classes.
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 import zipfile
@@ -110,6 +111,8 @@ def check(data: Data) -> int:
         if y.dtype.kind not in "iu" or y.shape != x.shape[:1] or not len(y):
             raise ValueError(f"y_{part} must be {len(x)} integers, got {y.dtype} of {y.shape}")
     num_classes = int(data.y_train.max()) + 1
+    if num_classes > len(data.y_train):
+        raise ValueError(f"y_train must be below {len(data.y_train)}, got {num_classes - 1}")
     for part, y in (("train", data.y_train), ("test", data.y_test)):
         if y.min() < 0 or y.max() >= num_classes:
             raise ValueError(
@@ -377,6 +380,8 @@ def random_data() -> Data:
 
 
 if __name__ == "__main__":
+    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a segmentation fault.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Without an accelerator: 2, 4 or 8 devices that share the cores are faster than one. With no
     # more threads than devices, and steps that queue up, XLA can come to a standstill.
     num_devices = math.gcd(8, os.cpu_count() or 1)

@@ -9,6 +9,7 @@ table and draws the training loss at x and at z:
 
 import argparse
 import io
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -221,4 +222,6 @@ def main(argv: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
+    # Ctrl-C ends at once. As an exception it can be lost while XLA compiles.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

@@ -149,6 +149,7 @@ def test_every_shift_and_mirror_image() -> None:
         ({"y_test": DATA.y_test[:-1]}, r"y_test must be 37 integers, got int64 of \(36,\)"),
         ({"y_test": DATA.y_test + 1}, "y_test must be from 0 to 1, .* got 1 to 2"),
         ({"y_train": DATA.y_train - 1}, "y_train must be from 0 to 0, .* got -1 to 0"),
+        ({"y_train": DATA.y_train + 2**62}, f"y_train must be below 128, got {2**62 + 1}"),
         ({"x_train": DATA.x_train[:9], "y_train": DATA.y_train[:9]}, "16 images or more, got 9"),
     ],
 )

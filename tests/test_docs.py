@@ -12,10 +12,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import nbformat
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 from nbclient import NotebookClient
+
+from spa_optax import eval_params
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -23,6 +27,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if not path.is_symlink()
 }
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 BLOCKS = {
     name: blocks
     for name, page in PAGES.items()
@@ -78,13 +83,22 @@ def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipes_for_trainers() -> None:
     """By their interfaces: MaxText's configuration, and axlearn's params with descriptions."""
     recipes = run_blocks("docs/recipes.md")
-    numbers = {"averaging": 0.1, "adam_b2": 0.99, "adam_eps": 1e-8, "adam_weight_decay": 0.1}
+    numbers = {"adam_b1": 0.9, "adam_b2": 0.99, "adam_eps": 1e-8, "adam_weight_decay": 0.1}
     config = types.SimpleNamespace(opt_type="gpa_adamw", **numbers)
+    recipes["get_adamw_mask"] = lambda config: None  # MaxText's own
     params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
     tx = recipes["get_optimizer"](config, optax.constant_schedule(1e-3))
     state = tx.init(params)
     assert optax.tree.get(state, "z")["w"].dtype == jnp.bfloat16
     expected, _ = tx.update(params, state, params)
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))
+    x = eval_params(optimizer.opt_state, nnx.state(model))
+    assert np.any(x["kernel"][...] != model.kernel[...])
+    recipes["at_x"](types.SimpleNamespace(model=model, optimizer=optimizer))
+    chex.assert_trees_all_equal(nnx.state(model), x)
 
     described = jax.tree.map(lambda x: types.SimpleNamespace(value=x), params)
     wrapped = recipes["for_axlearn"](tx)
@@ -100,17 +114,22 @@ def test_recipes_for_trainers() -> None:
         assert (part.mesh_axes == split) == (part.shape == (8, 4))
 
 
-def test_links_to_colab() -> None:
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+def test_colab(path: Path) -> None:
+    """A link that opens the notebook, and a line to install from the repository: PyPI has none."""
     colab = runpy.run_path(str(ROOT / "docs/hooks.py"))["colab"]
-    link = colab("notebooks/drop_in.ipynb", "https://github.com/some/where/")
+    (cell,) = (c.source for c in nbformat.read(path, as_version=4).cells if "%pip" in c.source)
+    page = colab(cell, f"notebooks/{path.name}", "https://github.com/some/where/")
     url = "https://colab.research.google.com/github/some/where/blob/main/"
-    (path,) = re.findall(f'href="{re.escape(url)}(.*?)"', link)
-    assert (ROOT / path).exists()
-    assert colab("notebooks/drop_in.ipynb", None) == colab("method.md", "https://x") == ""
+    (linked,) = re.findall(f'href="{re.escape(url)}(.*?)"', page)
+    assert ROOT / linked == path
+    assert "%pip install git+https://github.com/some/where scikit-learn" in page
+    assert colab(cell, f"notebooks/{path.name}", None) == cell
+    assert colab(cell, "method.md", "https://x") == cell
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, but for digits."""
     stored, notebook = (nbformat.read(path, as_version=4) for _ in range(2))

@@ -100,6 +100,15 @@ def test_no_collective_inside_the_update(kind: str) -> None:
     assert COLLECTIVE.search(compiled.as_text())
 
 
+def test_import_does_not_start_jax() -> None:
+    """`jax.distributed.initialize` must come before, and may come after the imports."""
+    program = (
+        "import jax, spa_optax; jax.distributed.initialize("
+        f"{free_address()!r}, num_processes=1, process_id=0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(1))
+
+
 @pytest.mark.slow
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
     command = [sys.executable, transformer.__file__, free_address(), "2"]

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,12 @@ class UserError(ValueError):
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Calls `main`; errors of the user, of files and of the network end as one line `error: …`."""
+    """Calls `main`; errors of the user, of files and of the network end as one line `error: …`.
+
+    Ctrl-C ends the process at once. As an exception it can be lost in a callback of JAX, and can
+    end in a segmentation fault while XLA compiles, in a thread that it does not stop.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main()
     except (UserError, OSError) as error:

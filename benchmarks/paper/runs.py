@@ -7,6 +7,7 @@ line per epoch. A checkpoint holds the metrics as well, so that both always agre
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from jax.experimental import multihost_utils
 from optimizers import Config
 from tqdm import tqdm
 from training import Program, State
+
+# orbax logs the traceback of each error of a checkpoint, which it raises as well.
+logging.getLogger("absl").addFilter(lambda record: record.levelno != logging.ERROR)
 
 
 def run_all(
@@ -66,29 +70,28 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
             if first
             else f"{name}: {command_line.count(config.epochs, 'epoch')}, written to {folder}"
         )
-        bar = tqdm(
+        with tqdm(
             desc=f"{config.optimizer} {config.seed}",
             initial=first * program.steps_per_epoch,
             total=config.epochs * program.steps_per_epoch,
             unit="step",
             disable=jax.process_index() > 0,
-        )
-        was_finite = True
-        for epoch in range(first + 1, config.epochs + 1):
-            start = time.perf_counter()
-            state, of_steps = program.epoch(config.seed, state, epoch, bar)
-            speed = program.steps_per_epoch * config.batch / (time.perf_counter() - start)
-            line, shown = summarize(epoch, state, of_steps, program.evaluate(state), speed)
-            metrics += json.dumps(line) + "\n"
-            write_metrics(folder, metrics, epoch)
-            record = {"metrics": metrics, "sha256": sha256(state, metrics)}
-            saved = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
-            manager.save(epoch, args=ocp.args.Composite(**saved))
-            bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None})
-            if was_finite and not np.isfinite(shown["train_loss"]):
-                say(f"{name}: the training loss of epoch {epoch} is {shown['train_loss']}")
-                was_finite = False
-        bar.close()
+        ) as bar:
+            was_finite = True
+            for epoch in range(first + 1, config.epochs + 1):
+                start = time.perf_counter()
+                state, of_steps = program.epoch(config.seed, state, epoch, bar)
+                speed = program.steps_per_epoch * config.batch / (time.perf_counter() - start)
+                line, shown = summarize(epoch, state, of_steps, program.evaluate(state), speed)
+                metrics += json.dumps(line) + "\n"
+                write_metrics(folder, metrics, epoch)
+                record = {"metrics": metrics, "sha256": sha256(state, metrics)}
+                saved = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
+                manager.save(epoch, args=ocp.args.Composite(**saved))
+                bar.set_postfix({k: f"{v:.4g}" for k, v in shown.items() if v is not None})
+                if was_finite and not np.isfinite(shown["train_loss"]):
+                    say(f"{name}: the training loss of epoch {epoch} is {shown['train_loss']}")
+                    was_finite = False
     return state
 
 
@@ -145,7 +148,14 @@ def opened(config: Config, data_digest: str, folder: Path) -> Iterator[ocp.Check
                 ) from None
         check_config(config, data_digest, folder)
         path = (folder / "checkpoints").absolute()
-        yield stack.enter_context(ocp.CheckpointManager(path, options=options))
+        try:
+            with ocp.CheckpointManager(path, options=options) as manager:
+                yield manager
+        except ValueError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):  # orbax's word for a full disk
+                raise
+            reason = str(error).rpartition(": ")[2]
+            raise UserError(f"checkpoints cannot be written to {path}: {reason}") from error
 
 
 def sha256(state: Any, metrics: str) -> str:

@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_users(standard_promotion: None) -> None:
+def _as_users(standard_promotion: None) -> Iterator[None]:
     del standard_promotion
+    of_pytest = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, of_pytest)
 
 
 @pytest.fixture

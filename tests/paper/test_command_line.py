@@ -1,6 +1,9 @@
 """The options and errors that all scripts share."""
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import command_line
@@ -9,6 +12,7 @@ import photographs
 import pytest
 import train_cifar10
 import train_imagenet
+from helpers import environment
 
 SCRIPTS = [figures, photographs, train_cifar10, train_imagenet]
 
@@ -63,3 +67,27 @@ def test_errors_of_the_user_and_bugs(capsys: pytest.CaptureFixture[str]) -> None
             command_line.run(lambda error=error: main(error))
     with pytest.raises(ValueError, match="a bug"):
         command_line.run(lambda: main(ValueError("a bug")))
+
+
+def test_ctrl_c() -> None:
+    """It ends the process where an exception would be ignored, and nothing runs at exit."""
+    script = """if True:
+        import atexit
+        import os
+        import signal
+        import command_line
+
+        class Deleted:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def main():
+            Deleted()
+            print("after")
+
+        atexit.register(print, "at exit")
+        command_line.run(main)
+    """
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,6 +207,29 @@ def test_stopped_before_the_first_checkpoint(whole: Any, tmp_path: Path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             tiny_run(tmp_path)
     assert num_epochs(tmp_path) == 1
+    chex.assert_trees_all_equal(bits(tiny_run(tmp_path)), whole[0])
+    assert metrics(tmp_path) == whole[1]
+
+
+def test_a_full_disk(whole: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """One line. With room again, the run ends with the same bits."""
+    save = ocp.CheckpointManager.save
+
+    def full(manager: Any, epoch: int, **kwargs: Any) -> None:
+        if epoch == 3:  # as orbax says it on a full tmpfs
+            raise ValueError(
+                'RESOURCE_EXHAUSTED: Error writing "params/0" in OCDBT database at local file'
+                ' "/x/": Failed writing: "/x/2e": Failed to write 545237 bytes to file 5:'
+                " No space left on device [os_error_code='28']"
+            )
+        save(manager, epoch, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        message = "^error: checkpoints cannot be written to .*checkpoints: No space left on device"
+        with pytest.raises(SystemExit, match=message):
+            command_line.run(lambda: tiny_run(tmp_path))
+    assert num_epochs(tmp_path) == 3
     chex.assert_trees_all_equal(bits(tiny_run(tmp_path)), whole[0])
     assert metrics(tmp_path) == whole[1]
 
