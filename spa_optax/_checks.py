@@ -191,6 +191,7 @@ _RULES: dict[str, Check] = {
     "count": _optional(_integer(0)),
     "num_warmup_steps": _integer(0),
     "num_steps": _integer(1),
+    "num_iterations": _integer(1),
     "boundary": _integer(1),
     "step": _integer(1),
     "every": _integer(1),

@@ -195,7 +195,9 @@ def _only_of(kinds: dict[Any, Any], name: str, state: PyTree) -> tuple[Any, Any]
 # ----------------------------------------------------------------------------------------- readers
 
 
-def _read_trace(state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams) -> Snapshot:
+def _read_trace(
+    state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams
+) -> Snapshot:
     alpha = _required("learning_rate", given.learning_rate)
     beta = _required("momentum", given.momentum)
     counts = find(state, _COUNTED)

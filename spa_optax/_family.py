@@ -10,7 +10,18 @@ from spa_optax._core import Scalars, SPAState, is_at_start, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
 from spa_optax._precision import has_narrow, wide_dtype
-from spa_optax._trees import by_path, check_same_tree, copy, find, is_float, keys_of, kinds_of, like, replace, scalar_of
+from spa_optax._trees import (
+    by_path,
+    check_same_tree,
+    copy,
+    find,
+    is_float,
+    keys_of,
+    kinds_of,
+    like,
+    replace,
+    scalar_of,
+)
 
 
 def spa(

@@ -141,9 +141,7 @@ def sgdm_scalars(
     return Scalars(eta, c, w, delta, r=(w_k + shift * w_k, w_k))
 
 
-def nonzero_w(
-    w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]
-) -> Float[Array, ""]:
+def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:
     """A w_{k+1} that is safe to divide by, rounded to float32 as in the state.
 
     If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; w_k

@@ -41,9 +41,7 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def round_update(
-    u: Array, x: Array, seed: Seed | None, low_bits: bool = False
-) -> Array:
+def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
     """An update in the dtype of x, such that x + u rounds once.
 
     x + u is rounded to that dtype first: adding the result to x then gives exactly that.

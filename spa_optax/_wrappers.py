@@ -144,9 +144,7 @@ def primal_averaging(
     """
     check(base=base, params_of_base=params_of_base)
     tx = in_float32(base)
-    average = gpa(
-        1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key
-    )
+    average = gpa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
@@ -234,7 +232,9 @@ def stochastic_rounding(
             raise ValueError(f"`state` must be a `StochasticRoundingState`, got {got}")
         u, of_base = tx.update(updates, state.base, params, **extra_args)
         count = jnp.asarray(state.count)
-        x = jax.tree.map(lambda u, x: None if u is None else jnp.asarray(x), u, params, is_leaf=is_none)
+        x = jax.tree.map(
+            lambda u, x: None if u is None else jnp.asarray(x), u, params, is_leaf=is_none
+        )
         round_leaf = lambda u, x, seed: round_update(u, x, seed) if is_float(x) else u
         u = jax.tree.map(round_leaf, u, x, seeds_like(key, count, x))
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)

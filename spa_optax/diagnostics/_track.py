@@ -9,10 +9,10 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import check_averaging, check_concrete, check_steps
-from spa_optax._core import SPAState, Update, find
-from spa_optax._gpa import GPAUpdate
-from spa_optax._precision import is_array, is_float
+from spa_optax._checks import check
+from spa_optax._core import SPAState, Update
+from spa_optax._trees import find, is_array, is_float
+from spa_optax._wrappers import SKIPS_UPDATES
 from spa_optax.diagnostics._gauge import Gauge, measured, new_gauge, sums_of
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
 
@@ -113,15 +113,12 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    tx = _checked_transformation(inner)
-    is_member = isinstance(inner.update, (Update, GPAUpdate))
-    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
-    every = check_steps("every", every)
+    check(inner=inner)
+    tx = optax.with_extra_args_support(inner)
+    is_member = isinstance(inner.update, Update)
+    check(decay=decay, every=every, b2=b2)
     if averaging is not None:
-        is_c = lambda v: 0 < v <= 1
-        averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
-        check_averaging(averaging)  # warns if it looks like a momentum
-    b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
+        check(averaging=averaging)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -173,14 +170,6 @@ def track_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(
-            f"`inner` must be a gradient transformation, got a `{type(inner).__name__}`"
-        )
-    return optax.with_extra_args_support(inner)
-
-
 def _behind_a_barrier(tree: PyTree) -> PyTree:
     """The same arrays, but XLA treats them as different ones."""
     leaves, structure = jax.tree.flatten(tree)
@@ -188,26 +177,20 @@ def _behind_a_barrier(tree: PyTree) -> PyTree:
     return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
 
 
-_SKIPS_UPDATES = (
-    optax.MultiStepsState,
-    optax.ApplyIfFiniteState,
-    optax.ConditionallyTransformState,
-    optax.ConditionallyMaskState,
-)
-
-
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
+    for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState)):
         raise ValueError(
             "`inner` must not hold gauges or wrappers that skip updates, which go around"
             f" `track_momentum`, got a `{type(wrapper).__name__}`"
         )
     members, of_optax = find(state, SPAState), find(state, OPTAX_MOMENTUM)
+    if members:
+        of_optax = []  # the momentum of a direction
     if len(members) + len(of_optax) != 1:
         raise ValueError(
-            "`inner` must hold one momentum, that of `spa` or a relative, of `optax.trace` or of"
-            f" `optax.scale_by_adam`, got {len(members) + len(of_optax)}"
+            "`inner` must contain one momentum state (SPAState, TraceState or ScaleByAdamState),"
+            f" got {len(members) + len(of_optax)}"
         )
     in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
     (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]

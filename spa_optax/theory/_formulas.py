@@ -28,7 +28,7 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from spa_optax._checks import check_steps
+from spa_optax._checks import check
 
 # A function with an underscore is the arithmetic alone: the audit evaluates it in NumPy's float64.
 _AnyArray = TypeVar("_AnyArray", Array, np.ndarray)
@@ -274,7 +274,7 @@ def estimate_smoothness(
       >>> print(f"{L:.3f}")
       5.000
     """
-    num_iterations = check_steps("num_iterations", num_iterations)
+    check(num_iterations=num_iterations)
     params = jax.tree.map(jnp.asarray, params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
