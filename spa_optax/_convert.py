@@ -13,7 +13,19 @@ from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._precision import wide_dtype
 from spa_optax._second_moment import RMSState, factored_axes
-from spa_optax._trees import by_path, copy, find, is_float, keys_of, like, only, replace, scalar_of
+from spa_optax._trees import (
+    by_path,
+    copy,
+    find,
+    is_float,
+    keys_of,
+    kinds_of,
+    like,
+    only,
+    replace,
+    scalar_of,
+)
+from spa_optax._wrappers import PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
@@ -65,18 +77,18 @@ def convert(
 ) -> PyTree:
     """The state with which another optimizer continues a run.
 
-    | from, to | z_k and the other's buffer | needs |
-    |---|---|---|
-    | `optax.sgd`, `optax.trace` | z = x − w m | `learning_rate`, `momentum`, `nesterov` |
-    | `optax.adam`, `optax.adamw` | z = x − η (1 − c)/c · m/(1 − β₁^(k+1)) / (√ν̂ + ε) | `learning_rate` |
-    | `optax.contrib.schedule_free` | its z, and b1 = μ_y | `learning_rate`, on the way to it |
-    | any member of this package | its own z | |
+    Between a member of this package, or a wrapper around a base optimizer, and
 
-    w is that of the look-ahead of `spa_from_sgdm` on the way from `optax.sgd`, and that of the state
-    on the way back. Second moments are kept, in the form that the new optimizer has.
+        optax.sgd, optax.trace          z = x − w m
+        optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
+        optax.contrib.schedule_free     its z, and b1 = μ_y
 
-    From AdamW, the momentum of the next step is AdamW's, except for the effect of the gradient on ν.
-    The gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): convert
+    or another member. From `optax.sgd` w is that of the look-ahead of `spa_from_sgdm`; to it, that
+    of the state. Second moments are kept, in the form that the new optimizer has, and so is the
+    state of a base optimizer.
+
+    From AdamW, the momentum of the next step is AdamW's, except for the effect of the gradient on
+    ν. The gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): convert
     after the first 44 steps at β₁ = 0.9, and the two are within 1 %. Weight decay, which has no
     momentum in AdamW, takes about 1/c steps to take full effect.
 
@@ -90,7 +102,8 @@ def convert(
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
-      momentum: β_k of `optax.sgd`, a scalar or a schedule of the count k.
+        Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free.
+      momentum: β_k, a scalar or a schedule of the count k. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the run that has z instead of Adam's first moment. None means
         1 − b1.
@@ -102,13 +115,12 @@ def convert(
         if the learning rate is a number; if momentum is a number too, none is needed.
 
     Returns:
-      `into` with the run, and k as its count and that of its schedules. It shares no buffer with the
-      arguments.
+      `into` with the run, and k as its count and that of its schedules. It shares no buffer with
+      the arguments.
 
     Raises:
-      ValueError: if an argument is missing or out of range; if a state holds no optimizer of the
-        table, or several; if the trees do not match; or if `params` are y on one side and x on the
-        other.
+      ValueError: if an argument is missing or out of range; if a state holds none of these, or
+        several; if the trees do not match; or if `params` are y on one side and x on the other.
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -153,8 +165,8 @@ def convert(
     mismatch = (run.mu_y == 1) != (scalar_of(mu_y) == 1)
     if is_surely(mismatch):
         raise ValueError(
-            "`into` must have the params of `old_state`, x or y, got one of `gpa` (or Schedule-Free)"
-            " and one of another optimizer"
+            "`into` must have x as params if `old_state` has, or y, as under `gpa` and"
+            f" Schedule-Free, if it has that, got μ_y = {run.mu_y:g} into {scalar_of(mu_y):g}"
         )
     if not is_surely(~mismatch):  # traced: a wrong answer is not silent
         poison = lambda z: jnp.where(mismatch, jnp.nan, z) if is_float(z) else z
@@ -262,8 +274,9 @@ def _read_schedule_free(
     k = scalar_of(node.step_count) - 1
     mu_y, eta, total = map(scalar_of, (node.b1, node.max_lr, node.weight_sum))
     c = jnp.where(total > 0, eta**given.weight_power / jnp.where(total > 0, total, 1), 0)
-    nu = _read_second_moment(node.base_optimizer_state, x, given, k)
-    return Snapshot(k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu)
+    base = node.base_optimizer_state
+    nu = _read_second_moment(base, x, given, k)
+    return Snapshot(k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu, base)
 
 
 def _read_spa(state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams) -> Snapshot:
@@ -271,7 +284,9 @@ def _read_spa(state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperp
     (keys,) = keys_of("old_state", [node.z], params)
     z = dict(zip(keys, map(jnp.asarray, jax.tree.leaves(node.z)), strict=True))
     k, w, eta, c, mu_y = map(scalar_of, (node.count, node.w, node.eta, node.c, node.mu_y))
-    return Snapshot(k, z, w, eta, c, mu_y, _read_second_moment(state, x, given, k))
+    bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
+    nu = _read_second_moment(state, x, given, k)
+    return Snapshot(k, z, w, eta, c, mu_y, nu, *bases)
 
 
 _READERS = {
@@ -289,10 +304,12 @@ def _write_spa(
 ) -> PyTree:
     del x
     (keys,) = keys_of("into", [node.z], params)
-    state = run._asdict() | {"z": [run.z[key] for key in keys]}
-    new = SPAState(*(state[field] for field in SPAState._fields))
+    new = SPAState(run.count, [run.z[key] for key in keys], run.eta, run.c, run.w, run.mu_y)
     into = replace(into, SPAState, lambda node: like(node, new))
-    return _with_second_moment(into, given, run)
+    if not find(into, PrimalAveragingState):
+        return _with_second_moment(into, given, run)
+    place = lambda node: node._replace(base=_with_base(node.base, given, run))
+    return replace(into, PrimalAveragingState, place)
 
 
 def _write_trace(
@@ -342,7 +359,7 @@ def _write_schedule_free(
     eta = jnp.where(k > 0, at_count("learning_rate", rate)(k), 0)
     c = run.c.astype(eta.dtype)
     total = jnp.where(c > 0, eta**given.weight_power / jnp.where(c > 0, c, 1), 0)
-    base = _with_second_moment(_with_base(node.base_optimizer_state, run), given, run)
+    base = _with_base(node.base_optimizer_state, given, run)
     z = [run.z[key] for key in keys]
     new = optax.contrib.ScheduleFreeState(run.mu_y, total, k + 1, eta, base, z)
     return replace(into, optax.contrib.ScheduleFreeState, lambda node: like(node, new))
@@ -444,7 +461,7 @@ def _with_second_moment(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTr
     """A state with ν, in the state's own form."""
     old, k = _second_moment_of("into", into), run.count
     if old is None:
-        if run.nu is not None and run.base is None:
+        if run.nu is not None:
             raise ValueError("`into` must hold a second moment, as `old_state` does, got none")
         return into
     all_nu = _nu_of(run)
@@ -467,7 +484,13 @@ def _with_second_moment(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTr
     return replace(into, type(old), place)
 
 
-def _with_base(into: PyTree, run: Snapshot) -> PyTree:
-    """The state of a wrapped optimizer, of the same kind on both sides."""
-    is_same = jax.tree.structure(into) == jax.tree.structure(run.base)
-    return like(into, run.base) if is_same else into
+def _with_base(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTree:
+    """The state of a base optimizer: that of the run, if it has the same, or with its ν."""
+    if jax.tree.structure(into) == jax.tree.structure(run.base):
+        return like(into, run.base)
+    if _second_moment_of("into", into) is None and any(map(is_float, jax.tree.leaves(into))):
+        raise ValueError(
+            "`into` must have a base optimizer of the same kind as `old_state`, got one with"
+            f" {kinds_of(into)}"
+        )
+    return _with_second_moment(into, given, run)

@@ -116,8 +116,9 @@ def init(
             stacklevel=3,
         )
     # All are separate arrays, so that all can be donated.
-    count, zeros = jnp.zeros([], jnp.int32), (jnp.zeros([], jnp.float32) for _ in range(3))
-    return SPAState(count, z, *zeros, jnp.array(mu_y_at(count), jnp.float32))
+    zero = lambda: jnp.zeros([], jnp.float32)
+    count = jnp.zeros([], jnp.int32)
+    return SPAState(count, z, zero(), zero(), zero(), jnp.array(mu_y_at(count), jnp.float32))
 
 
 def advance(

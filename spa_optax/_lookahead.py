@@ -1,6 +1,6 @@
 """SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead in schedules.
 
-Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 the scale of m. With a_k = α_k (heavy
+Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With a_k = α_k (heavy
 ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1} > 0,
 
     z_k     ← x_k + r (z_k − x_k)                        r = β_k (a_k + w_{k+1}) / w_k

@@ -11,7 +11,7 @@ from spa_optax._checks import check
 from spa_optax._core import SPAState, z_now
 from spa_optax._family import gpa
 from spa_optax._precision import round_update, seeds_like, widen
-from spa_optax._trees import check_same_tree, find, is_float, is_none, map_floats
+from spa_optax._trees import check_same_tree, find, is_none, map_floats
 
 # States of wrappers that skip updates. x is averaged, and measured, at every update.
 SKIPS_UPDATES = (
@@ -118,8 +118,8 @@ def primal_averaging(
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state is a `PrimalAveragingState`; its updates have the params' dtype. Where a tool needs η (the
-      gauge, `convert`), η is 1, and −u the gradient.
+      state is a `PrimalAveragingState`; its updates have the params' dtype. Where a tool needs η
+      (the gauge, `convert`), η is 1, and −u the gradient.
 
     Raises:
       ValueError: if an argument is out of range; in `init`, if `base` averages already or skips
@@ -208,8 +208,8 @@ def stochastic_rounding(
       >>> import optax
       >>> from spa_optax import stochastic_rounding
       >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
-      >>> params = jnp.ones(10_000, jnp.bfloat16)
-      >>> updates, state = tx.update(jnp.full(10_000, -1 / 512), tx.init(params), params)
+      >>> params = jnp.ones(100_000, jnp.bfloat16)
+      >>> updates, state = tx.update(jnp.full(100_000, -1 / 512), tx.init(params), params)
       >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")
       [0 0.0078125] 0.25
 
@@ -232,11 +232,9 @@ def stochastic_rounding(
             raise ValueError(f"`state` must be a `StochasticRoundingState`, got {got}")
         u, of_base = tx.update(updates, state.base, params, **extra_args)
         count = jnp.asarray(state.count)
-        x = jax.tree.map(
-            lambda u, x: None if u is None else jnp.asarray(x), u, params, is_leaf=is_none
-        )
-        round_leaf = lambda u, x, seed: round_update(u, x, seed) if is_float(x) else u
-        u = jax.tree.map(round_leaf, u, x, seeds_like(key, count, x))
+        seeds = seeds_like(key, count, u)
+        round_leaf = lambda u, x, seed: None if u is None else round_update(u, jnp.asarray(x), seed)
+        u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

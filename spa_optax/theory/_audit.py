@@ -296,8 +296,8 @@ class Audit(NamedTuple):
 
 _STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
 _REMEDY = (
-    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or give the"
-    " recipe as SGD+M, to `spa_from_sgdm`."
+    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
+    " give the recipe as SGD+M, to `spa_from_sgdm`."
 )
 
 
