@@ -72,7 +72,8 @@ def scale_by_second_moment(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         _check_state(state, RMSState, "full")
         check_same_tree("state.nu", state.nu, "updates", updates)
-        count = jnp.asarray(state.count)
+        state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
+        count = state.count
         seeds = seeds_like(None if dtype is None else rounding_key, count, state.nu, stream=1)
         k = jnp.asarray(optax.safe_increment(count))
         old = jax.tree.map(lambda v: v.astype(wide_dtype(v)), state.nu)
@@ -140,7 +141,8 @@ def scale_by_factored_second_moment(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         _check_state(state, optax.FactoredState, "factored")
         check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
-        k, epsilon = jnp.asarray(state.count), jnp.maximum(eps**2, 1e-30)
+        state = jax.tree.map(jnp.asarray, state)  # as above
+        k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
         if power is None:
             decay = b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # Σ of weights is 1 at every step
         else:
