@@ -81,7 +81,8 @@ def scale_by_second_moment(
         store = lambda v, old, seed: old if v is None else rounded(v, old.dtype, seed)
         nu = jax.tree.map(store, nu, state.nu, seeds, is_leaf=is_none)
         nu_hat = jax.tree.map(lambda v: v.astype(wide_dtype(v)), nu)
-        nu_hat = optax.tree.bias_correction(nu_hat, b2, k)
+        with jax.numpy_dtype_promotion("standard"):  # β₂ to the power of an integer
+            nu_hat = optax.tree.bias_correction(nu_hat, b2, k)
         scale = lambda g, v: None if g is None else 1 / (jnp.sqrt(v) + eps) * g
         d = jax.tree.map(scale, updates, nu_hat, is_leaf=is_none)
         return d, state._replace(count=k, nu=nu)
@@ -129,7 +130,7 @@ def scale_by_factored_second_moment(
       Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
     check(b2=b2, eps=eps, power=power, min_dim_size_to_factor=min_dim_size_to_factor)
-    b2, eps = _plain(b2), _plain(eps)
+    b2, eps, rho = _plain(b2), _plain(eps), _plain(power)
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
     real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
@@ -143,12 +144,13 @@ def scale_by_factored_second_moment(
         check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
-        if power is None:
-            decay = b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # Σ of weights is 1 at every step
+        if rho is None:
+            k_float = k.astype(float)
+            decay = b2 * (1 - b2**k_float) / (1 - b2 ** (k_float + 1))  # weights sum up to 1
         else:
-            decay = 1 - (k + 1.0) ** -jnp.asarray(power)
+            decay = 1 - (k + 1.0) ** -rho
 
-        def leaf(g: Any, row: Array, column: Array, v: Array) -> tuple[Any, ...]:
+        def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
             if g is None:
                 return None, row, column, v
             square = (g * jnp.conj(g)).real + epsilon
@@ -175,7 +177,7 @@ def scale_by_factored_second_moment(
 
 def _plain(value: Any) -> Any:
     """A number as Python's. One of NumPy would make ν float64 under x64."""
-    return float(value) if is_plain_number(value) else value
+    return value if value is None or not is_plain_number(value) else float(value)
 
 
 def _check_state(state: Any, kind: Any, name: str) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import UNIFORM, WARMUP_COSINE, apply, trajectory, x64
+from helpers import UNIFORM, WARMUP_COSINE, apply, trajectory, unchecked, x64
 
 from spa_optax import (
     eval_params,
@@ -185,12 +185,12 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):
             wrapped.update(GRADS, wrapped.init(PARAMS))
     with pytest.raises(ValueError, match=r"`params_of_base` must be one of .* got 'x'"):
-        primal_averaging(optax.sgd(0.1), 0.1, params_of_base="x")  # pyright: ignore[reportArgumentType]
-    for make in (in_float32, lambda base: stochastic_rounding(base, KEY)):
+        unchecked(primal_averaging)(optax.sgd(0.1), 0.1, params_of_base="x")
+    for make in (unchecked(in_float32), lambda base: unchecked(stochastic_rounding)(base, KEY)):
         with pytest.raises(ValueError, match=r"must be a gradient transformation, got 0\.1"):
             make(0.1)
     with pytest.raises(ValueError, match=r"`key` must be .* one key of `jax.random`, got 0"):
-        stochastic_rounding(optax.sgd(0.1), 0)  # pyright: ignore[reportArgumentType]
+        unchecked(stochastic_rounding)(optax.sgd(0.1), 0)
 
 
 # ---------------------------------------------------------------------------- stochastic rounding
