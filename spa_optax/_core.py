@@ -24,6 +24,7 @@ from spa_optax._precision import (
     wide_dtype,
 )
 from spa_optax._trees import (
+    behind_a_barrier,
     check_same_tree,
     is_array,
     is_float,
@@ -46,6 +47,13 @@ class SPAState(NamedTuple):
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
     mu_y: Float[Array, ""]  # μ_y, of the last step; 1 except under `gpa`
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`."""
+
+    count: Int[Array, ""]  # the random bits depend on it
+    base: PyTree
 
 
 class Scalars(NamedTuple):
@@ -132,19 +140,21 @@ def advance(
     _check_state(state, params)
     _check_updates(updates, state, params)
     state = jax.tree.map(jnp.asarray, state)
-    g, y, z = _trained(updates, params, state.z)
+    g, y, z = _as_arrays(updates, params, state.z)
     now = rule(state, y)
     p = now.c if now.p is None else now.p
     seeds = seeds_like(rounding_key, state.count, z)
-    eta, p, delta, r, at_start = _behind_a_barrier(
-        now.eta, p, now.delta, _ratios(now.r, state, y), is_at_start(state)
+    # Hidden from XLA's constant folding: at η = 1, the paper's own value, XLA on CPU would fold the
+    # multiplication away and no longer update z in place, which takes three times as long.
+    eta, p, delta, r, at_start = behind_a_barrier(
+        (now.eta, p, now.delta, _ratios(now.r, state, y), is_at_start(state))
     )
 
     # z_k ← y_k + r (z_k − y_k)
-    z_k = (_rescaled_or_stored if r else _stored)(y, z, r, at_start)
+    z_k = (_rescale_or_select if r else _select_z)(y, z, r, at_start)
     # z_{k+1} = z_k − η g_k
     z_wide = map_floats(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
-    z_next = _rounded_like(z, z_wide, seeds)
+    z_next = _round_z(z, z_wide, seeds)
     # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
     u = _param_update(g, y, z_next, p, delta, seeds)
 
@@ -167,8 +177,8 @@ def z_now(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
     _check_state(state, params)
     state = jax.tree.map(jnp.asarray, state)
-    _, y, z = _trained(params, params, state.z)
-    return _stored(y, z, {}, is_at_start(state))
+    _, y, z = _as_arrays(params, params, state.z)
+    return _select_z(y, z, {}, is_at_start(state))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,7 +208,7 @@ class Update:
 # ------------------------------------------------------------------------------------------ leaves
 
 
-def _trained(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+def _as_arrays(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The three trees as arrays, with None for params that have no z.
 
     Equinox models hold functions among their params, which are None in `init`.
@@ -236,7 +246,7 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
     return (scalar_of(state.count) == 0) & (scalar_of(state.w) == 0)
 
 
-def _rounded_like(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
+def _round_z(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
     """z_{k+1} in the dtypes of z_k."""
     store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_float(z) else new
     return jax.tree.map(store, z, z_wide, seeds, is_leaf=is_none)
@@ -311,16 +321,7 @@ def _ratios(
     return result
 
 
-def _behind_a_barrier(*scalars: Any) -> Any:
-    """The scalars of a step, hidden from XLA's constant folding.
-
-    At η = 1, the paper's own value, XLA on CPU folds the multiplication away and then no longer
-    updates z in place: three times the time (18 ms against 6 on 300 leaves of 64×64×3×3).
-    """
-    return jax.lax.optimization_barrier(scalars)
-
-
-def _rescaled(
+def _rescale(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
     """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r."""
@@ -339,10 +340,10 @@ def _rescaled(
     return map_floats(rescale, params, z, otherwise=z)
 
 
-def _stored(
+def _select_z(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """`_rescaled`, but z_k itself where r = 1 or, without an r, after the start.
+    """`_rescale`, but z_k itself where r = 1 or, without an r, after the start.
 
     The predicate is a scalar, so XLA on CPU makes two loops and nearly always runs the one that
     does not read x. It is as fast as `optax.sgd`; reading x took 1.1 to 1.3 times as long.
@@ -355,14 +356,14 @@ def _stored(
         moves = r[str(x.dtype)] != 1 if r else at_start
         return jnp.where(moves, rescaled, z.astype(rescaled.dtype))
 
-    return map_floats(keep, params, z, _rescaled(params, z, r, at_start), otherwise=z)
+    return map_floats(keep, params, z, _rescale(params, z, r, at_start), otherwise=z)
 
 
-_rescaled_or_stored = jax.custom_jvp(_stored)
+_rescale_or_select = jax.custom_jvp(_select_z)
 
 
-@_rescaled_or_stored.defjvp
+@_rescale_or_select.defjvp
 def _(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-    """The derivative of `_rescaled`, since z_k depends on r at r = 1 too."""
-    _, tangent = jax.jvp(_rescaled, primals, tangents)
-    return _rescaled_or_stored(*primals), tangent
+    """The derivative of `_rescale`, since z_k depends on r at r = 1 too."""
+    _, tangent = jax.jvp(_rescale, primals, tangents)
+    return _rescale_or_select(*primals), tangent

@@ -6,7 +6,13 @@ import optax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check, check_one_run, is_surely
-from spa_optax._core import Scalars, SPAState, is_at_start, transformation
+from spa_optax._core import (
+    Scalars,
+    SPAState,
+    StochasticRoundingState,
+    is_at_start,
+    transformation,
+)
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
 from spa_optax._precision import has_narrow, wide_dtype
@@ -316,8 +322,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
-    Under `spa` and `spa_from_sgdm`, x is `params`. Leaves handled by another optimizer, or by none,
-    are returned unchanged. (μ_y is stored in float32.)
+    Under `spa`, `spa_from_sgdm` and `stochastic_rounding`, x is `params`. Leaves handled by another
+    optimizer, or by none, are returned unchanged. (μ_y is stored in float32.)
 
     With Flax nnx, evaluate a clone. `nnx.state` and `nnx.split` return live variables, so the model
     itself could not go back from x to y:
@@ -360,6 +366,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       arXiv:2512.17131.
     """
     states = find(opt_state, SPAState)
+    if not states and find(opt_state, StochasticRoundingState):
+        return params
     if not states and find(params, SPAState):
         raise ValueError("`opt_state` comes first and `params` second, got them swapped")
     if not states:

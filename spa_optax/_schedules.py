@@ -227,14 +227,8 @@ def momentum_drop(
 ) -> SPAHyperparams:
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
 
-    There are three different ways to drop momentum:
-
-    - `hold="eta"` keeps η and the effective step: α = ηc of SGD+M rises by a factor 1/c as β falls
-      to 0 (the paper's Figure 1(d)).
-    - `hold="alpha"` keeps α = ηc. That also multiplies the effective step α/(1 − β) by c, which
-      explains most of its effect on the loss.
-    - `spa_from_sgdm` with a momentum schedule that falls to 0 is like `hold="alpha"`, but c rises
-      ahead of the drop. An abrupt c = 1 makes x jump to z.
+    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (the paper's Figure 1(d)). `hold="alpha"`
+    keeps α, which multiplies the effective step α/(1 − β) by c: that explains most of its effect.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.

@@ -48,6 +48,13 @@ def scalar_of(value: PyTree) -> Array:
     return jnp.asarray(*jax.tree.leaves(value))
 
 
+def behind_a_barrier(tree: PyTree) -> PyTree:
+    """The same arrays, but XLA treats them as different ones."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
+    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
+
+
 # ------------------------------------------------------------------------------------------- nodes
 
 

@@ -5,10 +5,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, Int, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check
-from spa_optax._core import SPAState, z_now
+from spa_optax._core import SPAState, StochasticRoundingState, z_now
 from spa_optax._family import gpa
 from spa_optax._precision import round_update, seeds_like, widen
 from spa_optax._trees import check_same_tree, find, is_none, map_floats
@@ -27,13 +27,6 @@ class PrimalAveragingState(NamedTuple):
 
     base: PyTree
     average: SPAState
-
-
-class StochasticRoundingState(NamedTuple):
-    """State of `stochastic_rounding`."""
-
-    count: Int[Array, ""]  # the random bits depend on it
-    base: PyTree
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

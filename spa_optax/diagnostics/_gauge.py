@@ -112,7 +112,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     return jax.tree.map(lambda *sums: jnp.stack(sums), *totals.values(), whole)
 
 
-def measured(
+def update_gauge(
     gauge: Gauge,
     step: Step,
     sums: Sums,

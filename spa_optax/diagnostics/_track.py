@@ -11,9 +11,9 @@ from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import check
 from spa_optax._core import SPAState, Update
-from spa_optax._trees import find, is_array, is_float
+from spa_optax._trees import behind_a_barrier, find, is_float
 from spa_optax._wrappers import SKIPS_UPDATES
-from spa_optax.diagnostics._gauge import Gauge, measured, new_gauge, sums_of
+from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
 
 PerLeaf = bool | Callable[[PyTree], PyTree]
@@ -138,7 +138,7 @@ def track_momentum(
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels = _labels(per_leaf, params)
 
-        def observed(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
+        def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
             observe = {**extra_args, "observe": steps.append}
             u, now = tx.update(updates, inner_state, params, **observe)
@@ -147,34 +147,28 @@ def track_momentum(
         given = (updates, state.inner, params)
         count = jnp.asarray(state.count)
         is_measured = count % every == 0
-        apart = lambda: observed(*_behind_a_barrier(given))[2]
+        separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
         if is_member and every == 1:  # the sums fuse into the update's kernels
-            u, now, step = observed(*given)
-            fused, by_themselves = lambda: sums_of(step, labels), lambda: sums_of(apart(), labels)
+            u, now, step = observe_update(*given)
+            fused = lambda: sums_of(step, labels)
+            separate = lambda: sums_of(separate_step(), labels)
             # On a GPU such a kernel cannot write x and z in place, but copies them.
-            sums = jax.lax.platform_dependent(cuda=by_themselves, rocm=by_themselves, default=fused)
+            sums = jax.lax.platform_dependent(cuda=separate, rocm=separate, default=fused)
         else:  # from a separate update, so that the real one compiles as without
             u, now = tx.update(*given, **extra_args)
-            step = apart()
+            step = separate_step()
             if every == 1:
                 sums = sums_of(step, labels)
             else:
-                measure = lambda: sums_of(apart(), labels)
-                nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
-                sums = jax.lax.cond(is_measured, measure, nothing)
-        gauge = measured(state.gauge, step, sums, is_measured, count == 0, decay, every)
+                measure = lambda: sums_of(separate_step(), labels)
+                zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
+                sums = jax.lax.cond(is_measured, measure, zeros)
+        gauge = update_gauge(state.gauge, step, sums, is_measured, count == 0, decay, every)
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _behind_a_barrier(tree: PyTree) -> PyTree:
-    """The same arrays, but XLA treats them as different ones."""
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
-    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
 
 
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
