@@ -30,10 +30,12 @@ from spa_optax import (
     convert,
     eval_params,
     gpa,
+    gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     reanchor,
     spa,
+    spa_adamw,
     spa_from_sgdm,
     theory,
 )
@@ -333,6 +335,72 @@ def test_states_that_do_not_fit() -> None:
         move(sgd, optax.chain(spa(0.1), spa(0.1)))
     with pytest.raises(ValueError, match=r"`into` must hold one of .*, got a transformation, not"):
         convert(sgd.init(params), params, into=spa(0.1), learning_rate=0.1, momentum=0.9)
+
+
+def test_what_the_states_do_not_hold_must_be_given() -> None:
+    x = jnp.ones(2)
+    sgd, adam, sf = optax.sgd(0.1, 0.9), optax.adam(0.1), optax.contrib.schedule_free_adamw(0.1)
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (sgd, spa(0.1), {"momentum": 0.9}, "learning_rate"),
+        (sgd, spa(0.1), {"learning_rate": 0.1}, "momentum"),
+        (adam, spa_adamw(0.1), {}, "learning_rate"),
+        (spa_adamw(0.1), adam, {}, "learning_rate"),
+        (gpa_adamw(0.1), sf, {}, "learning_rate"),
+    ]
+    for old, new, kwargs, name in cases:
+        match = f"`{name}` must be given for these states, got None"
+        with pytest.raises(ValueError, match=match):
+            convert(old.init(x), x, into=new.init(x), **kwargs)
+
+
+SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (spa(0.1), gpa(0.1)),
+        (gpa(0.1), spa(0.1)),
+        (optax.sgd(0.1, 0.9), gpa(0.1)),
+        (gpa(0.1), optax.sgd(0.1, 0.9)),
+        (optax.adam(0.1), gpa_adamw(0.1)),
+        (gpa_adamw(0.1), optax.adam(0.1)),
+        (SCHEDULE_FREE, spa_adamw(0.1)),
+        (spa_adamw(0.1), SCHEDULE_FREE),
+    ],
+)
+def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
+    """Traced, μ_y cannot raise: z, or the momentum, is NaN."""
+    y, g = jnp.ones(2), jnp.array([1.0, -2.0])
+    with jax.numpy_dtype_promotion("standard"):  # for optax's
+        _, state = old.update(g, old.init(y), y)
+    move = lambda state, into: convert(state, y, into=into, learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="`into` must have x as params if `old_state` has, or y"):
+        move(state, new.init(y))
+    moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
+    assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)
+
+
+def test_at_an_interpolation_of_1_y_is_x() -> None:
+    y, tx = jnp.ones(2), gpa(0.5, 0.25, 1.0)
+    _, state = tx.update(y, tx.init(y), y)
+    for move in (convert, jax.jit(convert)):
+        moved = move(state, y, into=spa(0.5, 0.25).init(y))
+        chex.assert_trees_all_equal(moved, state)
+
+
+def test_z_takes_the_dtype_of_another_member() -> None:
+    """Rounded to nearest, with all else as it was; the momentum is the same to within that."""
+    params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
+    x, state = apply(old, params, [jnp.cos(params)] * 3)
+    tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
+    moved = convert(state, x, into=tx.init(x))
+    np.testing.assert_array_equal(moved.z, state.z.astype(jnp.bfloat16))
+    chex.assert_trees_all_equal(moved._replace(z=state.z), state)
+    as_sgdm = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
+    chex.assert_trees_all_equal(as_sgdm, state)
+    back = convert(moved, x, into=old.init(x))
+    np.testing.assert_array_equal(back.z, moved.z.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

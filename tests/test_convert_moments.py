@@ -13,11 +13,13 @@ import pytest
 from flax import nnx
 from helpers import (
     WARMUP_COSINE,
+    assert_apart_by_rounding,
     batches,
     evaluated,
     logistic_regression,
     optimized,
     relative_difference,
+    rounding_noise,
     unchecked,
     x64,
 )
@@ -27,6 +29,7 @@ from spa_optax import (
     eval_params,
     gpa_adamw,
     in_float32,
+    primal_averaging,
     reanchor,
     scale_by_factored_second_moment,
     schedule_free_averaging,
@@ -303,6 +306,54 @@ def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
     assert back.step_count == at_end.step_count == 91
 
 
+def test_a_base_optimizer_keeps_its_state() -> None:
+    """From Schedule-Free, in the middle of its warm-up, as if it had never moved; and back."""
+    with x64():
+        rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 30))
+        base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
+        old = optax.contrib.schedule_free(base, rate, b1=0.9)
+        c = schedule_free_averaging(lambda k: rate(k + 1), 30)
+        new = primal_averaging(base, c, 0.9)
+        x = start(jnp.float64)
+        unmoved, _ = run(old, x, old.init(x), slice(60))
+        noise = optax.chain(old, rounding_noise())
+        noisy, _ = run(noise, x, noise.init(x), slice(60))
+        y, before = run(old, x, old.init(x), slice(20))
+        state = convert(before, y, into=new.init(y))
+        chex.assert_trees_all_equal(state.base, before.base_optimizer_state)
+        chex.assert_trees_all_equal(state.average.z, before.z)
+        assert (state.average.count, state.average.mu_y) == (20, np.float32(0.9))
+        back = convert(state, y, into=old.init(y), learning_rate=rate)
+        chex.assert_trees_all_equal(back.base_optimizer_state, before.base_optimizer_state)
+        y, _ = run(new, y, state, slice(20, 60))
+    assert_apart_by_rounding(y, unmoved, noisy, at_most=1e-12)
+
+
+@pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.lion(0.1)])
+def test_a_base_optimizer_of_another_kind(base: Any) -> None:
+    x, old = start(), optax.contrib.schedule_free(optax.adamw(0.1), 0.1)
+    with pytest.raises(ValueError, match="`into` must have a base optimizer of the same kind as"):
+        convert(old.init(x), x, into=primal_averaging(base, 0.1, 0.9).init(x))
+
+
+def test_a_full_second_moment_becomes_factored() -> None:
+    """As the means of ν, free of bias, over rows and over columns; z stays."""
+    old, new = (FORMS[form](RATE) for form in ("full", "factored"))
+    params, state = run(old, start(), old.init(start()), slice(50))
+    there = convert(state, params, into=new.init(params), **ADAM)
+    chex.assert_trees_all_equal(there[1], state[1])
+    nu = optax.tree.get(state, "nu")
+    nu_hat = {key: np.asarray(v, np.float64) / (1 - 0.999**50) for key, v in nu.items()}
+    found: Any = optax.tree.get(there, "FactoredState")
+    assert found.count == 50
+    # ε² is 1e-12. β₂ as float32 is off by up to 3e-8, and 1 − β₂^50 = 0.05 by 50 times that.
+    rtol = 2 * 50 * 3e-8 / 0.05
+    np.testing.assert_allclose(found.v_row["w"], nu_hat["w"].mean(0) + 1e-12, rtol=rtol)
+    np.testing.assert_allclose(found.v_col["w"], nu_hat["w"].mean(1) + 1e-12, rtol=rtol)
+    np.testing.assert_allclose(found.v["b"], nu_hat["b"] + 1e-12, rtol=rtol)  # too short a side
+    run(new, params, there, slice(50, 51))
+
+
 def test_before_the_first_step() -> None:
     x = start()
     new = spa_adamw(RATE).init(x)
@@ -376,6 +427,9 @@ def test_a_batch_of_runs() -> None:
     for old, into in ((adam, new), (new, adam), (sf, gpa_tx), (gpa_tx, sf)):
         with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
             convert(init(old), xs, into=init(into), learning_rate=RATE)
+    x = start()
+    with pytest.raises(ValueError, match="`into` must be of one run, got a batch of them"):
+        convert(new.init(x), x, into=init(new))
     move = lambda state, x: convert(state, x, into=new.init(x), learning_rate=RATE)
     moved = jax.vmap(move)(init(adam), xs)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, init(new))
