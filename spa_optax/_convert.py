@@ -162,6 +162,7 @@ def convert(
             f"`into` must hold only params that `old_state` trains, got {min(odd) or 'its root'}"
         )
     mu_y = getattr(node, "mu_y", getattr(node, "b1", 1.0))
+    check_one_run("into", mu_y)
     mismatch = (run.mu_y == 1) != (scalar_of(mu_y) == 1)
     if is_surely(mismatch):
         raise ValueError(
