@@ -23,7 +23,6 @@ from spa_optax import (
 )
 from spa_optax._hyperparams import SPAHyperparams
 
-
 AT_LEAST_1 = "must be a concrete integer >= 1 and below 2^31, the limit of counts"
 
 
@@ -218,7 +217,8 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, "5"),
-            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them, got '5'",
+            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them,"
+            " got '5'",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, [2.5]),
