@@ -1,7 +1,7 @@
 """The gauge in numbers, in words and in a picture."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,14 @@ class MomentumReport(NamedTuple):
                 " z, and no Nesterov steps."
             )
         return text
+
+
+@overload
+def momentum_report(opt_state: PyTree, *, by_label: Literal[False] = False) -> MomentumReport: ...
+
+
+@overload
+def momentum_report(opt_state: PyTree, *, by_label: bool) -> dict[str, MomentumReport]: ...
 
 
 def momentum_report(
