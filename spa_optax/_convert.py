@@ -46,16 +46,18 @@ class Snapshot(NamedTuple):
     base: PyTree = None  # the state of a wrapped optimizer
 
 
-class Hyperparams(NamedTuple):
-    """What states do not hold."""
+class Given(NamedTuple):
+    """What states do not hold: the params, by their paths too, and the arguments of `convert`."""
 
+    params: PyTree
+    x: ByPath
     learning_rate: optax.ScalarOrSchedule | None
     momentum: optax.ScalarOrSchedule | None
     nesterov: bool
     averaging: optax.ScalarOrSchedule | None
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
+    b1: Any
+    b2: Any
+    eps: Any
     weight_power: float
     count: int | None
 
@@ -142,19 +144,12 @@ def convert(
       arXiv:2405.15682, Section 2.
     """
     check(b1=b1, b2=b2, eps=eps, nesterov=nesterov, weight_power=weight_power, count=count)
-    for name, value in (
-        ("learning_rate", learning_rate),
-        ("momentum", momentum),
-        ("averaging", averaging),
-    ):
-        if value is not None:
-            check(**{name: value})
-    given = Hyperparams(
-        learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power, count
-    )
-    x = by_path(params)
+    rates = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
+    check(**{name: value for name, value in rates.items() if value is not None})
+    hyperparams = (learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power, count)
+    given = Given(params, x := by_path(params), *hyperparams)
     read, node = _only_of(_READERS, "old_state", old_state)
-    run = read(old_state, node, params, x, given)
+    run = read(old_state, node, given)
     write, node = _only_of(_WRITERS, "into", into)
     odd = set(by_path(getattr(node, _PARAMS_IN[type(node)]))) - set(run.z)
     if odd & set(x):
@@ -172,7 +167,7 @@ def convert(
     if not is_surely(~mismatch):  # traced: a wrong answer is not silent
         poison = lambda z: jnp.where(mismatch, jnp.nan, z) if is_float(z) else z
         run = run._replace(z={key: poison(z) for key, z in run.z.items()})
-    new = write(into, node, params, x, given, run)
+    new = write(into, node, given, run)
     return copy(_with_count(new, run.count))
 
 
@@ -208,15 +203,19 @@ def _only_of(kinds: dict[Any, Any], name: str, state: PyTree) -> tuple[Any, Any]
 # ----------------------------------------------------------------------------------------- readers
 
 
-def _read_trace(
-    state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams
-) -> Snapshot:
+def _by_params(tree: PyTree, given: Given) -> ByPath:
+    """The leaves of an old state, by the paths that they have in the params."""
+    (keys,) = keys_of("old_state", [tree], given.params)
+    return dict(zip(keys, map(jnp.asarray, jax.tree.leaves(tree)), strict=True))
+
+
+def _read_trace(state: PyTree, node: Any, given: Given) -> Snapshot:
     alpha = _required("learning_rate", given.learning_rate)
     beta = _required("momentum", given.momentum)
     counts = find(state, _COUNTED)
     check_one_run("old_state", [of.count for of in counts])
-    m, keys = node.trace, keys_of("old_state", [node.trace], params)[0]
-    moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(m)]))
+    m = _by_params(node.trace, given)
+    moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in m.values()]))
     if given.count is not None:
         k = jnp.asarray(given.count, jnp.int32)
     elif len(counts) == 1:
@@ -234,59 +233,57 @@ def _read_trace(
     w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w, nesterov=given.nesterov)
 
-    def z_k(key: str, m: Array) -> Array:
-        z = z_0(x[key], None)
+    def z_k(x: Array, m: Array) -> Array:
+        z = z_0(x, None)
         return z if not is_float(z) else z - w.astype(z.dtype) * m.astype(z.dtype)
 
-    z = dict(zip(keys, map(z_k, keys, map(jnp.asarray, jax.tree.leaves(m))), strict=True))
+    z = {key: z_k(given.x[key], leaf) for key, leaf in m.items()}
     last = (jnp.where(k == 0, 0, scalar) for scalar in (w, eta, c))
     return Snapshot(k.astype(jnp.int32), z, *last, mu_y=jnp.ones([]), nu=None)
 
 
-def _read_adam(state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams) -> Snapshot:
-    del state
+def _read_adam(state: PyTree, node: Any, given: Given) -> Snapshot:
     check_one_run("old_state", node.count)
-    keys_of("old_state", [node.mu], params)
     k = scalar_of(node.count)
     eta, c = _eta_and_c_of_adam(given, k)
     if is_surely(c <= 0):
         raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
     # Of the momentum that step k adds AdamW corrects the bias by k + 1.
-    m, nu = _without_bias(node.mu, x, given.b1, k + 1), _without_bias(node.nu, x, given.b2, k)
+    m, nu = (
+        _without_bias(moment, given, decay, count)
+        for moment, decay, count in ((node.mu, given.b1, k + 1), (node.nu, given.b2, k))
+    )
     w = eta * (1 - c)
 
     def z_k(key: str) -> Array:
-        z = z_0(x[key], None)
+        z = z_0(given.x[key], None)
+        if key not in m:
+            return z
         d = m[key] / (jnp.sqrt(nu[key]) + given.eps)
         return z - (w / c).astype(z.dtype) * d.astype(z.dtype)
 
-    z = {key: z_k(key) if key in m else z_0(x[key], None) for key in by_path(node.mu)}
+    z = {key: z_k(key) for key in _by_params(node.mu, given)}
     last = (jnp.where(k == 0, 0, scalar) for scalar in (w, eta, c))
     return Snapshot(k, z, *last, mu_y=jnp.ones([]), nu=nu)
 
 
-def _read_schedule_free(
-    state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams
-) -> Snapshot:
-    del state
+def _read_schedule_free(state: PyTree, node: Any, given: Given) -> Snapshot:
     check_one_run("old_state", node.step_count)
-    (keys,) = keys_of("old_state", [node.z], params)
-    z = dict(zip(keys, map(jnp.asarray, jax.tree.leaves(node.z)), strict=True))
+    z = _by_params(node.z, given)
     k = scalar_of(node.step_count) - 1
     mu_y, eta, total = map(scalar_of, (node.b1, node.max_lr, node.weight_sum))
     c = jnp.where(total > 0, eta**given.weight_power / jnp.where(total > 0, total, 1), 0)
     base = node.base_optimizer_state
-    nu = _read_second_moment(base, x, given, k)
+    nu = _read_second_moment(base, given, k)
     return Snapshot(k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu, base)
 
 
-def _read_spa(state: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams) -> Snapshot:
+def _read_spa(state: PyTree, node: Any, given: Given) -> Snapshot:
     check_one_run("old_state", node.count)
-    (keys,) = keys_of("old_state", [node.z], params)
-    z = dict(zip(keys, map(jnp.asarray, jax.tree.leaves(node.z)), strict=True))
+    z = _by_params(node.z, given)
     k, w, eta, c, mu_y = map(scalar_of, (node.count, node.w, node.eta, node.c, node.mu_y))
     bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
-    nu = _read_second_moment(state, x, given, k)
+    nu = _read_second_moment(state, given, k)
     return Snapshot(k, z, w, eta, c, mu_y, nu, *bases)
 
 
@@ -300,11 +297,8 @@ _READERS = {
 # ----------------------------------------------------------------------------------------- writers
 
 
-def _write_spa(
-    into: PyTree, node: SPAState, params: PyTree, x: ByPath, given: Hyperparams, run: Snapshot
-) -> PyTree:
-    del x
-    (keys,) = keys_of("into", [node.z], params)
+def _write_spa(into: PyTree, node: Any, given: Given, run: Snapshot) -> PyTree:
+    (keys,) = keys_of("into", [node.z], given.params)
     new = SPAState(run.count, [run.z[key] for key in keys], run.eta, run.c, run.w, run.mu_y)
     into = replace(into, SPAState, lambda node: like(node, new))
     if not find(into, PrimalAveragingState):
@@ -313,35 +307,30 @@ def _write_spa(
     return replace(into, PrimalAveragingState, place)
 
 
-def _write_trace(
-    into: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams, run: Snapshot
-) -> PyTree:
-    del given
-    (keys,) = keys_of("into", [node.trace], params)
+def _write_trace(into: PyTree, node: Any, given: Given, run: Snapshot) -> PyTree:
+    (keys,) = keys_of("into", [node.trace], given.params)
     known = (run.count > 0) & (run.w > 0)
     w = jnp.where(known, run.w, 1)
 
     def m(key: str) -> Array:
-        distance = _distance(run, x, key)
-        return jnp.where(known, distance / w.astype(distance.dtype), 0).astype(x[key].dtype)
+        distance = _distance(run, given, key)
+        return jnp.where(known, distance / w.astype(distance.dtype), 0).astype(given.x[key].dtype)
 
-    leaves = [m(key) if is_float(x[key]) else jnp.zeros_like(x[key]) for key in keys]
+    leaves = [m(key) if is_float(given.x[key]) else jnp.zeros_like(given.x[key]) for key in keys]
     return replace(into, optax.TraceState, lambda node: like(node, leaves))
 
 
-def _write_adam(
-    into: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams, run: Snapshot
-) -> PyTree:
-    (keys,) = keys_of("into", [node.mu], params)
-    k, all_nu = run.count, _nu_of(run)
+def _write_adam(into: PyTree, node: Any, given: Given, run: Snapshot) -> PyTree:
+    (keys,) = keys_of("into", [node.mu], given.params)
+    k, all_nu = run.count, _required_second_moment(run)
     eta, c = _eta_and_c_of_adam(given, k)
     w = eta * (1 - c)
     c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
 
     def moments(key: str) -> tuple[Array, Array]:
-        if not is_float(x[key]):
-            return jnp.zeros_like(x[key]), jnp.zeros_like(x[key])
-        distance, nu = _distance(run, x, key), all_nu[key]
+        if not is_float(given.x[key]):
+            return jnp.zeros_like(given.x[key]), jnp.zeros_like(given.x[key])
+        distance, nu = _distance(run, given, key), all_nu[key]
         m = c_over_w.astype(distance.dtype) * distance * (jnp.sqrt(nu) + given.eps)
         return _with_bias(m, given.b1, k + 1), _with_bias(nu, given.b2, k)
 
@@ -350,12 +339,9 @@ def _write_adam(
     return replace(into, optax.ScaleByAdamState, lambda node: like(node, state))
 
 
-def _write_schedule_free(
-    into: PyTree, node: Any, params: PyTree, x: ByPath, given: Hyperparams, run: Snapshot
-) -> PyTree:
+def _write_schedule_free(into: PyTree, node: Any, given: Given, run: Snapshot) -> PyTree:
     """The sum of weights is the last weight over c_k."""
-    del x
-    (keys,) = keys_of("into", [node.z], params)
+    (keys,) = keys_of("into", [node.z], given.params)
     k, rate = run.count, _required("learning_rate", given.learning_rate)
     eta = jnp.where(k > 0, at_count("learning_rate", rate)(k), 0)
     c = run.c.astype(eta.dtype)
@@ -374,15 +360,16 @@ _WRITERS: dict[Any, Any] = {
 }
 
 
-def _distance(run: Snapshot, x: ByPath, key: str) -> Array:
+def _distance(run: Snapshot, given: Given, key: str) -> Array:
     """x_k − z_k."""
-    dtype = wide_dtype(x[key], run.z[key])
-    return x[key].astype(dtype) - run.z[key].astype(dtype)
+    x, z = given.x[key], run.z[key]
+    dtype = wide_dtype(x, z)
+    return x.astype(dtype) - z.astype(dtype)
 
 
-def _eta_and_c_of_adam(given: Hyperparams, k: Array) -> tuple[Array, Array]:
+def _eta_and_c_of_adam(given: Given, k: Array) -> tuple[Array, Array]:
     rate = _required("learning_rate", given.learning_rate)
-    c: Any = 1 - given.b1 if given.averaging is None else given.averaging  # pyright: ignore[reportOperatorIssue]
+    c: Any = 1 - given.b1 if given.averaging is None else given.averaging
     return at_count("learning_rate", rate)(k), at_count("averaging", c)(k)
 
 
@@ -405,14 +392,14 @@ def _with_count(state: PyTree, count: Array) -> PyTree:
 # --------------------------------------------------------------------------------- second moments
 
 
-def _without_bias(moment: PyTree, x: ByPath, decay: ArrayLike, k: Array) -> ByPath:
+def _without_bias(moment: PyTree, given: Given, decay: Any, k: Array) -> ByPath:
     """A moment as Adam uses it; 0 before the first step."""
 
     def unbiased(v: Array) -> Array:
         v = v.astype(wide_dtype(v))
         return v / _bias(decay, jnp.maximum(k, 1), v.dtype)
 
-    return {key: unbiased(v) for key, v in by_path(moment).items() if is_float(x[key])}
+    return {key: unbiased(v) for key, v in by_path(moment).items() if is_float(given.x[key])}
 
 
 def _with_bias(value: Array, decay: ArrayLike, k: Array) -> Array:
@@ -425,6 +412,12 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
+def _required_second_moment(run: Snapshot) -> ByPath:
+    if run.nu is None:
+        raise ValueError("`old_state` must hold a second moment, as `into` does, got none")
+    return run.nu
+
+
 def _second_moment_of(name: str, state: PyTree) -> Any:
     """The node that holds a second moment, full or factored, if there is one."""
     nodes = find(state, (RMSState, optax.FactoredState))
@@ -433,39 +426,33 @@ def _second_moment_of(name: str, state: PyTree) -> Any:
     return nodes[0] if nodes else None
 
 
-def _nu_of(run: Snapshot) -> ByPath:
-    if run.nu is None:
-        raise ValueError("`old_state` must hold a second moment, as `into` does, got none")
-    return run.nu
-
-
-def _read_second_moment(state: PyTree, x: ByPath, given: Hyperparams, k: Array) -> ByPath | None:
+def _read_second_moment(state: PyTree, given: Given, k: Array) -> ByPath | None:
     """ν without bias."""
     node = _second_moment_of("old_state", state)
     if node is None:
         return None
     if not isinstance(node, optax.FactoredState):
-        return _without_bias(node.nu, x, given.b2, k)
+        return _without_bias(node.nu, given, given.b2, k)
     rows, columns, full = (by_path(tree) for tree in node[1:])
 
     def nu(key: str) -> Array:
-        if full[key].shape == x[key].shape:
+        if full[key].shape == given.x[key].shape:
             return full[key]
-        i, j = factored_axes(x[key])
+        i, j = factored_axes(given.x[key])
         row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
         return row * column / jnp.mean(row, i, keepdims=True)
 
     return {key: jnp.maximum(nu(key) - jnp.square(given.eps), 0) for key in full}
 
 
-def _with_second_moment(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTree:
+def _with_second_moment(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     """A state with ν, in the state's own form."""
     old, k = _second_moment_of("into", into), run.count
     if old is None:
         if run.nu is not None:
             raise ValueError("`into` must hold a second moment, as `old_state` does, got none")
         return into
-    all_nu = _nu_of(run)
+    all_nu = _required_second_moment(run)
 
     def place(node: Any) -> Any:
         if not isinstance(node, optax.FactoredState):
@@ -485,7 +472,7 @@ def _with_second_moment(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTr
     return replace(into, type(old), place)
 
 
-def _with_base(into: PyTree, given: Hyperparams, run: Snapshot) -> PyTree:
+def _with_base(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     """The state of a base optimizer: that of the run, if it has the same, or with its ν."""
     if jax.tree.structure(into) == jax.tree.structure(run.base):
         return like(into, run.base)
