@@ -159,10 +159,14 @@ def convert(
     mu_y = getattr(node, "mu_y", getattr(node, "b1", 1.0))
     check_one_run("into", mu_y)
     mismatch = (run.mu_y == 1) != (scalar_of(mu_y) == 1)
+    if isinstance(node, optax.contrib.ScheduleFreeState):  # its b1, up to rounding to bfloat16
+        wide = [scalar_of(scalar).astype(jnp.float32) for scalar in (run.mu_y, mu_y)]
+        mismatch |= jnp.abs(wide[0] - wide[1]) > 2**-8
     if is_surely(mismatch):
         raise ValueError(
             "`into` must have x as params if `old_state` has, or y, as under `gpa` and"
-            f" Schedule-Free, if it has that, got μ_y = {run.mu_y:g} into {scalar_of(mu_y):g}"
+            " Schedule-Free, if it has that, and Schedule-Free must have μ_y as b1, got"
+            f" μ_y = {run.mu_y:g} into {scalar_of(mu_y):g}"
         )
     if not is_surely(~mismatch):  # traced: a wrong answer is not silent
         poison = lambda z: jnp.where(mismatch, jnp.nan, z) if is_float(z) else z

@@ -272,11 +272,6 @@ def test_states_that_are_not_there() -> None:
         (gpa_adamw, {"b2": 1 - 2e-8}, r"`b2` must be in \[0, 1\) as float32, got 0.99999998"),
         (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
         (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
-        (
-            spa_adamw,
-            {"second_moment": "row"},
-            r"`second_moment` must be one of \('full', 'bfloat16', 'factored'\), got 'row'",
-        ),
         (gpa_adamw, {"second_moment": "bfloat16"}, "`rounding_key` must be given with a 16-bit"),
     ],
 )
@@ -320,6 +315,11 @@ def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
             stochastic_rounding,
             {"base": optax.sgd(0.1), "key": 0},
             r"`key` must be .*one key of `jax.random`, got 0",
+        ),
+        (
+            check,
+            {"second_moment": "row"},
+            r"`second_moment` must be one of \('full', 'bfloat16', 'factored'\), got 'row'",
         ),
     ],
 )

@@ -367,10 +367,11 @@ SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
         (gpa_adamw(0.1), optax.adam(0.1)),
         (SCHEDULE_FREE, spa_adamw(0.1)),
         (spa_adamw(0.1), SCHEDULE_FREE),
+        (gpa_adamw(0.1, interpolation=0.7), SCHEDULE_FREE),  # whose b1 is 0.9, and constant
     ],
 )
 def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
-    """Traced, μ_y cannot raise: z, or the momentum, is NaN."""
+    """Traced, a μ_y cannot raise: z, or the momentum, is NaN."""
     y, g = jnp.ones(2), jnp.array([1.0, -2.0])
     with jax.numpy_dtype_promotion("standard"):  # for optax's
         _, state = old.update(g, old.init(y), y)

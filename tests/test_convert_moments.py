@@ -336,6 +336,17 @@ def test_a_base_optimizer_of_another_kind(base: Any) -> None:
         convert(old.init(x), x, into=primal_averaging(base, 0.1, 0.9).init(x))
 
 
+def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
+    """0.9 is 0.8984 in bfloat16, which is not another b1."""
+    x, old = start(jnp.bfloat16), optax.contrib.schedule_free_adamw(0.1)
+    new = gpa_adamw(0.1, rounding_key=KEY).init(x)
+    move = functools.partial(convert, learning_rate=0.1)
+    for either in (move, jax.jit(move)):
+        back = either(new, x, into=old.init(x))
+        assert back.b1.dtype == jnp.bfloat16
+        assert not np.isnan(back.z["w"]).any()
+
+
 def test_a_full_second_moment_becomes_factored() -> None:
     """As the means of ν, free of bias, over rows and over columns; z stays."""
     old, new = (FORMS[form](RATE) for form in ("full", "factored"))
