@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Check = Callable[[str, Any], None]
+Check = Callable[[str, Any], Any]
 
 
 def check(**arguments: Any) -> None:
@@ -98,6 +98,10 @@ def _optional(rule: Check) -> Check:
     return lambda name, value: None if value is None else rule(name, value)
 
 
+def _each(rule: Check) -> Check:
+    return lambda name, values: all(rule(name, value) is None for value in values)
+
+
 def _choice(*choices: Any) -> Check:
     rule = f"one of {choices}"
 
@@ -157,7 +161,7 @@ def _check_key(name: str, value: Any) -> None:
             is_key = (value.shape, value.dtype) == (old_kind.shape, old_kind.dtype)
         if is_key:
             return
-    _fail(name, "None or one key of `jax.random`", value)
+    _fail(name, f"{'' if name == 'key' else 'None or '}one key of `jax.random`", value)
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -192,7 +196,7 @@ _RULES: dict[str, Check] = {
     "num_warmup_steps": _integer(0),
     "num_steps": _integer(1),
     "num_iterations": _integer(1),
-    "boundary": _integer(1),
+    "boundaries": _each(_integer(1)),
     "step": _integer(1),
     "every": _integer(1),
     "horizon": _optional(_integer(1)),

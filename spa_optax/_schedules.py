@@ -372,8 +372,7 @@ def _check_boundaries(boundaries: Any, factor: float, step_factor: float | None)
             f" {boundaries!r}"
         )
     steps: list[int] = list(boundaries)
-    for step in steps:
-        check(boundary=step)
+    check(boundaries=steps)
     if sorted(set(steps)) != steps:
         raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
     if step_factor is not None:

@@ -61,7 +61,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: spa(-(10**5_000)), "`learning_rate` must be finite and >= 0, got an integer of"),
         (
             lambda: stagewise(1.0, 0.1, [10**5_000]),
-            "`boundary` must be a concrete integer >= 1 and below",
+            "`boundaries` must be a concrete integer >= 1 and below",
         ),
         (lambda: stagewise(1.0, 0.1, [1], 10**400), "`factor` must be finite and > 1, got an int"),
         (
