@@ -11,7 +11,7 @@ from spa_optax._checks import check
 from spa_optax._core import SPAState, StochasticRoundingState, z_now
 from spa_optax._family import gpa
 from spa_optax._precision import round_update, seeds_like, widen
-from spa_optax._trees import check_same_tree, find, is_none, map_floats
+from spa_optax._trees import check_same_tree, find, is_float, is_none, map_floats
 
 # States of wrappers that skip updates. x is averaged, and measured, at every update.
 SKIPS_UPDATES = (
@@ -226,7 +226,12 @@ def stochastic_rounding(
         u, of_base = tx.update(updates, state.base, params, **extra_args)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u)
-        round_leaf = lambda u, x, seed: None if u is None else round_update(u, jnp.asarray(x), seed)
+
+        def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
+            if u is None:
+                return None
+            return round_update(u, jnp.asarray(x), seed) if is_float(x) else jnp.zeros_like(x)
+
         u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
 
