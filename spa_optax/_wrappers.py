@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check
 from spa_optax._core import SPAState, StochasticRoundingState, z_now
