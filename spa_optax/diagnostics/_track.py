@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import check, is_surely
 from spa_optax._core import SPAState, Update
 from spa_optax._trees import find, is_array, is_float
 from spa_optax._wrappers import SKIPS_UPDATES
@@ -119,6 +119,8 @@ def track_momentum(
     check(decay=decay, every=every, b2=b2)
     if averaging is not None:
         check(averaging=averaging)
+        if callable(averaging) or is_surely(averaging == 0):
+            raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
