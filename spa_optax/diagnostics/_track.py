@@ -65,8 +65,9 @@ def track_momentum(
     16-bit params. The gain is NaN if no step counts.
 
     The updates have the formulas of `inner`. If `update` is compiled apart from the gradients, they
-    are the same to the bit (with `params_of_base="z"` on CPU, to an ulp). In one jit with the gradients
-    XLA may fuse both in another way, and rounds in other places: a step then differs by some ulps.
+    are the same to the bit (with `params_of_base="z"` on CPU, to an ulp). In one jit with the
+    gradients XLA may fuse both in another way, and rounds in other places: a step then differs by
+    some ulps.
 
     Args:
       inner: the transformation to measure.
