@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import check, is_surely
 from spa_optax._core import SPAState, Update
 from spa_optax._trees import behind_a_barrier, find, is_float
 from spa_optax._wrappers import SKIPS_UPDATES
@@ -65,8 +65,9 @@ def track_momentum(
     16-bit params. The gain is NaN if no step counts.
 
     The updates have the formulas of `inner`. If `update` is compiled apart from the gradients, they
-    are the same to the bit (with `decay_at="z"` on CPU, to an ulp). In one jit with the gradients
-    XLA may fuse both in another way, and rounds in other places: a step then differs by some ulps.
+    are the same to the bit (with `params_of_base="z"` on CPU, to an ulp). In one jit with the
+    gradients XLA may fuse both in another way, and rounds in other places: a step then differs by
+    some ulps.
 
     Args:
       inner: the transformation to measure.
@@ -119,6 +120,8 @@ def track_momentum(
     check(decay=decay, every=every, b2=b2)
     if averaging is not None:
         check(averaging=averaging)
+        if callable(averaging) or is_surely(averaging == 0):
+            raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
