@@ -209,7 +209,7 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
     [
         (lambda: stagewise(-1.0, 0.1, [5]), "`learning_rate` must be finite and >= 0, got -1.0"),
         (lambda: stagewise(1.0, 1.1, [5]), "`averaging` must be in [0, 1], got 1.1"),
-        (lambda: stagewise(1.0, 0.1, [0]), f"`boundary` {AT_LEAST_1}, got 0"),
+        (lambda: stagewise(1.0, 0.1, [0]), f"`boundaries` {AT_LEAST_1}, got 0"),
         (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, 5),
@@ -222,7 +222,7 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, [2.5]),
-            f"`boundary` {AT_LEAST_1}, got 2.5",
+            f"`boundaries` {AT_LEAST_1}, got 2.5",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, {5: 0.1, 9: 0.5}),

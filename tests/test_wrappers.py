@@ -189,7 +189,7 @@ def test_refused() -> None:
     for make in (unchecked(in_float32), lambda base: unchecked(stochastic_rounding)(base, KEY)):
         with pytest.raises(ValueError, match=r"must be a gradient transformation, got 0\.1"):
             make(0.1)
-    with pytest.raises(ValueError, match=r"`key` must be .* one key of `jax.random`, got 0"):
+    with pytest.raises(ValueError, match=r"`key` must be one key of `jax.random`, got 0"):
         unchecked(stochastic_rounding)(optax.sgd(0.1), 0)
 
 
