@@ -39,7 +39,15 @@ from paper.command_line import UserError
 from tqdm import tqdm
 from update_cost import TREES
 
-from spa_optax import gpa, gpa_adamw, spa, spa_adamw, spa_from_sgdm
+from spa_optax import (
+    gpa,
+    gpa_adamw,
+    primal_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 from spa_optax.diagnostics import track_momentum
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
@@ -76,6 +84,7 @@ def groups() -> list[Optimizers]:
         {
             "optax.sgd(0.1, 0.9)": (optax.sgd(0.1, 0.9), f32),
             "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
+            "primal_averaging(optax.sgd(0.1), 0.1)": (primal_averaging(optax.sgd(0.1), 0.1), f32),
             "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
             "track_momentum(spa(1.0, 0.1), every=10)": (
                 track_momentum(spa(1.0, 0.1), every=10),
@@ -107,10 +116,18 @@ def groups() -> list[Optimizers]:
             "optax.adamw(1e-3, mu_dtype=bfloat16)": (optax.adamw(1e-3, mu_dtype=bf16), f32),
             "spa_adamw, bfloat16 params, 10 bytes": (spa_adamw(1e-3, rounding_key=key), bf16),
             "the same, 8 bytes": (spa_adamw(1e-3, **narrow), bf16),
-            "the same, 6 bytes": (spa_adamw(1e-3, second_moment_dtype=bf16, **narrow), bf16),
+            "the same, 6 bytes": (spa_adamw(1e-3, second_moment="bfloat16", **narrow), bf16),
             "the same, 4 bytes": (spa_adamw(1e-3, second_moment="factored", **narrow), bf16),
             "gpa_adamw, bfloat16 params, 4 bytes": (
                 gpa_adamw(1e-3, second_moment="factored", **narrow),
+                bf16,
+            ),
+            "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)": (
+                primal_averaging(optax.adamw(1e-3), 0.1, 0.9),
+                f32,
+            ),
+            "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params": (
+                stochastic_rounding(optax.adamw(1e-3, mu_dtype=bf16), key),
                 bf16,
             ),
             "track_momentum(spa_adamw(1e-3))": (track_momentum(spa_adamw(1e-3)), f32),

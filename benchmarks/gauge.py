@@ -32,7 +32,6 @@ from spa_optax import momentum_drop, spa, spa_adamw
 from spa_optax.diagnostics import (
     MomentumReport,
     momentum_report,
-    momentum_reports,
     plot_momentum,
     track_momentum,
 )
@@ -73,7 +72,7 @@ def optimizer(task: str, way: str, num_steps: int) -> Make:
         elif way == "dropped by the gauge":
             last = until_noise(eta, c)
         else:
-            last = spa(*momentum_drop(eta, c, min(150, num_steps), rate=1.01))
+            last = spa(*momentum_drop(eta, c, min(150, num_steps), step_factor=1.01))
         if task != "text":
             return last
         decay = optax.add_decayed_weights(language_model.ADAM["weight_decay"])
@@ -97,7 +96,9 @@ def gauged(task: str, eta: optax.Schedule, c: float) -> optax.GradientTransforma
 def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Reports at every tenth step, by layer and of the whole."""
     reports: dict[str, list[list[float]]] = {}
-    read = jax.jit(lambda state: {**momentum_reports(state), "all": momentum_report(state)})
+    read = jax.jit(
+        lambda state: {**momentum_report(state, by_label=True), "all": momentum_report(state)}
+    )
 
     def watch(count: int, state: Any) -> None:
         if count % 10 == 0:

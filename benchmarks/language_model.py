@@ -35,10 +35,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
-from low_precision import BF16, F32, in_float32, stochastic, with_kahan, with_master
+from low_precision import BF16, F32, stochastic, with_kahan, with_master
 from tqdm import tqdm
 
-from spa_optax import eval_params, gpa, gpa_adamw, schedule_free_averaging, spa_adamw
+from spa_optax import (
+    eval_params,
+    gpa,
+    in_float32,
+    scale_by_factored_second_moment,
+    scale_by_second_moment,
+    schedule_free_averaging,
+    spa,
+)
 
 RATES = tuple(0.00025 * 2**i for i in range(11))
 ADAM: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
@@ -101,19 +109,22 @@ def adafactor(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformati
     )
 
 
-def narrow(key: jax.Array, num_bytes: int) -> dict[str, Any]:
-    """What the averaging forms need to have bfloat16 params at so many bytes."""
-    result: dict[int, dict[str, Any]] = {
-        10: {},
-        8: {"state_dtype": BF16},
-        6: {"state_dtype": BF16, "second_moment_dtype": BF16},
-        4: {
-            "state_dtype": BF16,
-            "second_moment": "factored",
-            "min_dim_size_to_factor": MIN_SIZE,
-        },
-    }
-    return {"rounding_key": key, **result[num_bytes]}
+def averaged(
+    average: Callable[..., optax.GradientTransformation], num_bytes: int, key: jax.Array | None
+) -> optax.GradientTransformation:
+    """`spa_adamw` or `gpa_adamw`, from `spa` or `gpa`, that factors from an axis of 32 on."""
+    if num_bytes == 4:
+        scale = scale_by_factored_second_moment(ADAM["b2"], min_dim_size_to_factor=MIN_SIZE)
+    else:
+        dtype = BF16 if num_bytes == 6 else None
+        scale = scale_by_second_moment(ADAM["b2"], dtype=dtype, rounding_key=key)
+    direction = optax.chain(scale, optax.add_decayed_weights(ADAM["weight_decay"]))
+    return optax.chain(in_float32(direction), average(**of_z(num_bytes, key)))
+
+
+def of_z(num_bytes: int, key: jax.Array | None) -> dict[str, Any]:
+    """Its dtype and its rounding, where params, z and the second moment take so many bytes."""
+    return {"state_dtype": BF16 if num_bytes <= 8 else None, "rounding_key": key}
 
 
 def rival(factored: bool) -> Make:
@@ -172,7 +183,7 @@ def schedule_free(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransfor
 def gpa_schedule_free(rate: Rate, b1: Any, key: jax.Array) -> optax.GradientTransformation:
     """The same rule as a member of `gpa`'s family, at 4 bytes."""
     c = schedule_free_averaging(rate.shape, rate.warm_up)
-    return gpa_adamw(rate, c, b1, **ADAM, **narrow(key, 4))
+    return averaged(functools.partial(gpa, rate, c, b1), 4, key)
 
 
 def matrices(params: Any) -> Any:
@@ -201,18 +212,19 @@ def muon_with_adamw(rate: Rate, beta: Any, key: jax.Array) -> optax.GradientTran
     return muon(rate, beta=beta, weight_decay=decay, **adam)
 
 
-def gpa_muon(rate: Rate, c: Any, **options: Any) -> optax.GradientTransformation:
+def gpa_muon(
+    rate: Rate, c: Any, num_bytes: int, key: jax.Array | None = None
+) -> optax.GradientTransformation:
     """`gpa` over Muon's direction without its momentum, and `gpa_adamw` for the rest."""
-    direction = without_state(muon(-1.0, beta=0.0, nesterov=False))
-    of_z = {name: options[name] for name in ("state_dtype", "rounding_key") if name in options}
+    average = functools.partial(gpa, rate, c, 0.9)
     kernels = optax.chain(
-        direction,
+        without_state(muon(-1.0, beta=0.0, nesterov=False)),
         optax.add_decayed_weights(ADAM["weight_decay"]),
-        gpa(rate, c, 0.9, **of_z),
+        average(**of_z(num_bytes, key)),
     )
     is_kernel = lambda path, _: "kernels" if path[-1].key == "kernel" else "rest"
     return optax.partition(
-        {"kernels": kernels, "rest": gpa_adamw(rate, c, **ADAM, **options)},
+        {"kernels": kernels, "rest": averaged(average, num_bytes, key)},
         functools.partial(jax.tree_util.tree_map_with_path, is_kernel),
     )
 
@@ -235,12 +247,12 @@ itself = lambda state, params: params
 
 
 def spa_scheme(num_bytes: int) -> Scheme:
-    make = lambda rate, c, key: spa_adamw(rate, c, **ADAM, **narrow(key, num_bytes))
+    make = lambda rate, c, key: averaged(functools.partial(spa, rate, c), num_bytes, key)
     return Scheme(BF16, C, make, start=(0.004, 0.2))
 
 
 def gpa_scheme(num_bytes: int) -> Scheme:
-    make = lambda rate, c, key: gpa_adamw(rate, c, **ADAM, **narrow(key, num_bytes))
+    make = lambda rate, c, key: averaged(functools.partial(gpa, rate, c, 0.9), num_bytes, key)
     return Scheme(BF16, C_SLOW, make, start=(0.008, 0.1))
 
 
@@ -274,10 +286,10 @@ SCHEMES = {
     ),
     "Muon, float32": Scheme(F32, B1_SLOW, muon_with_adamw, itself, start=(0.004, 0.9)),
     "gpa over Muon, float32": Scheme(
-        F32, C_SLOW, lambda rate, c, _: gpa_muon(rate, c), start=(0.008, 0.1)
+        F32, C_SLOW, lambda rate, c, _: gpa_muon(rate, c, 12), start=(0.008, 0.1)
     ),
     "gpa over Muon, 4 bytes": Scheme(
-        BF16, C_SLOW, lambda rate, c, key: gpa_muon(rate, c, **narrow(key, 4)), start=(0.008, 0.1)
+        BF16, C_SLOW, lambda rate, c, key: gpa_muon(rate, c, 4, key), start=(0.008, 0.1)
     ),
 }
 

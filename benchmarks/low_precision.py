@@ -90,15 +90,6 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, update)
 
 
-def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same, with state and computation in float32."""
-    wide = lambda tree: optax.tree.cast(tree, F32)
-    return optax.GradientTransformation(
-        lambda params: tx.init(wide(params)),
-        lambda updates, state, params=None: tx.update(wide(updates), state, wide(params)),
-    )
-
-
 def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """What rounding took from the sum at one step, in bfloat16, is added at the next."""
 

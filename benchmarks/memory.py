@@ -160,7 +160,7 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
     """Each with the dtype of its params."""
     key = jax.random.key(0)
     narrow: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    of_16_bits: dict[str, Any] = {"second_moment_dtype": BF16}
+    of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
     factored: dict[str, Any] = {"second_moment": "factored"}
     return {
         "AdamW, float32": (optax.adamw(1e-3), F32),

@@ -37,6 +37,7 @@ def optimizers(num_steps: int) -> dict[str, tuple[optax.GradientTransformation, 
         0.0, peak, num_steps // 10, num_steps
     )
     alpha, eta, f32, bf16 = warmup_cosine(ALPHA), warmup_cosine(ETA), jnp.float32, jnp.bfloat16
+    key = jax.random.key(0)  # to round stochastically
     return {
         "optax.sgd": (optax.sgd(alpha, momentum=BETA), f32),
         "spa_from_sgdm": (spa_from_sgdm(alpha, momentum=BETA), f32),
@@ -45,8 +46,8 @@ def optimizers(num_steps: int) -> dict[str, tuple[optax.GradientTransformation, 
         "sgd + noise": (optax.chain(optax.sgd(alpha, momentum=BETA), rounding_noise()), f32),
         # Params of 16 bits, beside a float32 momentum and a float32 z.
         "optax.sgd, bfloat16": (optax.sgd(alpha, momentum=BETA, accumulator_dtype=f32), bf16),
-        "spa_from_sgdm, bfloat16": (spa_from_sgdm(alpha, momentum=BETA), bf16),
-        "spa, bfloat16": (spa(eta, averaging=C), bf16),
+        "spa_from_sgdm, bfloat16": (spa_from_sgdm(alpha, momentum=BETA, rounding_key=key), bf16),
+        "spa, bfloat16": (spa(eta, averaging=C, rounding_key=key), bf16),
     }
 
 

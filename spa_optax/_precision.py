@@ -10,17 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
+from spa_optax._trees import is_float
+
 Seed = tuple[UInt32[Array, ""], UInt32[Array, ""]]
-
-
-def is_array(x: Any) -> bool:
-    """Whether a leaf is an array or a number."""
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
-
-
-def is_float(x: Any) -> bool:
-    """Whether a leaf is a real or complex floating-point array; other leaves are not trained."""
-    return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -33,6 +25,30 @@ def wide_dtype(*arrays: Array) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
         return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Floating-point leaves in 32 bits or more, and None for others."""
+
+    def leaf(x: Any) -> Any:
+        if not is_float(x):
+            return None
+        dtype = jnp.result_type(x)
+        dtype = jnp.float32 if dtype.itemsize <= 2 else dtype
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
+    """An update in the dtype of x, such that x + u rounds once.
+
+    x + u is rounded to that dtype first: adding the result to x then gives exactly that.
+    """
+    if u.dtype == x.dtype:
+        return u
+    return rounded(x.astype(u.dtype) + u, x.dtype, seed, low_bits) - x
 
 
 def seeds_like(

@@ -1,4 +1,4 @@
-"""The schedules that the paper's theory suggests, as pairs for `spa`, and Schedule-Free's c."""
+"""Schedules: of the paper's theory, of Schedule-Free, and to and from SGD with momentum."""
 
 import itertools
 import math
@@ -11,18 +11,126 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from spa_optax._checks import (
-    check_above_1,
-    check_averaging,
-    check_choice,
-    check_concrete,
-    check_rate,
-    check_steps,
-)
-from spa_optax._hyperparams import SPAHyperparams, as_schedule, at_count
+from spa_optax._checks import check
+from spa_optax._hyperparams import FromSGDM, SGDMHyperparams, SPAHyperparams, as_schedule, at_count
+from spa_optax._lookahead import eta_and_c, look_ahead
 
 _AveragingRule = Literal["constant", "scale", "balance"]
 _Hold = Literal["eta", "alpha"]
+
+
+def hyperparams_from_sgdm(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
+    *,
+    horizon: int | None = None,
+) -> SPAHyperparams:
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M.
+
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
+
+    For constants, η = α/(1 − β) and c = 1 − β. This is the bounded solution of Theorem 1;
+    `theory.forward_recursion` is the paper's own. For Nesterov momentum, and for
+    hyper-parameters that cannot be evaluated ahead of time, use `spa_from_sgdm`.
+
+    Args:
+      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
+        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
+      momentum: β_k in [0, 1), a scalar or a schedule of the count k.
+      horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
+
+    Returns:
+      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is. The
+      schedules have an attribute `sgdm` for `theory.audit`: the given `SGDMHyperparams`.
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Examples:
+      >>> from spa_optax import hyperparams_from_sgdm
+      >>> hyperparams_from_sgdm(learning_rate=0.5, momentum=0.75)
+      SPAHyperparams(learning_rate=2.0, averaging=0.25)
+
+      Where α falls from 4 to 1 at step 2, with β = 0.5, c rises beforehand:
+      w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
+
+      >>> import jax.numpy as jnp
+      >>> hyperparams = hyperparams_from_sgdm(lambda k: jnp.where(k < 2, 4.0, 1.0), 0.5)
+      >>> for k in range(3):
+      ...     print(*(f"{h(k):.3f}" for h in hyperparams))
+      6.500 0.615
+      5.000 0.800
+      2.000 0.500
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
+    """
+    check(learning_rate=learning_rate, momentum=momentum, horizon=horizon)
+    if not (callable(learning_rate) or callable(momentum)):
+        return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
+
+    def at(count: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        ahead = look_ahead(learning_rate, momentum, count, horizon=horizon)
+        return eta_and_c(ahead, ahead.w)
+
+    sgdm = SGDMHyperparams(learning_rate, momentum)
+    eta, c = as_schedule(lambda count: at(count)[0]), as_schedule(lambda count: at(count)[1])
+    return SPAHyperparams(FromSGDM(eta, sgdm), FromSGDM(c, sgdm))
+
+
+def hyperparams_to_sgdm(
+    learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
+) -> SGDMHyperparams:
+    """The hyper-parameters of SGD+M that give the iterates of SPA.
+
+        α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+
+    Returns:
+      Numbers if both arguments are numbers, else schedules. β_0 is free because m_0 = 0; it is set
+      to 1 − c_1. β_k may exceed 1 where η falls fast. It is inf where η_k = 0 < η_{k−1}: x then
+      moves on towards a fixed z, which SGD+M cannot do.
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Examples:
+      >>> from spa_optax import hyperparams_to_sgdm
+      >>> hyperparams_to_sgdm(learning_rate=2.0, averaging=0.25)
+      SGDMHyperparams(learning_rate=0.5, momentum=0.75)
+
+      Dividing η by 10 makes β spike for one step, to 10 · 0.9 (the paper's Figure 1(c)).
+
+      >>> import jax.numpy as jnp
+      >>> hyperparams = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 10.0, 1.0), 0.1)
+      >>> for k in range(1, 4):
+      ...     print(*(f"{h(k):.1f}" for h in hyperparams))
+      1.0 0.9
+      0.1 9.0
+      0.1 0.9
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
+    """
+    check(learning_rate=learning_rate, averaging=averaging)
+    if not (callable(learning_rate) or callable(averaging)):
+        return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
+    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+
+    def alpha(k: Array) -> Float[Array, ""]:
+        return eta_at(k) * c_at(k)
+
+    def beta(k: Array) -> Float[Array, ""]:
+        before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
+        eta, eta_before = eta_at(k), eta_at(before)
+        decay = 1 - c_at(before)
+        ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
+        return jnp.where(k == 0, 1, ratio) * decay
+
+    return SGDMHyperparams(as_schedule(alpha), as_schedule(beta))
 
 
 def stagewise(
@@ -32,8 +140,7 @@ def stagewise(
     factor: float = 10.0,
     *,
     averaging_rule: _AveragingRule = "scale",
-    rate: float | None = None,
-    transition_steps: int | None = None,
+    step_factor: float | None = None,
 ) -> SPAHyperparams:
     """Divides η by a factor at each boundary, and adapts c.
 
@@ -45,10 +152,10 @@ def stagewise(
         scale      c_k = min(1, c η/η_k)
         balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
 
-    The change is abrupt or, with a `rate`, gradual: η_k = max(η_{k−1}/rate, the η of its stage). α
-    and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(rate) steps:
-    4,607 for a factor of 10 at the paper's rate of 1.0005. It must end before the next boundary. A
-    run that ends during the last transition ends with a larger η.
+    The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
+    stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
+    steps: 4,607 for a factor of 10 at the paper's s = 1.0005. It must end before the next boundary.
+    A run that ends during the last transition ends with a larger η.
 
     Args:
       learning_rate: η > 0 of the first stage.
@@ -56,8 +163,8 @@ def stagewise(
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      rate: the divisor of η per step during a transition, > 1. None means an abrupt change.
-      transition_steps: the steps of a transition, ≥ 1, instead of `rate`.
+      step_factor: the divisor of η per step during a transition, > 1. None means an abrupt change.
+        A transition of n steps has factor^(1/n).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
@@ -72,44 +179,28 @@ def stagewise(
       >>> print([f"{eta(k):.2f}" for k in range(5)], [f"{c(k):.2f}" for k in range(5)])
       ['1.00', '1.00', '1.00', '0.10', '0.10'] ['0.10', '0.10', '1.00', '1.00', '1.00']
 
-      With a rate of 2, η is halved until it has been divided by 10:
+      With a step factor of 2, η is halved until it has been divided by 10:
 
-      >>> eta, c = stagewise(1.0, 0.1, [1], rate=2.0)
+      >>> eta, c = stagewise(1.0, 0.1, [1], step_factor=2.0)
       >>> print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
       ['1.000', '0.500', '0.250', '0.125', '0.100', '0.100'] ['0.2', '0.4', '0.8', '1.0', '1.0']
-
-      In two steps:
-
-      >>> eta, c = stagewise(1.0, 0.1, [1], 4.0, transition_steps=2)
-      >>> print([f"{eta(k):.2f}" for k in range(5)])
-      ['1.00', '0.50', '0.25', '0.25', '0.25']
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6 (Insights 2
       and 3; the title of Section 5, "Reduce c_k", should read "increase").
     """
-    _check_number("learning_rate", learning_rate)
-    _check_number("averaging", averaging)
-    check_rate("learning_rate", learning_rate)
-    check_averaging(averaging)
-    steps = _check_boundaries(boundaries)
-    factor = check_above_1("factor", factor)
-    check_choice("averaging_rule", averaging_rule, _AveragingRule)
-    if transition_steps is not None:
-        if rate is not None:
-            raise ValueError(f"`rate` must be None with `transition_steps`, got {rate!r}")
-        transition_steps = check_steps("transition_steps", transition_steps)
-        _check_transitions(transition_steps, steps)
-        rate = factor ** (1 / transition_steps)
-    elif rate is not None:
-        _check_arrival(check_above_1("rate", rate), factor, steps)
+    for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
+        if callable(value):
+            raise ValueError(f"`{name}` must be a number, got {value!r}")
+    check(learning_rate=learning_rate, averaging=averaging, averaging_rule=averaging_rule)
+    check(factor=factor, step_factor=step_factor)
+    steps = _check_boundaries(boundaries, factor, step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def decay(k: Array) -> Float[Array, ""]:
-        """log(η/η_k): each stage that has begun adds log(rate) per step, up to log(factor)."""
-        in_all = math.log(factor)
-        a_step = in_all if rate is None else math.log(rate)
-        of_stages = (jnp.clip((k - b + 1).astype(float) * a_step, 0, in_all) for b in steps)
+        """log(η/η_k): each stage that has begun adds log(s) per step, up to log(factor)."""
+        most, per_step = math.log(factor), math.log(step_factor or factor)
+        of_stages = (jnp.clip((k - b + 1).astype(float) * per_step, 0, most) for b in steps)
         return sum(of_stages, jnp.zeros([], float))
 
     def eta(k: Array) -> Float[Array, ""]:
@@ -132,25 +223,19 @@ def momentum_drop(
     step: int,
     *,
     hold: _Hold = "eta",
-    rate: float | None = None,
+    step_factor: float | None = None,
 ) -> SPAHyperparams:
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
 
-    There are three different ways to drop momentum:
-
-    - `hold="eta"` keeps η and the effective step: α = ηc of SGD+M rises by a factor 1/c as β falls
-      to 0 (the paper's Figure 1(d)).
-    - `hold="alpha"` keeps α = ηc. That also multiplies the effective step α/(1 − β) by c, which
-      explains most of its effect on the loss.
-    - `spa_from_sgdm` with a momentum schedule that falls to 0 is like `hold="alpha"`, but c rises
-      ahead of the drop. An abrupt c = 1 makes x jump to z.
+    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (the paper's Figure 1(d)). `hold="alpha"`
+    keeps α, which multiplies the effective step α/(1 − β) by c: that explains most of its effect.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      step: the first k ≥ 1 with c_k = 1 or, with a `rate`, the first at which c_k has risen.
+      step: the first k ≥ 1 with c_k = 1 or, with a `step_factor`, at which c_k has risen.
       hold: "eta" or "alpha".
-      rate: the factor on c per step, > 1, from `step` on until c is 1. None means an abrupt change.
+      step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
 
     Returns:
       Two schedules: `spa(*momentum_drop(...))`.
@@ -170,20 +255,16 @@ def momentum_drop(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figures 1(d) and 3 (whose
       caption, "setting c_k = 0", should read 1).
     """
-    check_rate("learning_rate", learning_rate)
-    check_averaging(averaging)
-    step = check_steps("step", step)
-    check_choice("hold", hold, _Hold)
-    if rate is not None:
-        check_above_1("rate", rate)
-
+    check(learning_rate=learning_rate, averaging=averaging, step=step, hold=hold)
+    check(step_factor=step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def c(k: Array) -> Float[Array, ""]:
         before, num_rises = c_at(k), k + 2 - step  # of c_{k+1}
         after = 1
-        if rate is not None:
-            after = _scaled_up_to_1(before, num_rises.astype(before.dtype) * math.log(rate))
+        if step_factor is not None:
+            log_factor = num_rises.astype(before.dtype) * math.log(step_factor)
+            after = _scaled_up_to_1(before, log_factor)
         return jnp.where(num_rises > 0, after, before)
 
     def eta(k: Array) -> Float[Array, ""]:
@@ -242,10 +323,9 @@ def schedule_free_averaging(
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
-    check_rate("learning_rate", learning_rate)
-    end = check_steps("num_warmup_steps", num_warmup_steps, least=0)
-    is_power = lambda v: 0 <= v < float("inf")
-    power = check_concrete("weight_power", weight_power, "finite and >= 0", is_power)
+    check(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps)
+    check(weight_power=weight_power)
+    end = num_warmup_steps
     if callable(learning_rate):
         ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
         with jax.ensure_compile_time_eval():
@@ -267,7 +347,7 @@ def schedule_free_averaging(
             )
     else:
         rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)
-    weights = (np.maximum.accumulate(rates) / rates.max()) ** power
+    weights = (np.maximum.accumulate(rates) / rates.max()) ** weight_power
     # 1/c, in float64; inf as long as rates are 0.
     inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)
 
@@ -284,40 +364,25 @@ def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
 
-def _check_boundaries(boundaries: Any) -> list[int]:
-    if isinstance(boundaries, Mapping):
+def _check_boundaries(boundaries: Any, factor: float, step_factor: float | None) -> list[int]:
+    is_mapping = isinstance(boundaries, Mapping)  # of boundaries to factors, as Optax takes them
+    if is_mapping or isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
         raise ValueError(
             "`boundaries` must be a sequence of steps, and `factor` is the same at all of them, got"
             f" {boundaries!r}"
         )
-    if isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
-        raise ValueError(f"`boundaries` must be a sequence of steps, got {boundaries!r}")
-    steps = [check_steps("boundaries", b) for b in boundaries]
+    steps: list[int] = list(boundaries)
+    check(boundaries=steps)
     if sorted(set(steps)) != steps:
         raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
+    if step_factor is not None:
+        num_steps = math.ceil(math.log(factor) / math.log(step_factor) - 1e-9)  # up to rounding
+        for b, after in itertools.pairwise(steps):
+            if after - b < num_steps:
+                smallest = math.ceil(1e6 * factor ** (1 / (after - b))) / 1e6
+                raise ValueError(
+                    f"`step_factor` must be at least {smallest}, to end between boundaries {b} and"
+                    f" {after}, got {step_factor!r}, at which a factor of {factor:g} takes"
+                    f" {num_steps:,} steps"
+                )
     return steps
-
-
-def _check_transitions(transition_steps: int, boundaries: list[int]) -> None:
-    for b, after in itertools.pairwise(boundaries):
-        if after - b < transition_steps:
-            raise ValueError(
-                f"`transition_steps` must be at most {after - b}, to end between boundaries {b}"
-                f" and {after}, got {transition_steps}"
-            )
-
-
-def _check_arrival(rate: float, factor: float, boundaries: list[int]) -> None:
-    num_steps = math.ceil(math.log(factor) / math.log(rate) - 1e-9)  # up to rounding
-    for b, after in itertools.pairwise(boundaries):
-        if after - b < num_steps:
-            smallest = math.ceil(1e6 * factor ** (1 / (after - b))) / 1e6
-            raise ValueError(
-                f"`rate` must be at least {smallest}, to end between boundaries {b} and {after},"
-                f" got {rate!r}, at which a factor of {factor:g} takes {num_steps:,} steps"
-            )
-
-
-def _check_number(name: str, value: Any) -> None:
-    if callable(value):
-        raise ValueError(f"`{name}` must be a number, got {value!r}")

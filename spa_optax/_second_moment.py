@@ -6,23 +6,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check_same_tree, is_none
+from spa_optax._checks import check, is_plain_number
 from spa_optax._precision import rounded, seeds_like, wide_dtype
+from spa_optax._trees import check_same_tree, is_none
 
-# Optax does not export it. (To call `init` itself would start JAX at import.)
+# Optax does not export it. (To call `init` here would start JAX at import.)
 RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
 
 
-def scale_by_rms(
-    b2: Any, eps: Any, dtype: DTypeLike | None, rounding_key: PRNGKeyArray | None
+def scale_by_second_moment(
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_rms` with bias correction, and ν stored in a dtype.
+    """Adam's direction without its first moment; ν may be stored in bfloat16.
 
-    The direction takes ν as stored. From the wider ν, XLA for TPU makes a second kernel: 18 bytes
-    per parameter in place of 14.
+        ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²        g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε)
+
+    The direction takes ν as stored.
+
+    Args:
+      b2: β₂ in [0, 1).
+      eps: ε ≥ 0.
+      dtype: dtype of ν. None means the params', in 32 bits or more within `in_float32`. bfloat16
+        needs a `rounding_key`: rounded to nearest, ν would not change if 1 − β₂ is small.
+      rounding_key: for stochastic rounding of ν, as for `spa`. It is not used for a wider ν.
+
+    Returns:
+      A transformation with the state of `optax.scale_by_rms`.
+
+    Raises:
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+
+    Examples:
+      The first direction is the gradient's sign.
+
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import scale_by_second_moment
+      >>> params = jnp.array([4.0, -2.0])
+      >>> tx = scale_by_second_moment(eps=0.0)
+      >>> direction, state = tx.update(params, tx.init(params), params)
+      >>> print(jnp.round(direction, 3))
+      [ 1. -1.]
+
+    References:
+      Kingma, Ba, Adam, 2015, arXiv:1412.6980, Algorithm 1.
     """
+    check(b2=b2, eps=eps, dtype=dtype, rounding_key=rounding_key)
+    if dtype is not None and rounding_key is None:
+        raise ValueError(
+            "`rounding_key` must be given with a 16-bit `dtype`, got None: rounded to nearest, the"
+            " second moment would not change"
+        )
+    b2, eps = _plain(b2), _plain(eps)
 
     def init_fn(params: PyTree) -> Any:
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
@@ -31,7 +71,7 @@ def scale_by_rms(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         _check_state(state, RMSState, "full")
-        check_same_tree("state.nu", state.nu, "params", params)
+        check_same_tree("state.nu", state.nu, "updates", updates)
         state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
         count = state.count
         seeds = seeds_like(None if dtype is None else rounding_key, count, state.nu, stream=1)
@@ -41,7 +81,8 @@ def scale_by_rms(
         store = lambda v, old, seed: old if v is None else rounded(v, old.dtype, seed)
         nu = jax.tree.map(store, nu, state.nu, seeds, is_leaf=is_none)
         nu_hat = jax.tree.map(lambda v: v.astype(wide_dtype(v)), nu)
-        nu_hat = optax.tree.bias_correction(nu_hat, b2, k)
+        with jax.numpy_dtype_promotion("standard"):  # β₂ to the power of an integer
+            nu_hat = optax.tree.bias_correction(nu_hat, b2, k)
         scale = lambda g, v: None if g is None else 1 / (jnp.sqrt(v) + eps) * g
         d = jax.tree.map(scale, updates, nu_hat, is_leaf=is_none)
         return d, state._replace(count=k, nu=nu)
@@ -49,14 +90,47 @@ def scale_by_rms(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def scale_by_factored_rms(
-    b2: Any, eps: Any, decay_rate: Any, min_dim_size_to_factor: int
+def scale_by_factored_second_moment(
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    power: ArrayLike | None = None,
+    min_dim_size_to_factor: int = 128,
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_factored_rms`, but free of bias for a constant β₂ (`decay_rate` None).
+    """Adam's direction with Adafactor's second moment: its means over the two longest axes.
 
-    ε² below 1e-30, Adafactor's own, counts as 1e-30: in float32 it would be lost, and the direction
-    of a row without gradients 0/0.
+    ν is the product of the means over each of the two axes, over the overall mean. It is free of
+    bias, and √ν + ε is √(ν + ε²); ε² below Adafactor's 1e-30 counts as 1e-30.
+
+    Args:
+      b2: β₂ in [0, 1).
+      eps: ε ≥ 0.
+      power: ρ in (0, 1]: Adafactor's 1 − (k + 1)^−ρ then replaces β₂ (`optax.adafactor` uses 0.8).
+      min_dim_size_to_factor: arrays whose second longest axis is shorter keep a full ν.
+
+    Returns:
+      A transformation with the state of `optax.scale_by_factored_rms`.
+
+    Raises:
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+
+    Examples:
+      The first ν of a gradient of rank one is its square.
+
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import scale_by_factored_second_moment
+      >>> params = jnp.outer(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
+      >>> tx = scale_by_factored_second_moment(min_dim_size_to_factor=2)
+      >>> direction, state = tx.update(params, tx.init(params), params)
+      >>> print(state.v_row, state.v_col, jnp.round(direction, 3))
+      [12.5 50. ] [22.5 40. ] [[ 1.  1.]
+       [-1. -1.]]
+
+    References:
+      Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
+    check(b2=b2, eps=eps, power=power, min_dim_size_to_factor=min_dim_size_to_factor)
+    b2, eps, rho = _plain(b2), _plain(eps), _plain(power)
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
     real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
@@ -70,10 +144,11 @@ def scale_by_factored_rms(
         check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
-        if decay_rate is None:
-            decay = b2 * (1 - b2**k) / (1 - b2 ** (k + 1))  # Σ of weights is 1 at every step
+        if rho is None:
+            k_float = k.astype(float)
+            decay = b2 * (1 - b2**k_float) / (1 - b2 ** (k_float + 1))  # weights sum up to 1
         else:
-            decay = 1 - (k + 1.0) ** -decay_rate
+            decay = 1 - (k + 1.0) ** -rho
 
         def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
             if g is None:
@@ -98,6 +173,11 @@ def scale_by_factored_rms(
         return d, optax.FactoredState(jnp.asarray(optax.safe_increment(k)), *moments)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's. One of NumPy would make ν float64 under x64."""
+    return value if value is None or not is_plain_number(value) else float(value)
 
 
 def _check_state(state: Any, kind: Any, name: str) -> None:

@@ -16,7 +16,6 @@ import pytest
 from helpers import lenient, table, unchecked, x64
 
 from spa_optax import (
-    SGDMHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
@@ -25,6 +24,9 @@ from spa_optax import (
     stagewise,
     theory,
 )
+from spa_optax._hyperparams import SGDMHyperparams
+
+AT_LEAST_1 = "must be a concrete integer >= 1 and below 2^31, the limit of counts"
 
 
 def values(hyperparams: tuple[Any, Any], counts: Any) -> Any:
@@ -84,7 +86,7 @@ def test_breaches_of_figure_1() -> None:
     audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
     assert first(audit, "α spikes").tolist() == [19]
     assert first(audit, "second coefficient").tolist() == [20]
-    audit = theory.audit(*stagewise(10.0, 0.1, [20], rate=1.05), 100)
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], step_factor=1.05), 100)
     for name in ("α spikes", "β is 1 or more", "β is negative"):
         assert not len(first(audit, name))
     # Balanced: R_k's first coefficient is 0 throughout.
@@ -97,7 +99,7 @@ def test_breaches_of_figure_1() -> None:
     assert "η is divided by 10 there, 1.05694 is allowed" in audit.report()
     audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
     assert len(first(audit, "limit")) == 10
-    audit = theory.audit(*stagewise(1.0, 0.1, [20], rate=1.05), 200, smoothness=0.1)
+    audit = theory.audit(*stagewise(1.0, 0.1, [20], step_factor=1.05), 200, smoothness=0.1)
     assert "they hold at every step" in audit.report()
 
 
@@ -184,14 +186,14 @@ def test_plot() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory.audit(1.0, 0.1, 0), "`num_steps` must be a concrete integer >= 1, got 0"),
+        (lambda: theory.audit(1.0, 0.1, 0), f"`num_steps` {AT_LEAST_1}, got 0"),
         (
             lambda: unchecked(theory.audit)(1.0, 0.1, 1e2),
-            "`num_steps` must be a concrete integer >= 1, got 1",
+            f"`num_steps` {AT_LEAST_1}, got 100.0",
         ),
         (
             lambda: unchecked(theory.audit)(1.0, 0.1, 2.5),
-            "`num_steps` must be a concrete integer >= 1, got 2",
+            f"`num_steps` {AT_LEAST_1}, got 2.5",
         ),
         (lambda: theory.audit(1.0, 0.1, 9, smoothness=0.0), "`smoothness` must be None or finite"),
         (
@@ -368,8 +370,8 @@ def test_what_to_type_helps() -> None:
     """Each form that the report suggests has nothing left that needs a change."""
     needs_change = lambda audit: [f.kind for f in audit.findings() if f.needs_change]
     remedy = (
-        "Let η fall by less than c per step (the `rate` of `stagewise` or `momentum_drop`), or give"
-        " the recipe as SGD+M, to `spa_from_sgdm`."
+        "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`),"
+        " or give the recipe as SGD+M, to `spa_from_sgdm`."
     )
     schedules = {
         rule: functools.partial(stagewise, 10.0, 0.1, [200], averaging_rule=rule)
@@ -380,7 +382,7 @@ def test_what_to_type_helps() -> None:
         expected = {"scale": ["spike"], "balance": ["beta", "spike"]}.get(name, ["beta"])
         assert needs_change(abrupt) == expected
         assert abrupt.report().splitlines()[0].endswith(remedy)
-        assert not needs_change(theory.audit(*schedule(rate=1 / (1 - 0.099)), 400))
+        assert not needs_change(theory.audit(*schedule(step_factor=1 / (1 - 0.099)), 400))
     fall = lambda k: jnp.where(k < 200, 1.0, 0.1)
     report = theory.audit(fall, 0.1, 400).report()
     assert report.startswith(
@@ -395,7 +397,7 @@ def test_what_to_type_helps() -> None:
 
 
 def test_a_small_c() -> None:
-    hyperparams = stagewise(1.0, 1e-3, [20], averaging_rule="constant", rate=1.01)
+    hyperparams = stagewise(1.0, 1e-3, [20], averaging_rule="constant", step_factor=1.01)
     assert "η falls by 0.99 % there, where c is 0.1 %." in theory.audit(*hyperparams, 50).report()
     report = theory.audit(1.0, 0.0, 50).report()
     assert report.startswith("α is 0 at every step: the params do not move.")

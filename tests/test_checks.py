@@ -16,19 +16,22 @@ from helpers import (
 )
 
 from spa_optax import (
+    convert,
     gpa,
     gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
+    primal_averaging,
+    scale_by_factored_second_moment,
+    scale_by_second_moment,
     spa,
     spa_adamw,
     spa_from_sgdm,
     stagewise,
-    state_from_sgdm,
-    state_to_sgdm,
+    stochastic_rounding,
     theory,
 )
-from spa_optax._checks import check_count, check_dtype, check_horizon, check_second_moment
+from spa_optax._checks import check
 
 NAN, INF = float("nan"), float("inf")
 
@@ -44,16 +47,22 @@ NAN, INF = float("nan"), float("inf")
         (lambda: spa(1.0, 1.5), "`averaging` must be in [0, 1], got 1.5"),
         (lambda: spa(1.0, -0.5), "`averaging` must be in [0, 1], got -0.5"),
         (lambda: spa(1.0, NAN), "`averaging` must be in [0, 1], got nan"),
-        (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be None or a real floating"),
-        (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be None or a real floating"),
-        (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be None or a real"),
-        (lambda: spa(1.0, state_dtype=jnp.float8_e8m0fnu), "`state_dtype` must be None or a real"),
+        (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be None or a signed float"),
+        (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be None or a signed float"),
+        (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be None or a signed"),
+        (
+            lambda: spa(1.0, state_dtype=jnp.float8_e8m0fnu),
+            "`state_dtype` must be None or a signed",
+        ),
         (
             lambda: spa(10**400),
             "`learning_rate` must be finite and >= 0, got an integer of 1329 bits",
         ),
         (lambda: spa(-(10**5_000)), "`learning_rate` must be finite and >= 0, got an integer of"),
-        (lambda: stagewise(1.0, 0.1, [10**5_000]), "`boundaries` must be below 2^31"),
+        (
+            lambda: stagewise(1.0, 0.1, [10**5_000]),
+            "`boundaries` must be a concrete integer >= 1 and below",
+        ),
         (lambda: stagewise(1.0, 0.1, [1], 10**400), "`factor` must be finite and > 1, got an int"),
         (
             lambda: unchecked(spa)(1.0, rounding_key=jnp.zeros(5, jnp.uint32)),
@@ -65,7 +74,7 @@ NAN, INF = float("nan"), float("inf")
         ),
         (
             lambda: optax.inject_hyperparams(spa)(1.0, state_dtype=jnp.bfloat16).init(jnp.ones(3)),
-            "got an array: name it in the `static_args` of `optax.inject_hyperparams`",
+            "dtype bfloat16: name it in the `static_args` of `optax.inject_hyperparams`",
         ),
         (
             lambda: spa(0.1).init(3),
@@ -85,7 +94,7 @@ NAN, INF = float("nan"), float("inf")
             lambda: spa_from_sgdm(0.1, horizon=0),
             "`horizon` must be a concrete integer >= 1",
         ),
-        (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be None or a real"),
+        (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be None or a signed"),
         (lambda: hyperparams_from_sgdm(-1.0, 0.9), "`learning_rate` must be finite and >= 0"),
         (lambda: hyperparams_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
         (lambda: hyperparams_from_sgdm(0.1, 0.9, horizon=-2), "`horizon` must be a concrete"),
@@ -201,10 +210,11 @@ def test_params_missing_or_of_another_model() -> None:
 
 @pytest.mark.parametrize("count", [-1, True, 3.0, jnp.ones(1, int), jnp.array(1.0), "3"])
 def test_counts(count: Any) -> None:
-    with pytest.raises(ValueError, match="`count` must be None or an integer >= 0, got"):
-        check_count(count)
-    check_count(np.int64(3))
-    check_count(jnp.array(3))
+    with pytest.raises(ValueError, match=r"`count` must be a concrete integer >= 0 .*, got"):
+        check(count=count)
+    check(count=np.int64(3))
+    check(count=jnp.array(3))
+    check(count=None)
 
 
 def test_states_of_another_optimizer() -> None:
@@ -217,30 +227,33 @@ def test_a_horizon_that_is_injected() -> None:
     # `inject_hyperparams` makes a traced array of every number that is not named as static.
     # (The checker of types that these tests run under would be quicker than `spa_from_sgdm` is.)
     with pytest.raises(ValueError, match="`horizon` must be a concrete integer"):
-        jax.jit(check_horizon)(5)
+        jax.jit(lambda horizon: check(horizon=horizon))(5)
     tx = optax.inject_hyperparams(spa_from_sgdm, static_args="horizon")(0.1, 0.9, horizon=5)
     jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def test_states_that_are_not_there() -> None:
-    sgd = optax.sgd(0.1, 0.9).init(PARAMS)
-    from_ = lambda state, **kw: state_from_sgdm(state, PARAMS, momentum=0.9, **kw)
-    with pytest.raises(ValueError, match=r"momentum buffer, .* got 0: was `optax.sgd` made with"):
+    sgd, into = optax.sgd(0.1, 0.9).init(PARAMS), spa_from_sgdm(0.1).init(PARAMS)
+    kinds = "`ScheduleFreeState`, `SPAState`, `ScaleByAdamState`, `TraceState`"
+    from_ = lambda state, **kw: convert(state, PARAMS, into=into, momentum=0.9, **kw)
+    with pytest.raises(ValueError, match=f"`old_state` must hold one of {kinds}, got none"):
         from_(optax.sgd(0.1).init(PARAMS), learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"`sgd_state` must hold one momentum buffer, .* got 2"):
+    with pytest.raises(ValueError, match=r"`old_state` .* got a transformation, not its state"):
+        from_(optax.sgd(0.1, 0.9), learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"`old_state` must hold one `TraceState`, got 2"):
         from_((sgd, sgd), learning_rate=0.1)
-    with pytest.raises(ValueError, match="`count` must be given where `sgd_state` does not hold"):
+    with pytest.raises(ValueError, match="`count` must be given where `old_state` does not hold"):
         from_(sgd, learning_rate=lambda _: 0.1)
     _, moving = optax.sgd(0.1, 0.9).update(PARAMS, sgd)
-    with pytest.raises(ValueError, match="`count` must be >= 1 where `sgd_state` holds momentum"):
+    with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
         from_(moving, learning_rate=0.1, count=0)
-    with pytest.raises(ValueError, match=r"`sgd_state` must have leaves of the paths and shapes"):
-        state_from_sgdm(sgd, PARAMS["layer"], learning_rate=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="`spa_state` must hold one `SPAState`, got 0"):
-        state_to_sgdm(sgd, PARAMS)
+    with pytest.raises(ValueError, match=r"`old_state` must have leaves of the paths and shapes"):
+        convert(sgd, PARAMS["layer"], into=into, learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=f"`into` must hold one of {kinds}, got none"):
+        convert(into, PARAMS, into=optax.sgd(0.1).init(PARAMS))
     at = re.escape("got (3,) at ['layer']['bias']")
-    with pytest.raises(ValueError, match=f"`spa_state` must have leaves of .* each once, {at}"):
-        state_to_sgdm(spa(0.1).init(PARAMS), PARAMS["layer"])
+    with pytest.raises(ValueError, match=f"`old_state` must have leaves of .* each once, {at}"):
+        convert(spa(0.1).init(PARAMS), PARAMS["layer"], into=sgd)
 
 
 @pytest.mark.parametrize(
@@ -259,36 +272,7 @@ def test_states_that_are_not_there() -> None:
         (gpa_adamw, {"b2": 1 - 2e-8}, r"`b2` must be in \[0, 1\) as float32, got 0.99999998"),
         (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
         (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
-        (spa_adamw, {"decay_at": "x"}, r"`decay_at` must be one of \('params', 'z'\), got 'x'"),
-        (spa_adamw, {"second_moment": "row"}, "`second_moment` must be one of .*, got 'row'"),
-        (gpa_adamw, {"second_moment_dtype": jnp.bfloat16}, "`rounding_key` must be given with"),
-        (
-            spa_adamw,
-            {"second_moment_dtype": jnp.float16, "rounding_key": jax.random.key(0)},
-            "`second_moment_dtype` must be None or bfloat16, which has the range of float32, got",
-        ),
-        (
-            spa_adamw,
-            {
-                "second_moment_dtype": jnp.bfloat16,
-                "rounding_key": jax.random.key(0),
-                "second_moment": "factored",
-            },
-            "`second_moment_dtype` must be None where `second_moment` is",
-        ),
-        (spa_adamw, {"decay_rate": 0.8}, "`decay_rate` must be None unless `second_moment` is"),
-        (
-            gpa_adamw,
-            {"decay_rate": 0.0, "second_moment": "factored"},
-            r"`decay_rate` must be in \(0, 1\], got 0.0",
-        ),
-        (gpa_adamw, {"min_dim_size_to_factor": 8}, "`min_dim_size_to_factor` must be None unless"),
-        (
-            gpa_adamw,
-            {"min_dim_size_to_factor": 0, "second_moment": "factored"},
-            "`min_dim_size_to_factor` must be a concrete integer >= 1, got 0",
-        ),
-        (spa_adamw, {"clipping_threshold": 0.0}, "`clipping_threshold` must be > 0, got 0.0"),
+        (gpa_adamw, {"second_moment": "bfloat16"}, "`rounding_key` must be given with a 16-bit"),
     ],
 )
 def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
@@ -296,17 +280,65 @@ def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
         unchecked(make)(**{"learning_rate": 0.1, **kwargs})
 
 
+@pytest.mark.parametrize(
+    ("make", "kwargs", "match"),
+    [
+        (
+            scale_by_second_moment,
+            {"dtype": jnp.float16, "rounding_key": jax.random.key(0)},
+            "`dtype` must be one of .*bfloat16.*, got <class 'jax.numpy.float16'>",
+        ),
+        (scale_by_second_moment, {"dtype": jnp.bfloat16}, "`rounding_key` must be given with a"),
+        (scale_by_second_moment, {"b2": 1.0}, r"`b2` must be in \[0, 1\) as float32, got 1.0"),
+        (scale_by_second_moment, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
+        (
+            scale_by_factored_second_moment,
+            {"power": 0.0},
+            r"`power` must be in \(0, 1\], got 0.0",
+        ),
+        (
+            scale_by_factored_second_moment,
+            {"min_dim_size_to_factor": 0},
+            "`min_dim_size_to_factor` must be a concrete integer >= 1 .*, got 0",
+        ),
+        (
+            primal_averaging,
+            {"base": optax.sgd(0.1), "averaging": 0.1, "params_of_base": "x"},
+            r"`params_of_base` must be one of \('params', 'z'\), got 'x'",
+        ),
+        (
+            primal_averaging,
+            {"base": 0.1, "averaging": 0.1},
+            "`base` must be a gradient transformation, got 0.1",
+        ),
+        (
+            stochastic_rounding,
+            {"base": optax.sgd(0.1), "key": 0},
+            r"`key` must be .*one key of `jax.random`, got 0",
+        ),
+        (
+            check,
+            {"second_moment": "row"},
+            r"`second_moment` must be one of \('full', 'bfloat16', 'factored'\), got 'row'",
+        ),
+    ],
+)
+def test_bad_arguments_of_pieces(make: Any, kwargs: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        unchecked(make)(**kwargs)
+
+
 def test_what_no_scalar_is() -> None:
     for value in (lambda k: 0.9, None, "a", [0.9], jnp.array([0.9])):
         for name in ("b2", "eps"):
             with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got "):
-                check_second_moment(**{"b2": 0.9, "eps": 1e-8, name: value})
+                check(**{name: value})
 
 
 def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
-    with pytest.raises(ValueError, match="`state_dtype` must be None or a real"):
-        check_dtype(jnp.ones(3))
+    with pytest.raises(ValueError, match="`state_dtype` must be None or a signed"):
+        check(state_dtype=jnp.ones(3))
     named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
@@ -339,7 +371,7 @@ def test_injected_for_narrow_params() -> None:
             updates, _ = tx.update(x, tx.init(x), x)
         assert np.isfinite(updates).all()
     with pytest.raises(ValueError, match=r"`horizon` must .* name it in the `static_args`"):
-        jax.jit(check_horizon)(5)
+        jax.jit(lambda horizon: check(horizon=horizon))(5)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, jax.random.key(0)])
@@ -347,9 +379,10 @@ def test_nesterov_is_a_bool(value: Any) -> None:
     x, match = jnp.ones(2), "`nesterov` must be True or False, got"
     with pytest.raises(ValueError, match=match):
         unchecked(spa_from_sgdm)(0.1, 0.9, value)
-    state = optax.sgd(0.1, 0.9).init(x)
+    state, into = optax.sgd(0.1, 0.9).init(x), spa_from_sgdm(0.1).init(x)
+    sgdm: Any = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": value}
     with pytest.raises(ValueError, match=match):
-        unchecked(state_from_sgdm)(state, x, learning_rate=0.1, momentum=0.9, nesterov=value)
+        unchecked(convert)(state, x, into=into, **sgdm)
     injected = optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9, nesterov=True)
     injected.update(x, injected.init(x), x)
 
@@ -360,16 +393,15 @@ def test_bad_update(make: Any) -> None:
     grads = jax.tree.map(jnp.cos, params)
     tx = make(0.1)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="`params` must be passed"):
+    with pytest.raises(ValueError, match=r"`params` must be passed|not passing `params`"):
         tx.update(grads, state)
     with pytest.raises(ValueError, match="`updates` must have the structure"):
         tx.update({"w": grads["w"]}, state, params)
     with pytest.raises(ValueError, match="`updates` must have the shapes"):
         tx.update(jax.tree.map(lambda g: g[..., :1], grads), state, params)
     if make is gpa:
-        with pytest.raises(ValueError, match="`state` must be a `GPAState`, got SPAState"):
-            tx.update(grads, spa(0.1).init(params), params)
+        with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+            tx.update(grads, spa_adamw(0.1).init(params), params)
     else:
-        other: Any = spa_adamw if make is gpa_adamw else gpa_adamw
-        with pytest.raises(ValueError, match="`state` must be a"):
-            tx.update(grads, other(0.1).init(params), params)
+        with pytest.raises(ValueError, match="`state` must hold a full second moment"):
+            tx.update(grads, make(0.1, second_moment="factored").init(params), params)

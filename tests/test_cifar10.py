@@ -108,27 +108,6 @@ def test_download(server: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.x_test, data.x_test)
 
 
-@pytest.mark.parametrize("problem", ["another archive", "none there", "a short file"])
-def test_no_cifar10(problem: str, server: Path, tmp_path: Path) -> None:
-    """An error that says what is wrong, and no traceback."""
-    data_dir = tmp_path / "data"
-    served = server / "cifar-10-binary.tar.gz"
-    if problem == "another archive":
-        served.write_bytes(b"something else")
-        message = "hash"
-    elif problem == "none there":
-        served.unlink()
-        message = "404"
-    else:
-        folder = data_dir / "cifar-10-batches-bin"
-        folder.mkdir(parents=True)
-        for name, content in FILES.items():
-            (folder / name).write_bytes(content[:-1])
-        message = "must hold records of 3073 bytes, got 61455 bytes"
-    with pytest.raises(SystemExit, match=rf"^error: (?s:.)*{message}"):
-        cifar10.main(["--data-dir", str(data_dir)])
-
-
 def test_every_shift_and_mirror_image() -> None:
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), "reflect")
@@ -140,52 +119,26 @@ def test_every_shift_and_mirror_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"y_train": None}, "must be an .npz file with x_train, y_train, x_test, y_test"),
-        ({"x_train": np.zeros((99, 3, 32, 32), np.uint8)}, r"x_train must be uint8 .* \(99, 3, 32"),
-        ({"x_test": DATA.x_test / 255}, r"x_test must be uint8 of shape .*, got float64"),
-        ({"y_test": DATA.y_test / 1.0}, "y_test must be 37 integers, got float64"),
-        ({"y_test": DATA.y_test[:-1]}, r"y_test must be 37 integers, got int64 of \(36,\)"),
-        ({"y_test": DATA.y_test + 1}, "y_test must be from 0 to 1, .* got 1 to 2"),
-        ({"y_train": DATA.y_train - 1}, "y_train must be from 0 to 0, .* got -1 to 0"),
-        ({"y_train": DATA.y_train + 2**62}, f"y_train must be below 128, got {2**62 + 1}"),
-        ({"x_train": DATA.x_train[:9], "y_train": DATA.y_train[:9]}, "16 images or more, got 9"),
+        {"x_train": np.zeros((99, 3, 32, 32), np.uint8)},
+        {"x_test": DATA.x_test / 255},
+        {"y_train": DATA.y_train[:, None]},
+        {"y_test": DATA.y_test / 1.0},
+        {"y_test": DATA.y_test[:-1]},
+        {"y_train": DATA.y_train - 1},
+        {"y_train": DATA.y_train + 2**62},
+        {"x_train": DATA.x_train[:9], "y_train": DATA.y_train[:9]},
     ],
 )
-def test_own_images_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_own_images_that_cannot_be(changes: dict[str, Any], tmp_path: Path) -> None:
+    """One message, which says what there must be and what there is."""
     arrays = {**DATA._asdict(), **changes}
-    path = tmp_path / "own.npz"
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        cifar10.main(["--npz", str(path)])
-
-
-@pytest.mark.parametrize("content", [None, b"", b"text"])
-def test_no_npz_file(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "own.npz"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"^error: .*own\.npz"):
-        cifar10.main(["--npz", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "--epochs: must be an integer > 0, got 0"),
-        (["--seeds", "two"], "--seeds: must be an integer > 0, got two"),
-        (["--optimizer", "adam"], "--optimizer: invalid choice: 'adam'"),
-        (["--picture", "x.xyz"], "--picture must end in"),
-        (["--picture", "/dev/null/x.png"], "--picture must be a file that can be written"),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cifar10.main(arguments)
-    assert message in capsys.readouterr().err
+    np.savez(tmp_path / "own.npz", **arrays)
+    with pytest.raises(SystemExit, match=r"^error: --npz must hold uint8 images") as caught:
+        cifar10.main(["--npz", str(tmp_path / "own.npz")])
+    for name, array in arrays.items():
+        assert f"{name} {array.dtype} {array.shape}" in str(caught.value)
 
 
 # --------------------------------------------------------------------------- network and training
@@ -335,9 +288,3 @@ def test_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = cifar10.main(["--npz", str(tmp_path / "own.npz"), *arguments])
     assert num_classes == [(2, 2, 3)]
     assert "60.00 % ± 10.00 %" in text  # |0.7 − 0.5| / 2
-
-
-def test_a_batch_that_the_devices_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar10, "BATCH", 12)
-    with pytest.raises(SystemExit, match=r"^error: 8 devices must divide a batch of 12 images"):
-        cifar10.main(["--smoke"])

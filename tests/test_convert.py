@@ -1,5 +1,6 @@
 """Conversions both ways, of hyper-parameters and of states in the middle of a run."""
 
+import re
 from typing import Any
 
 import chex
@@ -25,21 +26,21 @@ from helpers import (
 )
 
 from spa_optax import (
-    SGDMHyperparams,
-    SPAHyperparams,
     SPAState,
+    convert,
     eval_params,
     gpa,
+    gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     reanchor,
     spa,
+    spa_adamw,
     spa_from_sgdm,
-    state_from_sgdm,
-    state_to_sgdm,
     theory,
 )
-from spa_optax._core import find
+from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
+from spa_optax._trees import find
 
 
 def test_numbers_in_numbers_out() -> None:
@@ -200,18 +201,12 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
         never_moved, _ = _run(sgd, None, slice(None), dtype)
 
         params, sgd_state = _run(sgd, None, slice(there), dtype)
-        state = state_from_sgdm(
-            sgd_state,
-            params,
-            learning_rate=ALPHA,
-            momentum=0.9,
-            nesterov=nesterov,
-            into=tx.init(params),
-        )
+        sgdm: Any = {"learning_rate": ALPHA, "momentum": 0.9, "nesterov": nesterov}
+        state = convert(sgd_state, params, into=tx.init(params), **sgdm)
         assert state[1].count == there
         params, state = _run(tx, (params, state), slice(there, back), dtype)
         assert state[1].count == back
-        sgd_state = state_to_sgdm(state, params, into=sgd.init(params))
+        sgd_state = convert(state, params, into=sgd.init(params))
         assert optax.tree.get(sgd_state, "count") == back
         params, _ = _run(sgd, (params, sgd_state), slice(back, None), dtype)
         assert relative_difference(params, never_moved) < tolerance
@@ -222,7 +217,8 @@ def test_a_state_from_sgdm_is_as_foreseen() -> None:
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
     _, native = _run(tx, None, slice(80), "float32")
     params, sgd_state = _run(sgd, None, slice(80), "float32")
-    moved = state_from_sgdm(sgd_state, params, learning_rate=ALPHA, momentum=0.9)
+    into = tx.init(params)
+    moved = convert(sgd_state, params, into=into, learning_rate=ALPHA, momentum=0.9)
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
     _, after = tx.update(jnp.zeros_like(params), moved, params)
     np.testing.assert_array_equal(after.z, moved.z)
@@ -242,13 +238,14 @@ def test_the_buffer_is_found_in_any_wrapper(wrap: str) -> None:
         with jax.numpy_dtype_promotion("standard"):
             updates, state = sgd.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    moved = state_from_sgdm(state, params, learning_rate=lambda _: 0.5, momentum=0.5)
+    into = spa_from_sgdm(0.5, 0.5).init(params)
+    moved = convert(state, params, into=into, learning_rate=lambda _: 0.5, momentum=0.5)
     # m = 1.75 g after three steps, w = αβ/(1 − β) = 0.5.
     np.testing.assert_allclose(moved.z["a"], params["a"] - 0.5 * 1.75 * grads["a"])
-    assert (moved.count, moved.eta, moved.c, moved.coast) == (3, 1.0, 0.5, 0.5)
+    assert (moved.count, moved.eta, moved.c, moved.w) == (3, 1.0, 0.5, 0.5)
     # And under jit.
-    again = jax.jit(state_from_sgdm, static_argnames=("learning_rate", "momentum"))(
-        state, params, learning_rate=lambda _: 0.5, momentum=0.5
+    again = jax.jit(convert, static_argnames=("learning_rate", "momentum"))(
+        state, params, into=into, learning_rate=lambda _: 0.5, momentum=0.5
     )
     chex.assert_trees_all_close(again, moved)
 
@@ -283,11 +280,11 @@ def test_whole_states_move(name: str) -> None:
     y, state, moved = params, sgd.init(params), sgd
     for k in range(12):
         if k == 4:
-            state = state_from_sgdm(state, y, learning_rate=alpha, momentum=0.5, into=tx.init(y))
+            state = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
             assert jax.tree.structure(state) == jax.tree.structure(tx.init(y))
             moved = tx
         if k == 8:
-            state = state_to_sgdm(state, y, into=sgd.init(y))
+            state = convert(state, y, into=sgd.init(y))
             assert jax.tree.structure(state) == jax.tree.structure(sgd.init(y))
             moved = sgd
         x, sgd_state = _step(sgd, x, sgd_state, gradient(x, k))
@@ -305,22 +302,19 @@ def test_injected_states_move() -> None:
     sgd_state = state = sgd.init(x)
     for k in range(8):
         if k == 4:
-            kwargs: Any = {"learning_rate": alpha, "momentum": 0.5, "into": tx.init(y)}
-            state = state_from_sgdm(state, y, **kwargs)
+            state = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
             assert state.count == state.inner_state.count == 4
         x, sgd_state = _step(sgd, x, sgd_state, jnp.cos(x))
         y, state = _step(sgd if k < 4 else tx, y, state, jnp.cos(y))
     np.testing.assert_allclose(y, x, rtol=1e-6)
-    assert state_to_sgdm(state, y, into=sgd.init(y)).count == 8
+    assert convert(state, y, into=sgd.init(y)).count == 8
 
 
 def test_a_state_keeps_the_dtype_of_z() -> None:
     params = jnp.ones(3)
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9, state_dtype=jnp.bfloat16)
     _, sgd_state = sgd.update(params, sgd.init(params))
-    state = state_from_sgdm(
-        sgd_state, params, learning_rate=0.1, momentum=0.9, into=tx.init(params)
-    )
+    state = convert(sgd_state, params, into=tx.init(params), learning_rate=0.1, momentum=0.9)
     assert state.z.dtype == jnp.bfloat16
 
 
@@ -328,18 +322,86 @@ def test_states_that_do_not_fit() -> None:
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     masked = lambda tx: optax.masked(tx, {"a": True, "b": False})
     sgd = optax.sgd(0.1, 0.9)
-    move = lambda state, into: state_from_sgdm(
-        state, params, learning_rate=0.1, momentum=0.9, into=into
+    move = lambda old, new: convert(
+        old.init(params), params, into=new.init(params), learning_rate=0.1, momentum=0.9
     )
-    for old, new in ((masked(sgd), spa_from_sgdm(0.1)), (sgd, gpa(0.1))):
-        with pytest.raises(ValueError, match="`into` must be a state of `spa_from_sgdm` for"):
-            move(old.init(params), new.init(params))
-    with pytest.raises(ValueError, match="`into` must hold one `SPAState`, got 0"):
-        move(sgd.init(params), sgd.init(params))
-    with pytest.raises(ValueError, match="`into` must hold one `TraceState`, got 0"):
-        state_to_sgdm(spa(0.1).init(params), params, into=optax.sgd(0.1).init(params))
-    with pytest.raises(ValueError, match="`into` must have momentum only for params"):
-        state_to_sgdm(masked(spa(0.1)).init(params), params, into=sgd.init(params))
+    for old, new in ((masked(sgd), spa_from_sgdm(0.1)), (masked(spa(0.1)), sgd)):
+        at = re.escape("that `old_state` trains, got ['b']")
+        with pytest.raises(ValueError, match=f"`into` must hold only params {at}"):
+            move(old, new)
+    with pytest.raises(ValueError, match=r"`into` must hold one of .*, got none"):
+        move(spa(0.1), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="`into` must hold one `SPAState`, got 2"):
+        move(sgd, optax.chain(spa(0.1), spa(0.1)))
+    with pytest.raises(ValueError, match=r"`into` must hold one of .*, got a transformation, not"):
+        convert(sgd.init(params), params, into=spa(0.1), learning_rate=0.1, momentum=0.9)
+
+
+def test_what_the_states_do_not_hold_must_be_given() -> None:
+    x = jnp.ones(2)
+    sgd, adam, sf = optax.sgd(0.1, 0.9), optax.adam(0.1), optax.contrib.schedule_free_adamw(0.1)
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (sgd, spa(0.1), {"momentum": 0.9}, "learning_rate"),
+        (sgd, spa(0.1), {"learning_rate": 0.1}, "momentum"),
+        (adam, spa_adamw(0.1), {}, "learning_rate"),
+        (spa_adamw(0.1), adam, {}, "learning_rate"),
+        (gpa_adamw(0.1), sf, {}, "learning_rate"),
+    ]
+    for old, new, kwargs, name in cases:
+        match = f"`{name}` must be given for these states, got None"
+        with pytest.raises(ValueError, match=match):
+            convert(old.init(x), x, into=new.init(x), **kwargs)
+
+
+SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (spa(0.1), gpa(0.1)),
+        (gpa(0.1), spa(0.1)),
+        (optax.sgd(0.1, 0.9), gpa(0.1)),
+        (gpa(0.1), optax.sgd(0.1, 0.9)),
+        (optax.adam(0.1), gpa_adamw(0.1)),
+        (gpa_adamw(0.1), optax.adam(0.1)),
+        (SCHEDULE_FREE, spa_adamw(0.1)),
+        (spa_adamw(0.1), SCHEDULE_FREE),
+        (gpa_adamw(0.1, interpolation=0.7), SCHEDULE_FREE),  # whose b1 is 0.9, and constant
+    ],
+)
+def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
+    """Traced, a μ_y cannot raise: z, or the momentum, is NaN."""
+    y, g = jnp.ones(2), jnp.array([1.0, -2.0])
+    with jax.numpy_dtype_promotion("standard"):  # for optax's
+        _, state = old.update(g, old.init(y), y)
+    move = lambda state, into: convert(state, y, into=into, learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="`into` must have x as params if `old_state` has, or y"):
+        move(state, new.init(y))
+    moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
+    assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)
+
+
+def test_at_an_interpolation_of_1_y_is_x() -> None:
+    y, tx = jnp.ones(2), gpa(0.5, 0.25, 1.0)
+    _, state = tx.update(y, tx.init(y), y)
+    for move in (convert, jax.jit(convert)):
+        moved = move(state, y, into=spa(0.5, 0.25).init(y))
+        chex.assert_trees_all_equal(moved, state)
+
+
+def test_z_takes_the_dtype_of_another_member() -> None:
+    """Rounded to nearest, with all else as it was; the momentum is the same to within that."""
+    params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
+    x, state = apply(old, params, [jnp.cos(params)] * 3)
+    tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
+    moved = convert(state, x, into=tx.init(x))
+    np.testing.assert_array_equal(moved.z, state.z.astype(jnp.bfloat16))
+    chex.assert_trees_all_equal(moved._replace(z=state.z), state)
+    as_sgdm = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
+    chex.assert_trees_all_equal(as_sgdm, state)
+    back = convert(moved, x, into=old.init(x))
+    np.testing.assert_array_equal(back.z, moved.z.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -351,12 +413,12 @@ def test_the_new_optimizer_may_freeze_params(nesterov: bool) -> None:
     x, g = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
     x, old = _step(sgd, x, sgd.init(x), g)
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    y, _ = _step(some(tx), x, state_from_sgdm(old, x, **kwargs, into=some(tx).init(x)), g)
+    y, _ = _step(some(tx), x, convert(old, x, into=some(tx).init(x), **kwargs), g)
     expected, old = _step(sgd, x, old, g)
     np.testing.assert_allclose(y["a"], expected["a"], rtol=1e-6)
     np.testing.assert_array_equal(y["b"], x["b"])
-    whole = state_from_sgdm(old, expected, **kwargs, into=tx.init(expected))
-    back = state_to_sgdm(whole, expected, into=some(sgd).init(expected))
+    whole = convert(old, expected, into=tx.init(expected), **kwargs)
+    back = convert(whole, expected, into=some(sgd).init(expected))
     np.testing.assert_allclose(
         optax.tree.get(back, "trace")["a"], optax.tree.get(old, "trace")["a"], rtol=1e-5
     )
@@ -366,28 +428,32 @@ def test_the_way_back_is_lossy_where_alpha_has_all_but_vanished() -> None:
     """In float32 too: m = (x − z)/w to within ulp(x)/w, 0.8 % two steps before the end."""
     schedule = lenient(optax.cosine_decay_schedule(0.1, NUM_STEPS))
     params, state = _run(spa_from_sgdm(schedule, 0.9), None, slice(NUM_STEPS - 2), "float32")
-    _, sgd_state = _run(optax.sgd(schedule, 0.9), None, slice(NUM_STEPS - 2), "float32")
+    sgd = optax.sgd(schedule, 0.9)
+    _, sgd_state = _run(sgd, None, slice(NUM_STEPS - 2), "float32")
     trace = np.asarray(optax.tree.get(sgd_state, "trace"))
-    error = np.abs(np.asarray(state_to_sgdm(state, params)) - trace)
+    back = convert(state, params, into=sgd.init(params))
+    error = np.abs(np.asarray(optax.tree.get(back, "trace")) - trace)
     assert np.linalg.norm(error) > 1e-3 * np.linalg.norm(trace)
     ulp = float(jnp.finfo(jnp.float32).eps) * np.abs(params).max()
-    assert error.max() < 4 * ulp / float(state.coast) + 1e-4 * np.abs(trace).max()
+    assert error.max() < 4 * ulp / float(state.w) + 1e-4 * np.abs(trace).max()
 
 
 def test_constants_need_no_count() -> None:
     params = jnp.ones(2)
-    sgd = optax.sgd(0.5, 0.5)
-    at_start = state_from_sgdm(sgd.init(params), params, learning_rate=0.5, momentum=0.5)
+    sgd, tx = optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
+    move = lambda state, **kwargs: convert(
+        state, params, into=tx.init(params), learning_rate=0.5, momentum=0.5, **kwargs
+    )
+    at_start = move(sgd.init(params))
     assert at_start.count == 0
     np.testing.assert_array_equal(at_start.z, params)
     _, state = sgd.update(params, sgd.init(params))
-    moved = state_from_sgdm(state, params, learning_rate=0.5, momentum=0.5)
-    assert moved.count == 1  # with momentum never 0, where z would be taken from params
-    assert state_from_sgdm(state, params, learning_rate=0.5, momentum=0.5, count=7).count == 7
+    assert move(state).count == 1  # with momentum never 0, where z would be taken from params
+    assert move(state, count=7).count == 7
 
 
 def test_spa_states_convert_too() -> None:
-    """`spa` keeps the coast of its z, so that SGD+M can take over from it."""
+    """`spa` keeps the w of its z, so that SGD+M can take over from it."""
     with x64():
         grads, params = jnp.array([1.0, -2.0]), jnp.ones(2)
         tx = spa(lambda k: 2.0 - k.astype(float) / 10, 0.25)
@@ -400,10 +466,12 @@ def test_spa_states_convert_too() -> None:
             updates, sgd_state = sgd.update(grads * y, sgd_state, y)
             y = optax.apply_updates(y, updates)
         trace = optax.tree.get(sgd_state, "trace")
-        np.testing.assert_allclose(state_to_sgdm(state, x), trace, rtol=1e-6)  # w is float32
+        into = optax.trace(0.75).init(x)
+        m = convert(state, x, into=into).trace
+        np.testing.assert_allclose(m, trace, rtol=1e-6)  # w is float32
         # At c = 1 there is none.
         _, state = spa(1.0, 1.0).update(grads, state, x)
-        np.testing.assert_array_equal(state_to_sgdm(state, x), jnp.zeros(2))
+        np.testing.assert_array_equal(convert(state, x, into=into).trace, jnp.zeros(2))
 
 
 def test_a_run_of_spa_resumed_as_sgdm() -> None:
@@ -455,7 +523,8 @@ def test_states_of_nnx(wrt: Any) -> None:
     grads = jax.tree.map(lambda p: 0.1 * jnp.ones_like(p), nnx.state(model, wrt))
     optimizer.update(model, grads)
     params = nnx.state(model, wrt)
-    m = state_to_sgdm(optimizer.opt_state, params)
+    sgd = nnx.Optimizer(model, optax.sgd(0.5, 0.5), wrt=wrt)
+    m = optax.tree.get(convert(optimizer.opt_state, params, into=sgd.opt_state), "trace")
     np.testing.assert_allclose(jax.tree.leaves(m)[0], 0.1, rtol=1e-5)  # one gradient
     pruned = jax.tree.map(lambda p: 0 * p, params)
     before = jax.tree.map(jnp.copy, params)
@@ -492,11 +561,8 @@ def test_a_run_of_nnx_moves() -> None:
                 params, old = nnx.state(model, nnx.Param), optimizer.opt_state
                 optimizer = nnx.Optimizer(model, tx if k == 3 else sgd, wrt=nnx.Param)
                 new = optimizer.opt_state
-                if k == 3:
-                    kwargs: Any = {"learning_rate": alpha, "momentum": 0.5}
-                    optimizer.opt_state = state_from_sgdm(old, params, **kwargs, into=new)
-                else:
-                    optimizer.opt_state = state_to_sgdm(old, params, into=new)
+                kwargs: Any = {"learning_rate": alpha, "momentum": 0.5} if k == 3 else {}
+                optimizer.opt_state = convert(old, params, into=new, **kwargs)
             step(model, optimizer)
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:`rounding_key` should be given")
 def test_digits(tmp_path: Path) -> None:
     picture = tmp_path / "digits.png"
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])

@@ -24,19 +24,22 @@ from jaxtyping import Array
 
 from spa_optax import (
     SPAState,
+    convert,
     eval_params,
     gpa,
     gpa_adamw,
+    in_float32,
+    primal_averaging,
     reanchor,
+    scale_by_factored_second_moment,
     spa,
     spa_adamw,
     spa_from_sgdm,
-    state_to_sgdm,
+    stochastic_rounding,
 )
-from spa_optax.diagnostics import (
-    TrackMomentumState,
-    track_momentum,
-)
+from spa_optax.diagnostics import TrackMomentumState, track_momentum
+
+KEY = jax.random.key(0)
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 1_000))
 FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
@@ -45,26 +48,33 @@ FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "sgdm": functools.partial(spa_from_sgdm, 0.01, 0.9),
     "sgdm, schedule": functools.partial(spa_from_sgdm, COSINE, 0.9),
     "sgdm, nesterov": functools.partial(spa_from_sgdm, COSINE, 0.9, True),
-    "stochastic": functools.partial(spa_from_sgdm, COSINE, 0.9, rounding_key=jax.random.key(0)),
+    "stochastic": functools.partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY),
     "gpa": functools.partial(gpa, COSINE, UNIFORM, lambda k: jnp.where(k > 1, 0.5, 0.9)),
     "tracked": lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)),
+    "around sgd at z": functools.partial(
+        primal_averaging,
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+        0.1,
+        params_of_base="z",
+    ),
 }
+
+
+def factored(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    """`spa_adamw` with a second moment that is factored for small arrays, too."""
+    scale = scale_by_factored_second_moment(0.9, min_dim_size_to_factor=2)
+    direction = in_float32(optax.chain(scale, optax.add_decayed_weights(1e-4)))
+    return optax.chain(direction, spa(0.1, 0.1, **kwargs))
+
+
 ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "spa_adamw": functools.partial(spa_adamw, 0.1, 0.1, b2=0.9),
     "gpa_adamw": functools.partial(gpa_adamw, 0.1, 0.1, 0.9, b2=0.9),
-    "factored": functools.partial(
-        spa_adamw, 0.1, 0.1, b2=0.9, second_moment="factored", min_dim_size_to_factor=2
-    ),
+    "factored": factored,
     "16 bits": functools.partial(
-        gpa_adamw,
-        0.1,
-        0.1,
-        0.9,
-        b2=0.9,
-        decay_at="z",
-        second_moment_dtype=jnp.bfloat16,
-        rounding_key=jax.random.key(0),
+        gpa_adamw, 0.1, 0.1, 0.9, b2=0.9, second_moment="bfloat16", rounding_key=KEY
     ),
+    "around adamw": functools.partial(primal_averaging, optax.adamw(0.1, b2=0.9), 0.1, 0.9),
 }
 WATCHED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "watched": lambda **kwargs: track_momentum(
@@ -80,11 +90,15 @@ def keywords(make: Any) -> dict[str, Any]:
 
 def ulps_of_rounding(make: Any) -> float:
     """How far two runs may be apart that round ν differently: one ulp of bfloat16, if at all."""
-    return 2**-7 if "second_moment_dtype" in keywords(make) else 0.0
+    return 2**-7 if "second_moment" in keywords(make) else 0.0
 
 
 def is_factored(make: Any) -> bool:
-    return "second_moment" in keywords(make)
+    return make.__wrapped__ is factored
+
+
+def is_around_adamw(make: Any) -> bool:
+    return make.__wrapped__ is ALIASES["around adamw"]
 
 
 # One for each way through the code; the others are slow only because they are many.
@@ -102,15 +116,13 @@ def each_of(factories: dict[str, Any]) -> pytest.MarkDecorator:
 every_transform = each_of(ALL)
 # What holds for updates that are linear in the gradients, and for states that are SPA's alone.
 but_adamw = each_of(FACTORIES)
-with_numbers = pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(spa, 0.1, 0.1),
-        functools.partial(spa_from_sgdm, 0.01, 0.9),
-        functools.partial(gpa, 0.1, 0.1, 0.9),
-        functools.partial(spa_adamw, 0.1, 0.1, 0.9),
-    ],
-)
+WITH_NUMBERS: list[Any] = [
+    functools.partial(spa, 0.1, 0.1),
+    functools.partial(spa_from_sgdm, 0.01, 0.9),
+    functools.partial(gpa, 0.1, 0.1, 0.9),
+    functools.partial(spa_adamw, 0.1, 0.1, 0.9),
+]
+AROUND_SGD = functools.partial(primal_averaging, optax.sgd(0.1), 0.1, 0.9)
 
 PARAMS = {
     "w": jnp.arange(6.0).reshape(2, 3) / 4,
@@ -173,7 +185,7 @@ def test_map_params_reaches_z_alone(make: Any) -> None:
         tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other"
     )
     z = jax.tree.map(lambda _: "param", PARAMS)
-    assert spa_state(marked) == SPAState("other", z, *["other"] * 3)
+    assert spa_state(marked) == SPAState("other", z, *["other"] * 4)
     assert jax.tree.leaves(marked).count("param") == len(jax.tree.leaves(PARAMS))
 
 
@@ -206,7 +218,7 @@ def test_30_000_steps_converge(tx: Any, loss: Any, start: list[float], goal: lis
     np.testing.assert_allclose(carry[0], goal, rtol=3e-2, atol=3e-2)
 
 
-@with_numbers
+@pytest.mark.parametrize("make", [*WITH_NUMBERS, AROUND_SGD])
 def test_inject_hyperparams(make: Any) -> None:
     injected = optax.inject_hyperparams(make.func)(*make.args)
     tx = make()
@@ -328,7 +340,7 @@ def test_scan_is_a_loop(make: Any) -> None:
     chex.assert_trees_all_close(scanned, carry, rtol=1e-6)
 
 
-@with_numbers
+@pytest.mark.parametrize("make", WITH_NUMBERS)
 def test_vmap_over_learning_rates(make: Any) -> None:
     rates = jnp.array([0.01, 0.03, 0.1])
 
@@ -384,6 +396,8 @@ def test_empty_trees_and_none(make: Any) -> None:
         updates, state = tx.update(empty, tx.init(empty), empty)
         assert updates == empty
         assert spa_state(state).count == 1
+    if is_around_adamw(make):  # which takes None only where a parameter is None
+        return
     # A parameter without a gradient stays, and so does its z; the others are not affected.
     grads = {**GRADS, "b": {"c": None}}
     params, state = apply(tx, PARAMS, [grads] * 2)
@@ -461,15 +475,16 @@ def test_apply_if_finite(make: Any) -> None:
 
 @every_transform
 def test_flatten_and_chain(make: Any) -> None:
-    params, _ = apply(make(), PARAMS, [GRADS] * 3)
-    flat, _ = apply(optax.flatten(make()), PARAMS, [GRADS] * 3)
+    grads = [GRADS, jax.tree.map(lambda g: 2 * g, GRADS), GRADS]
+    params, _ = apply(make(), PARAMS, grads)
+    flat, _ = apply(optax.flatten(make()), PARAMS, grads)
     if not is_factored(make):  # there are no rows and columns any more
         chex.assert_trees_all_close(flat, params, rtol=ulps_of_rounding(make) or 1e-6)
     before = [optax.clip_by_global_norm(0.1), optax.add_decayed_weights(1e-2)]
-    chained, _ = apply(optax.chain(*before, make()), PARAMS, [GRADS] * 3)
+    chained, _ = apply(optax.chain(*before, make()), PARAMS, grads)
     factory = make.__wrapped__
     if getattr(factory, "func", None) is spa_from_sgdm:
-        reference, _ = apply(optax.chain(*before, optax.sgd(*factory.args)), PARAMS, [GRADS] * 3)
+        reference, _ = apply(optax.chain(*before, optax.sgd(*factory.args)), PARAMS, grads)
         chex.assert_trees_all_close(chained, reference, rtol=1e-6)
     assert not np.allclose(chained["w"], params["w"])
 
@@ -514,9 +529,11 @@ def test_equinox(make: Any) -> None:
         expected = tx.update(grads, state, only_trained(model))
         updates, state = tx.update(grads, state, model)
         model = equinox.apply_updates(model, updates)
-        of_state = eval_params(state, model), state_to_sgdm(state, model)
-        of_trained = state_to_sgdm(state, only_trained(model))
-        return model, state, (updates, state, of_state[1]), (*expected, of_trained), of_state[0]
+        into = tx.init(only_trained(model))
+        moved = convert(state, model, into=into)
+        of_trained = convert(state, only_trained(model), into=into)
+        x = eval_params(state, model)
+        return model, state, (updates, state, moved), (*expected, of_trained), x
 
     start, state = model, tx.init(only_trained(model))
     for _ in range(2):
@@ -576,9 +593,11 @@ def test_sharded_params(make: Any) -> None:
     params = jax.device_put({"w": jnp.arange(64.0).reshape(16, 4)}, sharding)
     grads = jax.tree.map(jnp.cos, params)
     tx = make()
-    for init in (tx.init, jax.jit(tx.init)):
+    for init in (jax.jit(tx.init), tx.init):
         state = init(params)
-        large = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 4)]
+        # Under jit Optax's moments lose it.
+        ours = spa_state(state) if is_around_adamw(make) else state
+        large = [leaf for leaf in jax.tree.leaves(ours) if leaf.shape == (16, 4)]
         assert large
         assert all(leaf.sharding.is_equivalent_to(sharding, 2) for leaf in large)
     update = jax.jit(tx.update).lower(grads, state, params).compile()
@@ -610,3 +629,219 @@ def test_export_for_cpu_gpu_and_tpu(make: Any) -> None:
     chex.assert_trees_all_close(
         exported.call(PARAMS, tx.init(PARAMS)), step(PARAMS, tx.init(PARAMS)), rtol=1e-6
     )
+
+
+# ----------------------------------------------------------------------- stochastic_rounding
+
+ROUNDED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    name: functools.partial(stochastic_rounding, base, KEY)
+    for name, base in {
+        "sgd": optax.sgd(0.1, 0.9),
+        "adamw": optax.adamw(0.1, mu_dtype=jnp.bfloat16),
+        "lion": optax.lion(0.1),
+        "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+        "muon": optax.contrib.muon(0.5),
+    }.items()
+}
+every_rounded = pytest.mark.parametrize(
+    "make",
+    [
+        (pytest.param if name in ("adamw", "muon") else slow)(functools.cache(make), id=name)
+        for name, make in ROUNDED.items()
+    ],
+)
+NARROW = {"w": jnp.linspace(-1, 1, 128).reshape(16, 8), "b": {"c": jnp.linspace(0.5, 2, 8)}}
+NARROW = optax.tree.cast(NARROW, jnp.bfloat16)
+NARROW_GRADS = jax.tree.map(lambda p: jnp.cos(3 * p) / 3, NARROW)
+ULP = 2.0**-7  # of bfloat16 params from 1 to 2
+
+
+def assert_close_up_to_rounding(x: Any, expected: Any, num_steps: int) -> None:
+    """Compiled otherwise, a step may be rounded to the other neighbour."""
+    wide = lambda tree: optax.tree.cast(tree, jnp.float32)
+    chex.assert_trees_all_close(wide(x), wide(expected), rtol=0, atol=num_steps * ULP)
+
+
+@every_rounded
+@pytest.mark.parametrize("dtype", [FLOAT16, jnp.bfloat16, jnp.float32])
+def test_rounded_updates_have_the_dtype_of_params(make: Any, dtype: Any) -> None:
+    """And the state keeps its own, so that no step compiles anew."""
+    tx, traces = make(), 0
+    params, grads = optax.tree.cast((NARROW, NARROW_GRADS), dtype)
+
+    @jax.jit
+    def update(params: Any, state: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    state = tx.init(params)
+    types = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), state)
+    x = params
+    for _ in range(3):
+        x, state, updates = update(x, state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    assert traces == 1
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), state) == types
+    assert state.count == 3
+    assert all(np.all(np.isfinite(leaf.astype(float))) for leaf in jax.tree.leaves(x))
+    assert not np.array_equal(x["w"], params["w"])
+    # What the base keeps is as for float32 params.
+    base = make.__wrapped__.args[0]
+    expected = jax.eval_shape(base.init, optax.tree.cast(params, jnp.float32))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.base, expected)
+
+
+@every_rounded
+def test_scan_of_rounded_is_a_loop(make: Any) -> None:
+    tx = make()
+
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(NARROW_GRADS, state, params)
+        return optax.apply_updates(params, updates), state
+
+    carry = (NARROW, tx.init(NARROW))
+    (scanned, state), _ = jax.lax.scan(lambda c, _: (step(*c), None), carry, length=7)
+    for _ in range(7):
+        carry = jax.jit(step)(*carry)
+    assert_close_up_to_rounding(scanned, carry[0], 7)
+    assert state.count == carry[1].count == 7
+    moved = jnp.abs(scanned["w"].astype(float) - NARROW["w"].astype(float))
+    assert moved.max() > 10 * 7 * ULP
+
+
+@every_rounded
+def test_donation_of_rounded(make: Any) -> None:
+    tx = make()
+    params, grads = jax.tree.map(jnp.array, (NARROW, NARROW_GRADS))
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any) -> Any:
+        total = optax.tree.sum(optax.tree.cast(state, jnp.float32))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, total
+
+    old = (params, state)
+    params, state, _ = step(params, state)
+    step(params, state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+
+
+@every_rounded
+def test_multi_steps_around_rounded(make: Any) -> None:
+    """Two half batches are one batch, of which the random bits are."""
+    tx, multi = make(), optax.MultiSteps(make(), 2)
+    x, state = NARROW, tx.init(NARROW)
+    multi_x, multi_state, update = NARROW, multi.init(NARROW), jax.jit(multi.update)
+    for k in range(6):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, multi_state = update(NARROW_GRADS, multi_state, multi_x)
+        chex.assert_trees_all_equal_dtypes(updates, NARROW)
+        multi_x = optax.apply_updates(multi_x, updates)
+        if k % 2:
+            updates, state = jax.jit(tx.update)(NARROW_GRADS, state, x)
+            x = optax.apply_updates(x, updates)
+    assert_close_up_to_rounding(multi_x, x, 3)
+    assert optax.tree.get(multi_state.inner_opt_state, "base") is not None
+    assert multi_state.inner_opt_state.count == 3
+
+
+@every_rounded
+def test_masked_and_partition_of_rounded(make: Any) -> None:
+    mask = {"w": True, "b": {"c": False}}
+    x, _ = apply(make(), NARROW, [NARROW_GRADS] * 3)
+    labels = jax.tree.map(lambda on: "rounded" if on else "frozen", mask)
+    frozen = {"rounded": make(), "frozen": optax.set_to_zero()}
+    masked, _ = apply(optax.masked(make(), mask), NARROW, [NARROW_GRADS] * 3)
+    partitioned, _ = apply(optax.partition(frozen, labels), NARROW, [NARROW_GRADS] * 3)
+    for found in (masked, partitioned):  # leaves have other seeds
+        assert_close_up_to_rounding(found["w"], x["w"], 3)
+    untouched = NARROW["b"]["c"]
+    np.testing.assert_array_equal(partitioned["b"]["c"], untouched)
+    for _ in range(3):  # `masked` passes gradients on
+        untouched += NARROW_GRADS["b"]["c"]
+    np.testing.assert_array_equal(masked["b"]["c"], untouched)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_injected_rates_of_rounded(inside: bool) -> None:
+    """Inside, a rate is float32 whatever the params; outside it takes their dtype."""
+    if inside:
+        tx = stochastic_rounding(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), KEY)
+    else:
+        make = lambda learning_rate: stochastic_rounding(optax.sgd(learning_rate), KEY)
+        tx = optax.inject_hyperparams(make)(learning_rate=0.1)
+    x, state = apply(tx, NARROW, [NARROW_GRADS] * 3)
+    (rate,) = jax.tree.leaves(optax.tree.get(state, "hyperparams"))
+    assert rate.dtype == (jnp.float32 if inside else jnp.bfloat16)
+    expected, _ = apply(
+        stochastic_rounding(optax.sgd(float(rate)), KEY), NARROW, [NARROW_GRADS] * 3
+    )
+    assert_close_up_to_rounding(x, expected, 3)
+
+
+@every_rounded
+def test_abstract_init_of_rounded(make: Any) -> None:
+    tx = make()
+    concrete = tx.init(NARROW)
+    abstract = jax.eval_shape(tx.init, NARROW)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, concrete)
+    updates, after = jax.eval_shape(tx.update, NARROW_GRADS, abstract, NARROW)
+    chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (NARROW, concrete))
+
+
+@every_rounded
+def test_rounded_params_that_are_sharded(make: Any) -> None:
+    """Their shards stay where they are, and round as one array would."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    params, grads = ({"w": tree["w"]} for tree in (NARROW, NARROW_GRADS))
+    expected, _ = apply(make(), params, [grads] * 3)
+    sharded, state = apply(make(), *jax.device_put((params, [grads] * 3), sharding))
+    assert sharded["w"].sharding.is_equivalent_to(sharding, 2)
+    for leaf in jax.tree.leaves(state):
+        assert leaf.shape != (16, 8) or leaf.sharding.is_equivalent_to(sharding, 2)
+    assert_close_up_to_rounding(jax.device_get(sharded), jax.device_get(expected), 3)
+
+
+@every_rounded
+def test_rounded_params_without_gradient_stay(make: Any) -> None:
+    """Integers, whose gradients have no dtype."""
+    tx = make()
+    params = NARROW | {"step": jnp.arange(2), "on": jnp.array(True), "none": None}
+    loss = lambda p: jnp.sum(p["w"].astype(float) ** 2) * jnp.where(p["on"], 1.0, 2.0)
+    grads = jax.grad(loss, allow_int=True)(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for g in (grads, zeros | {"w": grads["w"]}):
+        state = tx.init(params)
+        updates, after = tx.update(g, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+        x = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(x["step"], params["step"])
+        assert bool(x["on"])
+        assert not np.array_equal(x["w"], params["w"])
+
+
+def test_rounded_with_a_gradient_that_is_none() -> None:
+    """The others are not affected."""
+    tx = stochastic_rounding(optax.sgd(0.1), KEY)
+    updates, _ = tx.update({**NARROW_GRADS, "b": {"c": None}}, tx.init(NARROW), NARROW)
+    assert updates["b"]["c"] is None
+    expected = NARROW["w"].astype(float) - 0.1 * NARROW_GRADS["w"].astype(float)
+    x = (NARROW["w"] + updates["w"]).astype(float)
+    np.testing.assert_allclose(x, expected, atol=ULP)
+
+
+def test_rounded_extra_args_reach_the_base() -> None:
+    seen = []
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        seen.append(extra_args)
+        return updates, state
+
+    base = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    for tx in (stochastic_rounding(base, KEY), primal_averaging(base, 0.1)):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
+    assert seen == [{"value": 1.0}] * 2

@@ -323,7 +323,7 @@ def test_any_sharding_gives_the_same_bits(make: Any) -> None:
         sharded, state = run(tx, 3, params, grads)
         chex.assert_trees_all_equal(jax.device_get(sharded), jax.device_get(expected))
         assert sharded["w"].sharding.is_equivalent_to(sharding, 2)
-        if type(state).__name__ in ("SPAState", "GPAState"):
+        if _is_spa(state):
             text = jax.jit(tx.update).lower(grads, state, params).compile().as_text()
             assert not COLLECTIVE.search(text)
 

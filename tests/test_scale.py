@@ -166,8 +166,8 @@ def test_late_in_a_run(start: int, nesterov: bool) -> None:
     params, state = jnp.asarray(x, jnp.float32), tx.init(jnp.asarray(x, jnp.float32))
     m, largest, update = np.zeros(5), 0.0, jax.jit(tx.update)
     for k, g in enumerate(grads):
-        if k == 0:  # z_0 = x_0 with whatever coast: m is 0
-            state = state._replace(count=jnp.array(start, jnp.int32), coast=jnp.float32(1.0))
+        if k == 0:  # z_0 = x_0 with whatever w: m is 0
+            state = state._replace(count=jnp.array(start, jnp.int32), w=jnp.float32(1.0))
         updates, state = update(jnp.asarray(g, jnp.float32), state, params)
         params = optax.apply_updates(params, updates)
         a, b = rates[(start + k) % 3], momenta[(start + k) % 2]
@@ -185,7 +185,7 @@ def test_a_count_at_its_end(make: Any) -> None:
     schedule = table(jnp.array([0.1, 0.1, 0.05]))
     tx = make(lambda count: jnp.where(count < 0, jnp.nan, schedule(count)))
     params, state = jnp.ones(3), tx.init(jnp.ones(3))
-    state = state._replace(count=jnp.array(LAST - 2, jnp.int32), coast=jnp.float32(0.9 * 0.5))
+    state = state._replace(count=jnp.array(LAST - 2, jnp.int32), w=jnp.float32(0.9 * 0.5))
     counts = []
     for _ in range(5):
         updates, state = jax.jit(tx.update)(params, state, params)

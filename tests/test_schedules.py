@@ -13,7 +13,6 @@ import pytest
 from helpers import apply, lenient, unchecked, x64
 
 from spa_optax import (
-    SPAHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
@@ -22,6 +21,9 @@ from spa_optax import (
     spa_from_sgdm,
     stagewise,
 )
+from spa_optax._hyperparams import SPAHyperparams
+
+AT_LEAST_1 = "must be a concrete integer >= 1 and below 2^31, the limit of counts"
 
 
 def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,46 +43,52 @@ def test_abrupt_stages_to_the_step() -> None:
     np.testing.assert_allclose(c, [0.05] * 12, rtol=1e-12)
 
 
-def numpy_gradual(boundaries: list[int], factor: float, rate: float, num_steps: int) -> np.ndarray:
-    """η by its own recursion: η_k = max(η_{k−1}/rate, η of the stage)."""
+def numpy_gradual(boundaries: list[int], factor: float, s: float, num_steps: int) -> np.ndarray:
+    """η by its own recursion, with s the step factor: η_k = max(η_{k−1}/s, η of the stage)."""
     eta = [1.0]
     for k in range(1, num_steps):
         target = factor ** -sum(k >= b for b in boundaries)
-        eta.append(max(eta[-1] / rate, target) if eta[-1] > target else target)
+        eta.append(max(eta[-1] / s, target) if eta[-1] > target else target)
     return np.array(eta)
 
 
 @pytest.mark.parametrize("boundaries", [[20], [20, 60], [20, 25, 90], [1, 2, 3]])
-@pytest.mark.parametrize("rate", [1.01, 1.1, 1.7, 50.0])
-def test_gradual_stages_to_the_step(boundaries: list[int], rate: float) -> None:
+@pytest.mark.parametrize("step_factor", [1.01, 1.1, 1.7, 50.0])
+def test_gradual_stages_to_the_step(boundaries: list[int], step_factor: float) -> None:
     gaps = [after - before for before, after in itertools.pairwise(boundaries)]
-    num_steps = math.ceil(math.log(10) / math.log(rate))
+    num_steps = math.ceil(math.log(10) / math.log(step_factor))
     if min(gaps, default=num_steps) < num_steps:
-        with pytest.raises(ValueError, match=r"`rate` must be at least .* to end between"):
-            stagewise(1.0, 0.03, boundaries, rate=rate)
+        with pytest.raises(ValueError, match=r"`step_factor` must be at least .* to end between"):
+            stagewise(1.0, 0.03, boundaries, step_factor=step_factor)
         return
-    expected = numpy_gradual(boundaries, 10.0, rate, 1_500)
-    eta, c = values(stagewise(1.0, 0.03, boundaries, rate=rate), 1_499)
+    expected = numpy_gradual(boundaries, 10.0, step_factor, 1_500)
+    eta, c = values(stagewise(1.0, 0.03, boundaries, step_factor=step_factor), 1_499)
     np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
     np.testing.assert_allclose(c, np.minimum(0.03 / expected[1:], 1), rtol=1e-9)
-    eta, c = values(stagewise(1.0, 0.03, boundaries, rate=rate, averaging_rule="balance"), 1_499)
+    eta, c = values(
+        stagewise(1.0, 0.03, boundaries, step_factor=step_factor, averaging_rule="balance"), 1_499
+    )
     np.testing.assert_allclose(1 / c - 1, (1 / 0.03 - 1) * expected[1:], rtol=1e-9)
 
 
-@pytest.mark.parametrize("rate", [None, 1.1])
-def test_balance_keeps_the_first_coefficient_of_the_remainder_at_0(rate: float | None) -> None:
+@pytest.mark.parametrize("step_factor", [None, 1.1])
+def test_balance_keeps_the_first_coefficient_of_the_remainder_at_0(
+    step_factor: float | None,
+) -> None:
     """Insight 2: (1/c_k − 1)/η_k does not change, η_k and c_k being the paper's."""
-    eta, c = values(stagewise(0.7, 0.1, [10, 50], averaging_rule="balance", rate=rate), 200)
+    eta, c = values(
+        stagewise(0.7, 0.1, [10, 50], averaging_rule="balance", step_factor=step_factor), 200
+    )
     ratio = (1 / c[:-1] - 1) / eta[1:]  # c_k is `averaging` at count k − 1
     np.testing.assert_allclose(ratio, ratio[0], rtol=1e-9)
-    eta, c = values(stagewise(0.7, 0.1, [10, 50], rate=rate), 200)
+    eta, c = values(stagewise(0.7, 0.1, [10, 50], step_factor=step_factor), 200)
     ratio = (1 / c[:-1] - 1) / eta[1:]
     assert ratio.max() > 1.5 * ratio.min()
 
 
-def test_the_rate_of_the_paper() -> None:
+def test_the_step_factor_of_the_paper() -> None:
     # ln 10/ln 1.0005 = 4,606.3: the division that arrives is the 4,607th, and a short one.
-    eta, _ = values(stagewise(1.0, 0.1, [100], rate=1.0005), 5_000)
+    eta, _ = values(stagewise(1.0, 0.1, [100], step_factor=1.0005), 5_000)
     assert eta[99] == 1
     np.testing.assert_allclose(eta[100], 1 / 1.0005, rtol=1e-9)
     np.testing.assert_allclose(eta[100 + 4_605], 1.0005**-4_606, rtol=1e-9)
@@ -88,12 +96,12 @@ def test_the_rate_of_the_paper() -> None:
     np.testing.assert_allclose(eta[100 + 4_606 :], 0.1, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rate", [None, 1.5])
-def test_momentum_drop_to_the_step(rate: float | None) -> None:
+@pytest.mark.parametrize("step_factor", [None, 1.5])
+def test_momentum_drop_to_the_step(step_factor: float | None) -> None:
     for hold in ("eta", "alpha"):
-        hyperparams = momentum_drop(2.0, 0.25, 6, hold=hold, rate=rate)
+        hyperparams = momentum_drop(2.0, 0.25, 6, hold=hold, step_factor=step_factor)
         eta, c = values(hyperparams, 20)
-        risen = np.minimum(0.25 * 1.5 ** np.arange(1, 15), 1) if rate else np.ones(14)
+        risen = np.minimum(0.25 * 1.5 ** np.arange(1, 15), 1) if step_factor else np.ones(14)
         np.testing.assert_allclose(c, [0.25] * 5 + [*risen, 1], rtol=1e-12)  # c_6 is the first
         kept = eta if hold == "eta" else eta * c / 0.25
         np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
@@ -128,9 +136,9 @@ def test_from_the_drop_on_x_is_z() -> None:
 @pytest.mark.parametrize(
     "hyperparams",
     [
-        stagewise(1.0, 0.1, [5], rate=1.1),
+        stagewise(1.0, 0.1, [5], step_factor=1.1),
         stagewise(1.0, 0.1, [5], averaging_rule="balance"),
-        momentum_drop(1.0, 0.1, 5, rate=1.1, hold="alpha"),
+        momentum_drop(1.0, 0.1, 5, step_factor=1.1, hold="alpha"),
         momentum_drop(
             lambda k: 1 / (k + 1).astype(float), lambda k: jnp.full_like(k, 0.1, float), 5
         ),
@@ -176,9 +184,9 @@ def test_no_averaging_has_no_nan_where_the_factor_overflows() -> None:
             np.testing.assert_allclose(found[0], c, rtol=1e-6)
             np.testing.assert_allclose(found[2], c if rule == "constant" else c > 0, rtol=1e-6)
     for hold in ("eta", "alpha"):
-        eta, c = (h(300) for h in momentum_drop(1.0, 0.0, 1, rate=1.5, hold=hold))
+        eta, c = (h(300) for h in momentum_drop(1.0, 0.0, 1, step_factor=1.5, hold=hold))
         assert (eta, c) == (1, 0)
-        eta, c = (h(300) for h in momentum_drop(1.0, 1e-30, 1, rate=1.5, hold=hold))
+        eta, c = (h(300) for h in momentum_drop(1.0, 1e-30, 1, step_factor=1.5, hold=hold))
         assert c == 1
         np.testing.assert_allclose(eta, 1 if hold == "eta" else 1e-30, rtol=1e-6)
 
@@ -189,7 +197,9 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
     counts = np.arange(99_980, 100_010)
     assert (hyperparams.averaging(counts) == 0).any()
     for hold in ("eta", "alpha"):
-        eta, c = (h(counts) for h in momentum_drop(*hyperparams, 1_000, rate=1.01, hold=hold))
+        eta, c = (
+            h(counts) for h in momentum_drop(*hyperparams, 1_000, step_factor=1.01, hold=hold)
+        )
         assert np.isfinite([eta, c]).all()
         assert set(np.asarray(c).tolist()) <= {0.0, 1.0}
 
@@ -199,33 +209,40 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
     [
         (lambda: stagewise(-1.0, 0.1, [5]), "`learning_rate` must be finite and >= 0, got -1.0"),
         (lambda: stagewise(1.0, 1.1, [5]), "`averaging` must be in [0, 1], got 1.1"),
-        (lambda: stagewise(1.0, 0.1, [0]), "`boundaries` must be a concrete integer >= 1, got 0"),
+        (lambda: stagewise(1.0, 0.1, [0]), f"`boundaries` {AT_LEAST_1}, got 0"),
         (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, 5),
-            "`boundaries` must be a sequence of steps, got 5",
+            "`factor` is the same at all of them, got 5",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, "5"),
-            "`boundaries` must be a sequence of steps, got '5'",
+            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them,"
+            " got '5'",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, [2.5]),
-            "`boundaries` must be a concrete integer >= 1, got 2",
+            f"`boundaries` {AT_LEAST_1}, got 2.5",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, {5: 0.1, 9: 0.5}),
             "`factor` is the same at all of them, got {5: 0.1, 9: 0.5}",
         ),
         (
-            lambda: stagewise(1.0, 0.1, [110, 165], rate=1.0005),
-            "`rate` must be at least 1.042754, to end between boundaries 110 and 165, got 1.0005"
-            ", at which a factor of 10 takes 4,607 steps",
+            lambda: stagewise(1.0, 0.1, [110, 165], step_factor=1.0005),
+            "`step_factor` must be at least 1.042754, to end between boundaries 110 and 165,"
+            " got 1.0005, at which a factor of 10 takes 4,607 steps",
         ),
         (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),
-        (lambda: stagewise(1.0, 0.1, [5], rate=0.9), "`rate` must be finite and > 1, got 0.9"),
-        (lambda: momentum_drop(1.0, 0.1, 0), "`step` must be a concrete integer >= 1, got 0"),
-        (lambda: momentum_drop(1.0, 0.1, 5, rate=1.0), "`rate` must be finite and > 1, got 1.0"),
+        (
+            lambda: stagewise(1.0, 0.1, [5], step_factor=0.9),
+            "`step_factor` must be finite and > 1, got 0.9",
+        ),
+        (lambda: momentum_drop(1.0, 0.1, 0), f"`step` {AT_LEAST_1}, got 0"),
+        (
+            lambda: momentum_drop(1.0, 0.1, 5, step_factor=1.0),
+            "`step_factor` must be finite and > 1, got 1.0",
+        ),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:
@@ -296,7 +313,7 @@ def test_schedule_free_averaging_of_bad_rates() -> None:
         (
             0.1,
             {"num_warmup_steps": -1},
-            "`num_warmup_steps` must be a concrete integer >= 0, got -1",
+            "`num_warmup_steps` must be a concrete integer >= 0 .*, got -1",
         ),
         (0.1, {"num_warmup_steps": 2.0}, "`num_warmup_steps` must be a concrete integer >= 0"),
         (0.1, {"weight_power": -1.0}, "`weight_power` must be finite and >= 0, got -1.0"),

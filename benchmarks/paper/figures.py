@@ -77,7 +77,7 @@ def figure_1() -> dict[str, Series]:
         "(c) η ÷ 10": to_sgdm(*stagewise(ETA, C, [CHANGE], averaging_rule="constant")),
         "(d) c × 10": to_sgdm(ETA, increased),
         "(e) η ÷ 10 and c × 10": to_sgdm(*stagewise(ETA, C, [CHANGE])),
-        f"(f) as (e), by {RATE} a step": to_sgdm(*stagewise(ETA, C, [CHANGE], rate=RATE)),
+        f"(f) as (e), by {RATE} a step": to_sgdm(*stagewise(ETA, C, [CHANGE], step_factor=RATE)),
     }
 
 

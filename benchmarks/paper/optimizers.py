@@ -68,7 +68,7 @@ def make_optimizer(
         )
     # As gradual as the paper's, but each drop must be complete before the next.
     shortest = min(after - before for before, after in itertools.pairwise(drops))
-    rate = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
+    step_factor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
     eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
     make: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -76,7 +76,7 @@ def make_optimizer(
         "spa_from_sgdm": lambda: spa_from_sgdm(alphas, momentum=beta),
         "spa-eta": lambda: spa(*eta_only),
         "spa-abrupt": lambda: spa(*stagewise(eta, c, drops, FACTOR)),
-        "spa-gradual": lambda: spa(*stagewise(eta, c, drops, FACTOR, rate=rate)),
+        "spa-gradual": lambda: spa(*stagewise(eta, c, drops, FACTOR, step_factor=step_factor)),
         "drop-eta": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="eta")),
         "drop-alpha": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="alpha")),
         "tenth": lambda: spa(

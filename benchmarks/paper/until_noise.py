@@ -24,9 +24,9 @@ def until_noise(
     *,
     tolerance: float = 0.05,
     patience: int = 100,
-    rate: float = 1.01,
+    step_factor: float = 1.01,
 ) -> optax.GradientTransformationExtraArgs:
-    """SPA at a constant c, which rises by `rate` per step to 1 once the gain is noise.
+    """SPA at a constant c, which rises by `step_factor` per step to 1 once the gain is noise.
 
     That is after `patience` steps in a row with gain ≤ (1 + tolerance) · noise level. The first 5/c
     steps, in which the gain settles, do not count.
@@ -39,7 +39,7 @@ def until_noise(
     def update_fn(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         count = state.tracked.count
         num_rises = jnp.where(state.dropped_at >= 0, count - state.dropped_at + 1, 0)
-        c = jnp.minimum(averaging * jnp.asarray(rate, jnp.float32) ** num_rises, 1)
+        c = jnp.minimum(averaging * jnp.asarray(step_factor, jnp.float32) ** num_rises, 1)
         tx = track_momentum(spa(learning_rate, lambda _: c))
         tracked: Any
         updates, tracked = tx.update(updates, state.tracked, params)

@@ -1,10 +1,8 @@
 """When momentum pays: the gauge of the paper's Insight 1, and tools to act on it."""
 
-from spa_optax.diagnostics._release import release_momentum as release_momentum
 from spa_optax.diagnostics._report import (
     MomentumReport as MomentumReport,
     momentum_report as momentum_report,
-    momentum_reports as momentum_reports,
     plot_momentum as plot_momentum,
 )
 from spa_optax.diagnostics._track import (

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int
 
-from spa_optax._core import (
-    Step,
-    map_trained,
-)
+from spa_optax._core import Step
 from spa_optax._precision import wide_dtype
+from spa_optax._trees import map_floats
 
 
 class Means(NamedTuple):
@@ -94,7 +92,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
         return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding))
 
     by_leaf = jax.tree_util.tree_leaves_with_path(
-        map_trained(of_leaf, step.distance, step.gradient, step.rounding),
+        map_floats(of_leaf, step.distance, step.gradient, step.rounding),
         is_leaf=lambda n: isinstance(n, Sums),
     )
     zero = Sums(*(jnp.zeros([], jnp.float32) for _ in Sums._fields))
@@ -114,7 +112,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     return jax.tree.map(lambda *sums: jnp.stack(sums), *totals.values(), whole)
 
 
-def measured(
+def update_gauge(
     gauge: Gauge,
     step: Step,
     sums: Sums,

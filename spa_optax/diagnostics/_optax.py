@@ -8,8 +8,9 @@ import optax
 from jaxtyping import Array, PyTree
 
 from spa_optax._convert import INJECTED
-from spa_optax._core import Step, find, map_trained, times
+from spa_optax._core import Step, times
 from spa_optax._precision import wide_dtype
+from spa_optax._trees import find, map_floats
 
 OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
 
@@ -65,5 +66,5 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
 
     distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
     rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
-    g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
-    return Step(g, d, map_trained(rounding, m), jnp.ones([]), c, None, {}, c)
+    g, d = map_floats(gradient, m, m_next, scale), map_floats(distance, m, scale)
+    return Step(g, d, map_floats(rounding, m), jnp.ones([]), c, None, {}, c)

@@ -1,14 +1,15 @@
 """The gauge in numbers, in words and in a picture."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from spa_optax._core import only, scalar_of
+from spa_optax._checks import check_one_run
+from spa_optax._trees import only
 from spa_optax.diagnostics._gauge import Gauge, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -69,7 +70,17 @@ class MomentumReport(NamedTuple):
         return text
 
 
-def momentum_report(opt_state: PyTree) -> MomentumReport:
+@overload
+def momentum_report(opt_state: PyTree, *, by_label: Literal[False] = False) -> MomentumReport: ...
+
+
+@overload
+def momentum_report(opt_state: PyTree, *, by_label: bool) -> dict[str, MomentumReport]: ...
+
+
+def momentum_report(
+    opt_state: PyTree, *, by_label: bool = False
+) -> MomentumReport | dict[str, MomentumReport]:
     """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
@@ -89,20 +100,24 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
 
     Args:
       opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
+      by_label: under `per_leaf`, whether to return a report for each label.
 
     Returns:
-      Scalars, NaN until something has been measured; under `per_leaf` over all params together. May
-      be called under `jax.jit`, to return them from the training step. `verdict()` puts them into a
-      sentence, outside of it.
+      With `by_label`, a dict of reports in alphabetical order of the labels; the label of an array
+      is its path. Else one report, of scalars, NaN until something has been
+      measured; under `per_leaf` over all params together. May be called under `jax.jit`, to return
+      it from the training step. `verdict()` puts it into a sentence, outside of it.
 
     Raises:
-      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`.
+      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`, or, with
+        `by_label`, one without labels.
 
     Examples:
       If all gradients are equal, every step tends to −ηg and the gain to 2/c:
 
       >>> import jax
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
       >>> tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
@@ -117,33 +132,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       >>> print(report.verdict())
       Steps add up: the gain is 19.00 times that of pure noise. Momentum speeds the run up here.
 
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
-      Figure 2.
-    """
-    whole = lambda values: values[-1] if values.ndim else values
-    return jax.tree.map(whole, _report(_gauge_of(opt_state)))
-
-
-def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
-    """The report of each parameter array, or each label, of `track_momentum(…, per_leaf=…)`.
-
-    Args:
-      opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
-
-    Returns:
-      A `MomentumReport` by label, in alphabetical order. The label of an array is its path.
-
-    Raises:
-      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState` with `per_leaf`.
-
-    Examples:
       Momentum helps b, whose gradients agree, and not w, whose gradients alternate:
 
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from spa_optax import spa
-      >>> from spa_optax.diagnostics import momentum_reports, track_momentum
       >>> tx = track_momentum(spa(1.0, averaging=0.5), per_leaf=True)
       >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(1)}
       >>> state = tx.init(params)
@@ -151,28 +141,32 @@ def momentum_reports(opt_state: PyTree) -> dict[str, MomentumReport]:
       ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
       ...     updates, state = tx.update(gradients, state, params)
       ...     params = optax.apply_updates(params, updates)
-      >>> for label, report in momentum_reports(state).items():
+      >>> for label, report in momentum_report(state, by_label=True).items():
       ...     print(label, bool(report.gain > report.noise_level))
       b True
       w False
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
+      Figure 2.
     """
     gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
+    report = _report(gauge)
+    if not by_label:
+        return jax.tree.map(lambda values: values[-1] if values.ndim else values, report)
     if not state.groups:
         raise ValueError(
             "`opt_state` must come from `track_momentum` with `per_leaf`, got one without"
         )
-    report = _report(gauge)
-    of_group = lambda i: MomentumReport(*(values[i] for values in report))
-    return {label: of_group(i) for i, label in enumerate(sorted(state.groups))}
+    of_label = lambda i: MomentumReport(*(values[i] for values in report))
+    return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
 
 
 def _gauge_of(opt_state: PyTree) -> Gauge:
     state = only(opt_state, TrackMomentumState, "opt_state")
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
     gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
-    is_one_run = gauge.iterate.shape in ((), (len(state.groups) + 1,))
-    if not is_one_run or jnp.ndim(scalar_of(state.count)):
-        raise ValueError("`opt_state` must be of one run, got a batch of them: use `jax.vmap`")
+    check_one_run("opt_state", state.count)
     return gauge
 
 
@@ -206,8 +200,7 @@ def plot_momentum(
     """Plots gain / noise level and alignment over a run.
 
     Args:
-      reports: results of `momentum_report` or `momentum_reports`, by step. A label "all" is drawn
-        thick.
+      reports: results of `momentum_report`, by step. A label "all" is drawn thick.
 
     Returns:
       A figure; this needs matplotlib.

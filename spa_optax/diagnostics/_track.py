@@ -9,11 +9,11 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import check_averaging, check_concrete, check_steps
-from spa_optax._core import SPAState, Update, find
-from spa_optax._gpa import GPAUpdate
-from spa_optax._precision import is_array, is_float
-from spa_optax.diagnostics._gauge import Gauge, measured, new_gauge, sums_of
+from spa_optax._checks import check, is_surely
+from spa_optax._core import SPAState, Update
+from spa_optax._trees import behind_a_barrier, find, is_float
+from spa_optax._wrappers import SKIPS_UPDATES
+from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
 
 PerLeaf = bool | Callable[[PyTree], PyTree]
@@ -65,8 +65,9 @@ def track_momentum(
     16-bit params. The gain is NaN if no step counts.
 
     The updates have the formulas of `inner`. If `update` is compiled apart from the gradients, they
-    are the same to the bit (with `decay_at="z"` on CPU, to an ulp). In one jit with the gradients
-    XLA may fuse both in another way, and rounds in other places: a step then differs by some ulps.
+    are the same to the bit (with `params_of_base="z"` on CPU, to an ulp). In one jit with the
+    gradients XLA may fuse both in another way, and rounds in other places: a step then differs by
+    some ulps.
 
     Args:
       inner: the transformation to measure.
@@ -113,15 +114,14 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    tx = _checked_transformation(inner)
-    is_member = isinstance(inner.update, (Update, GPAUpdate))
-    decay = check_concrete("decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
-    every = check_steps("every", every)
+    check(inner=inner)
+    tx = optax.with_extra_args_support(inner)
+    is_member = isinstance(inner.update, Update)
+    check(decay=decay, every=every, b2=b2)
     if averaging is not None:
-        is_c = lambda v: 0 < v <= 1
-        averaging = check_concrete("averaging", averaging, "None or in (0, 1]", is_c)
-        check_averaging(averaging)  # warns if it looks like a momentum
-    b2 = check_concrete("b2", b2, "in [0, 1)", lambda v: 0 <= v < 1)
+        check(averaging=averaging)
+        if callable(averaging) or is_surely(averaging == 0):
+            raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -141,7 +141,7 @@ def track_momentum(
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels = _labels(per_leaf, params)
 
-        def observed(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
+        def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
             observe = {**extra_args, "observe": steps.append}
             u, now = tx.update(updates, inner_state, params, **observe)
@@ -150,22 +150,23 @@ def track_momentum(
         given = (updates, state.inner, params)
         count = jnp.asarray(state.count)
         is_measured = count % every == 0
-        apart = lambda: observed(*_behind_a_barrier(given))[2]
+        separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
         if is_member and every == 1:  # the sums fuse into the update's kernels
-            u, now, step = observed(*given)
-            fused, by_themselves = lambda: sums_of(step, labels), lambda: sums_of(apart(), labels)
+            u, now, step = observe_update(*given)
+            fused = lambda: sums_of(step, labels)
+            separate = lambda: sums_of(separate_step(), labels)
             # On a GPU such a kernel cannot write x and z in place, but copies them.
-            sums = jax.lax.platform_dependent(cuda=by_themselves, rocm=by_themselves, default=fused)
+            sums = jax.lax.platform_dependent(cuda=separate, rocm=separate, default=fused)
         else:  # from a separate update, so that the real one compiles as without
             u, now = tx.update(*given, **extra_args)
-            step = apart()
+            step = separate_step()
             if every == 1:
                 sums = sums_of(step, labels)
             else:
-                measure = lambda: sums_of(apart(), labels)
-                nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
-                sums = jax.lax.cond(is_measured, measure, nothing)
-        gauge = measured(state.gauge, step, sums, is_measured, count == 0, decay, every)
+                measure = lambda: sums_of(separate_step(), labels)
+                zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
+                sums = jax.lax.cond(is_measured, measure, zeros)
+        gauge = update_gauge(state.gauge, step, sums, is_measured, count == 0, decay, every)
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
@@ -173,41 +174,20 @@ def track_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _checked_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(
-            f"`inner` must be a gradient transformation, got a `{type(inner).__name__}`"
-        )
-    return optax.with_extra_args_support(inner)
-
-
-def _behind_a_barrier(tree: PyTree) -> PyTree:
-    """The same arrays, but XLA treats them as different ones."""
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
-    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
-
-
-_SKIPS_UPDATES = (
-    optax.MultiStepsState,
-    optax.ApplyIfFiniteState,
-    optax.ConditionallyTransformState,
-    optax.ConditionallyMaskState,
-)
-
-
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    for wrapper in find(state, (*_SKIPS_UPDATES, TrackMomentumState)):
+    for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState)):
         raise ValueError(
             "`inner` must not hold gauges or wrappers that skip updates, which go around"
             f" `track_momentum`, got a `{type(wrapper).__name__}`"
         )
     members, of_optax = find(state, SPAState), find(state, OPTAX_MOMENTUM)
+    if members:
+        of_optax = []  # the momentum of a direction
     if len(members) + len(of_optax) != 1:
         raise ValueError(
-            "`inner` must hold one momentum, that of `spa` or a relative, of `optax.trace` or of"
-            f" `optax.scale_by_adam`, got {len(members) + len(of_optax)}"
+            "`inner` must contain one momentum state (SPAState, TraceState or ScaleByAdamState),"
+            f" got {len(members) + len(of_optax)}"
         )
     in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
     (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]

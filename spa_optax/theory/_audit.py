@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
-from spa_optax._checks import check_averaging, check_rate, check_steps
-from spa_optax._coast import foreseen_momentum, foreseen_rate, look_ahead
-from spa_optax._convert import hyperparams_from_sgdm
+from spa_optax._checks import check
 from spa_optax._hyperparams import FromSGDM, SGDMHyperparams, at_count
+from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
+from spa_optax._schedules import hyperparams_from_sgdm
 from spa_optax.theory._formulas import (
     _max_decay_ratio,
     _max_learning_rate,
@@ -296,8 +296,8 @@ class Audit(NamedTuple):
 
 _STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
 _REMEDY = (
-    "Let η fall by less than c per step (the `rate` of `stagewise` or `momentum_drop`), or give the"
-    " recipe as SGD+M, to `spa_from_sgdm`."
+    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
+    " give the recipe as SGD+M, to `spa_from_sgdm`."
 )
 
 
@@ -339,13 +339,13 @@ def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int) -> tuple[np.ndarray, ...]:
     """η, c, α and β of a recipe of SGD+M, in O(n)."""
     alpha, beta = _values(num_steps, **sgdm._asdict())
     last = jnp.asarray(num_steps - 1, jnp.int32)
-    w = float(jax.jit(lambda k: look_ahead(*sgdm, k).coast)(last))
+    w = float(jax.jit(lambda k: look_ahead(*sgdm, k).w)(last))
     # η_k = α_k + w_{k+1}, w_k = β_k (α_k + w_{k+1}): backward, which is stable. Later values count
     # as in `look_ahead`.
     ahead = (foreseen_rate(jnp.asarray(alpha)), foreseen_momentum(jnp.asarray(beta)))
     products = zip(*(np.asarray(h, float)[::-1].tolist() for h in ahead), strict=True)
-    coasts = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
-    eta = alpha + np.array(list(coasts))[-2::-1]
+    ws = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
+    eta = alpha + np.array(list(ws))[-2::-1]
     return eta, alpha / np.where(eta == 0, 1, eta), alpha, beta
 
 
@@ -393,9 +393,7 @@ def audit(
     References:
       arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
     """
-    check_rate("learning_rate", learning_rate)
-    check_averaging(averaging)
-    num_steps = check_steps("num_steps", num_steps)
+    check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
     if smoothness is not None:
         value = np.asarray(smoothness)
         if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:

@@ -28,11 +28,11 @@ def test_noise_drops_momentum() -> None:
     noise = jax.random.normal(jax.random.key(0), (300, 1_000))
     eta = lenient(optax.cosine_decay_schedule(1.0, 400))
     run = lambda tx: trained(tx, jnp.zeros(1_000), lambda k, _: noise[k], 300)
-    state, xs = run(until_noise(eta, 0.1, tolerance=0.2, patience=20, rate=1.05))
+    state, xs = run(until_noise(eta, 0.1, tolerance=0.2, patience=20, step_factor=1.05))
     # 5/c steps do not count: 50, …, 69 are the first 20 that do.
     assert state.dropped_at == 70
     # c at count 70 is c_71.
-    _, expected = run(spa(*momentum_drop(eta, 0.1, 71, rate=1.05)))
+    _, expected = run(spa(*momentum_drop(eta, 0.1, 71, step_factor=1.05)))
     assert relative_difference(xs, expected) < 1e-6
     assert state.tracked.inner.c == 1
 

@@ -1,4 +1,4 @@
-"""The coasting form under schedules, injected numbers and extreme values."""
+"""`spa_from_sgdm` under schedules, injected numbers and extreme values."""
 
 from typing import Any
 
@@ -141,8 +141,8 @@ def test_negative_and_tiny_rates() -> None:
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
-def test_float64_coasts_that_float32_cannot_hold() -> None:
-    # After a long way of β near 0 the coast is positive in float64, and 0 in the state.
+def test_a_w_of_float64_that_float32_cannot_hold() -> None:
+    # After a long way of β near 0 w is positive in float64, and 0 in the state.
     with x64():
         beta = lambda k: jnp.where(k < 40, 0.05, 0.9)
         alpha = lambda k: jnp.where(k < 40, 0.0, 0.1)
@@ -153,7 +153,7 @@ def test_float64_coasts_that_float32_cannot_hold() -> None:
 
 
 def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
-    # In float32 the coast stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
+    # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
     rates = jnp.array([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1])
     alpha = lambda k: rates[k]
     grads = [jnp.linspace(0.5, 1.5, 50)] * 6
@@ -164,7 +164,7 @@ def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
 
 
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
-    # With bfloat16 params the coast follows the rate down: z must still add up steps of 1e-5.
+    # With bfloat16 params w follows the rate down: z must still add up steps of 1e-5.
     rates = lambda k: jnp.where(k < 10, 0.1, 1e-3)
     params, state = jnp.ones(4, jnp.bfloat16), None
     tx = optax.inject_hyperparams(spa_from_sgdm)(rates, 0.9)

@@ -1,6 +1,6 @@
-"""The coasting form: SGD with momentum as primal averaging, for any hyper-parameters.
+"""SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead in schedules.
 
-Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 the *coast*. With a_k = α_k (heavy
+Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With a_k = α_k (heavy
 ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1} > 0,
 
     z_k     ← x_k + r (z_k − x_k)                        r = β_k (a_k + w_{k+1}) / w_k
@@ -34,12 +34,12 @@ _SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
 
 
 class LookAhead(NamedTuple):
-    """The hyper-parameters of step k, and the coast from those of later steps."""
+    """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
 
     alpha: Float[Array, ""]  # α_k
     beta: Float[Array, ""]  # β_k
     a: Float[Array, ""]  # a_k
-    coast: Float[Array, ""]  # w_{k+1}; 0 if all its terms are
+    w: Float[Array, ""]  # w_{k+1}; 0 if all its terms are
     unseen: Float[Array, ""]  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
 
 
@@ -68,7 +68,7 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step `count`, and the coast for those of later steps.
+    """The hyper-parameters of step `count`, and w_{k+1} for those of later steps.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant from k + H on.
     Numbers need no sum: H = 0.
@@ -100,57 +100,55 @@ def look_ahead(
         alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
     a_last = alpha_last * beta_last if nesterov else alpha_last
     for_ever = a_last * beta_last / (1 - beta_last)
-    return LookAhead(alpha, beta, a, coast=seen + reach_last * for_ever, unseen=unseen)
+    return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
 
 
 def eta_and_c(
-    ahead: LookAhead, coast: Float[Array, ""], *, nesterov: bool = False
+    ahead: LookAhead, w: Float[Array, ""], *, nesterov: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """η_k and c_{k+1} of the step after which z has this coast."""
-    total = ahead.a + coast
+    """η_k and c_{k+1} of the step after which m has the scale w in z."""
+    total = ahead.a + w
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
 
 
 def sgdm_scalars(
-    ahead: LookAhead, coast_held: Float[Array, ""], *, is_master: bool, nesterov: bool
+    ahead: LookAhead, w_stored: Float[Array, ""], *, is_master: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step, from the hyper-parameters and the coast of z_k.
+    """The scalars of a step, from the hyper-parameters and the scale of m in z_k.
 
     `is_master` means that z is the master copy of params of 16 bits or fewer.
     """
-    alpha, beta, a, coast, unseen = ahead
-    held = coast_held.astype(a.dtype)
+    alpha, beta, a, w, unseen = ahead
+    w_k = w_stored.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
         # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w must
         # not have followed them down. But a w that stays large would degrade a master copy.
-        floor = jnp.maximum(held, alpha / 100)
-        coast = jnp.where(foreseen, coast, jnp.maximum(coast, floor))
-    coast = safe_coast(coast, a, held)
+        floor = jnp.maximum(w_k, alpha / 100)
+        w = jnp.where(foreseen, w, jnp.maximum(w, floor))
+    w = nonzero_w(w, a, w_k)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
-    held = jnp.where(held > 0, held, 1)
-    shift = ((coast - held) + (beta * a - (1 - beta) * coast)) / held
+    w_k = jnp.where(w_k > 0, w_k, 1)
+    shift = ((w - w_k) + (beta * a - (1 - beta) * w)) / w_k
     # A smaller shift is rounding error: some tens of eps for sums over a horizon, (1 − β) eps for
     # unchanged traced numbers. Its derivative is not, and is kept.
     rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
     shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
-    shift = jnp.where(coast_held > 0, shift, 0)
-    eta, c = eta_and_c(ahead, coast, nesterov=nesterov)
+    shift = jnp.where(w_stored > 0, shift, 0)
+    eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     delta = alpha * (1 - c) if nesterov else None
-    return Scalars(eta, c, coast, delta, r=(held + shift * held, held))
+    return Scalars(eta, c, w, delta, r=(w_k + shift * w_k, w_k))
 
 
-def safe_coast(
-    coast: Float[Array, ""], a: Float[Array, ""], held: Float[Array, ""]
-) -> Float[Array, ""]:
-    """A coast that is safe to divide by, rounded to float32 as in the state.
+def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:
+    """A w_{k+1} that is safe to divide by, rounded to float32 as in the state.
 
-    If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; the
-    last w keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their
-    last bits. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
+    If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; w_k
+    keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their last
+    bits. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
     """
-    nothing = 1e-30
-    fallback = jnp.where(a > nothing, a, jnp.where(held > nothing, held, 1))
-    coast = jnp.maximum(jnp.where(coast > nothing, coast, fallback), -2 * a)
-    return coast.astype(jnp.float32).astype(a.dtype)
+    zero = 1e-30
+    fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))
+    w = jnp.maximum(jnp.where(w > zero, w, fallback), -2 * a)
+    return w.astype(jnp.float32).astype(a.dtype)

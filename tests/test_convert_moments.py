@@ -1,5 +1,6 @@
-"""Runs of AdamW and of Schedule-Free that move, against the same runs unmoved."""
+"""Runs of AdamW, Schedule-Free and the family that move, against the same runs unmoved."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,30 +13,29 @@ import pytest
 from flax import nnx
 from helpers import (
     WARMUP_COSINE,
+    assert_apart_by_rounding,
     batches,
     evaluated,
     logistic_regression,
     optimized,
     relative_difference,
+    rounding_noise,
     unchecked,
     x64,
 )
 
 from spa_optax import (
+    convert,
     eval_params,
-    gpa,
     gpa_adamw,
+    in_float32,
+    primal_averaging,
     reanchor,
+    scale_by_factored_second_moment,
     schedule_free_averaging,
     spa,
     spa_adamw,
     spa_from_sgdm,
-    state_from_adamw,
-    state_from_schedule_free,
-    state_from_sgdm,
-    state_to_adamw,
-    state_to_schedule_free,
-    state_to_sgdm,
 )
 
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
@@ -68,21 +68,28 @@ def adamw(weight_decay: float = 0.01) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-def spa_form(weight_decay: float = 0.01, **kwargs: Any) -> Any:
-    tx = spa_adamw(RATE, 0.1, **ADAM, weight_decay=weight_decay, mask=MASK, **kwargs)
+def factored(rate: Any, weight_decay: float = 1e-4, mask: Any = None) -> Any:
+    """`spa_adamw` with a factored second moment, also of the small matrices of these tests."""
+    scale = scale_by_factored_second_moment(**ADAM, min_dim_size_to_factor=10)
+    add_decay = optax.add_decayed_weights(weight_decay, mask)
+    return optax.chain(in_float32(optax.chain(scale, add_decay)), spa(rate, 0.1))
+
+
+KEY = jax.random.key(0)
+FORMS: dict[str, Callable[..., Any]] = {
+    "full": functools.partial(spa_adamw, **ADAM),
+    "16 bits": functools.partial(spa_adamw, **ADAM, second_moment="bfloat16", rounding_key=KEY),
+    "factored": factored,
+}
+
+
+def spa_form(weight_decay: float = 0.01, form: str = "full") -> Any:
+    tx = FORMS[form](RATE, weight_decay=weight_decay, mask=MASK)
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
 def moved(state: Any, params: Any, tx: Any) -> Any:
-    return state_from_adamw(state, params, learning_rate=RATE, **ADAM, into=tx.init(params))
-
-
-KEY = jax.random.key(0)
-FORMS: dict[str, Any] = {
-    "full": {},
-    "16 bits": {"second_moment_dtype": jnp.bfloat16, "rounding_key": KEY},
-    "factored": {"second_moment": "factored", "min_dim_size_to_factor": 10},
-}
+    return convert(state, params, into=tx.init(params), learning_rate=RATE, **ADAM)
 
 
 @pytest.mark.parametrize("there", [100, 400])
@@ -120,7 +127,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
         for _ in range(num_steps):
             updates, state = adamw.update(g, state, x)
             x += updates
-        new = state_from_adamw(state, x, learning_rate=rate, b2=b2, eps=0.0, into=tx.init(x))
+        new = convert(state, x, into=tx.init(x), learning_rate=rate, b2=b2, eps=0.0)
         expected, _ = adamw.update(jnp.zeros(5), state, x)
         found, _ = tx.update(jnp.zeros(5), new, x)
         bias = lambda k: 1 - b2**k
@@ -135,7 +142,7 @@ def test_a_moved_run_stays_with_the_unmoved(form: str) -> None:
     there, end = 300, 500
     params, state = run(adamw(), start(), adamw().init(start()), slice(there))
     unmoved, _ = run(adamw(), params, state, slice(there, end))
-    tx = spa_form(**FORMS[form])
+    tx = spa_form(form=form)
     way = relative_difference(params, unmoved)
     after_a_move, _ = run(tx, params, moved(state, params, tx), slice(there, end))
     after_a_cold_start, _ = run(tx, params, tx.init(params), slice(there, end))
@@ -150,8 +157,8 @@ def test_a_moved_run_stays_with_the_unmoved(form: str) -> None:
 def test_there_and_back(form: str) -> None:
     """The moments that AdamW had, but for what ν lost on the way."""
     params, state = run(adamw(), start(), adamw().init(start()), slice(300))
-    there = moved(state, params, spa_form(**FORMS[form]))
-    back = state_to_adamw(there, params, learning_rate=RATE, **ADAM, into=adamw().init(params))
+    there = moved(state, params, spa_form(form=form))
+    back = moved(there, params, adamw())
     assert jax.tree.structure(back) == jax.tree.structure(state)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
     old, new = (optax.tree.get(s, "nu") for s in (state, back))
@@ -178,14 +185,14 @@ def test_leaves_of_all_kinds(form: str) -> None:
         "count": jnp.arange(3),
     }
     grads = jax.tree.map(lambda p: jnp.cos(p.astype(float)).astype(p.dtype), params)
-    old, new = optax.adamw(0.1, **ADAM), spa_adamw(0.1, **ADAM, **FORMS[form])
+    old, new = optax.adamw(0.1, **ADAM), FORMS[form](0.1)
     with jax.numpy_dtype_promotion("standard"):
         _, state = old.update(grads, old.init(params), params)
     into = new.init(params)
-    there = state_from_adamw(state, params, learning_rate=0.1, **ADAM, into=into)
+    there = convert(state, params, into=into, learning_rate=0.1, **ADAM)
     chex.assert_trees_all_equal_shapes_and_dtypes(there, into)
     new.update(grads, there, params)
-    back = state_to_adamw(there, params, learning_rate=0.1, **ADAM, into=old.init(params))
+    back = convert(there, params, into=old.init(params), learning_rate=0.1, **ADAM)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(params))
     for name in ("mu", "nu"):
         found, expected = (optax.tree.get(s, name) for s in (back, state))
@@ -212,9 +219,7 @@ def test_states_are_found_in_any_wrapper(wrapper: str) -> None:
     else:
         old, new = wrap(optax.adamw(RATE, **ADAM)), wrap(spa_adamw(RATE, 0.1, **ADAM))
     params, state = run(old, start(), old.init(start()), slice(20))
-    move = lambda state, params: state_from_adamw(
-        state, params, learning_rate=RATE, **ADAM, into=new.init(params)
-    )
+    move = lambda state, params: moved(state, params, new)
     there = move(state, params)
     assert jax.tree.structure(there) == jax.tree.structure(new.init(params))
     assert optax.tree.get(there, "z")["w"].shape == (65, 10)
@@ -223,7 +228,7 @@ def test_states_are_found_in_any_wrapper(wrapper: str) -> None:
     d = m / (1 - 0.9**21) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
     np.testing.assert_allclose(z, x - 9 * float(RATE(20)) * d, rtol=1e-4, atol=1e-6)
     chex.assert_trees_all_close(jax.jit(move)(state, params), there, rtol=1e-5, atol=1e-6)
-    back = state_to_adamw(there, params, learning_rate=RATE, **ADAM, into=old.init(params))
+    back = moved(there, params, old)
     chex.assert_trees_all_close(optax.tree.get(back, "mu")["w"], m, rtol=1e-3, atol=1e-6)
 
 
@@ -234,7 +239,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
     params = optax.tree.cast(master, jnp.bfloat16)
     for kwargs in ({}, {"state_dtype": jnp.bfloat16, "rounding_key": KEY}):
         new = spa_adamw(RATE, 0.1, **ADAM, **kwargs)
-        there = state_from_adamw(state, master, learning_rate=RATE, **ADAM, into=new.init(params))
+        there = convert(state, master, into=new.init(params), learning_rate=RATE, **ADAM)
         z = there[1].z
         assert z["w"].dtype == (jnp.bfloat16 if kwargs else jnp.float32)
         m, nu = (optax.tree.get(state, name)["w"].astype(jnp.float32) for name in ("mu", "nu"))
@@ -253,13 +258,13 @@ def test_a_run_of_nnx_moves() -> None:
     params = nnx.to_pure_dict(params)
     gradient = jax.grad(lambda params: loss(nnx.merge(graphdef, nnx.State(params))))
     optimizer, state = nnx.Optimizer(model, old, wrt=nnx.Param), old.init(params)
-    for tx, move in ((old, None), (new, state_from_adamw), (old, state_to_adamw)):
-        if move is not None:
+    for tx, moves in ((old, False), (new, True), (old, True)):
+        if moves:
             kwargs: Any = {"learning_rate": RATE, **ADAM}
-            state = move(state, params, **kwargs, into=tx.init(params))
+            state = convert(state, params, into=tx.init(params), **kwargs)
             before, of_model = optimizer.opt_state, nnx.state(model, nnx.Param)
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-            optimizer.opt_state = move(before, of_model, **kwargs, into=optimizer.opt_state)
+            optimizer.opt_state = convert(before, of_model, into=optimizer.opt_state, **kwargs)
         for _ in range(3):
             with jax.numpy_dtype_promotion("standard"):  # for optax's
                 optimizer.update(model, nnx.grad(loss)(model))
@@ -288,11 +293,11 @@ def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
         unmoved, at_end = run(old, x, old.init(x), slice(90))
         y, state = run(old, x, old.init(x), slice(30))
         expected = optax.contrib.schedule_free_eval_params(state, y)
-        state = state_from_schedule_free(state, y, into=new.init(y), **ADAM)
+        state = convert(state, y, into=new.init(y), **ADAM)
         chex.assert_trees_all_close(eval_params(state, y), expected, rtol=0, atol=1e-7)
         y, state = run(new, y, state, slice(30, 60))
         assert jax.tree.structure(state) == jax.tree.structure(new.init(y))
-        back = state_to_schedule_free(state, y, learning_rate=rate, into=old.init(y), **ADAM)
+        back = convert(state, y, into=old.init(y), learning_rate=rate, **ADAM)
         chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(y))
         y, back = run(old, y, back, slice(60, 90))
     # μ_y and c are kept as float32.
@@ -301,13 +306,72 @@ def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
     assert back.step_count == at_end.step_count == 91
 
 
+def test_a_base_optimizer_keeps_its_state() -> None:
+    """From Schedule-Free, in the middle of its warm-up, as if it had never moved; and back."""
+    with x64():
+        rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 30))
+        base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
+        old = optax.contrib.schedule_free(base, rate, b1=0.9)
+        c = schedule_free_averaging(lambda k: rate(k + 1), 30)
+        new = primal_averaging(base, c, 0.9)
+        x = start(jnp.float64)
+        unmoved, _ = run(old, x, old.init(x), slice(60))
+        noise = optax.chain(old, rounding_noise())
+        noisy, _ = run(noise, x, noise.init(x), slice(60))
+        y, before = run(old, x, old.init(x), slice(20))
+        state = convert(before, y, into=new.init(y))
+        chex.assert_trees_all_equal(state.base, before.base_optimizer_state)
+        chex.assert_trees_all_equal(state.average.z, before.z)
+        assert (state.average.count, state.average.mu_y) == (20, np.float32(0.9))
+        back = convert(state, y, into=old.init(y), learning_rate=rate)
+        chex.assert_trees_all_equal(back.base_optimizer_state, before.base_optimizer_state)
+        y, _ = run(new, y, state, slice(20, 60))
+    assert_apart_by_rounding(y, unmoved, noisy, at_most=1e-12)
+
+
+@pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.lion(0.1)])
+def test_a_base_optimizer_of_another_kind(base: Any) -> None:
+    x, old = start(), optax.contrib.schedule_free(optax.adamw(0.1), 0.1)
+    with pytest.raises(ValueError, match="`into` must have a base optimizer of the same kind as"):
+        convert(old.init(x), x, into=primal_averaging(base, 0.1, 0.9).init(x))
+
+
+def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
+    """0.9 is 0.8984 in bfloat16, which is not another b1."""
+    x, old = start(jnp.bfloat16), optax.contrib.schedule_free_adamw(0.1)
+    new = gpa_adamw(0.1, rounding_key=KEY).init(x)
+    move = functools.partial(convert, learning_rate=0.1)
+    for either in (move, jax.jit(move)):
+        back = either(new, x, into=old.init(x))
+        assert back.b1.dtype == jnp.bfloat16
+        assert not np.isnan(back.z["w"]).any()
+
+
+def test_a_full_second_moment_becomes_factored() -> None:
+    """As the means of ν, free of bias, over rows and over columns; z stays."""
+    old, new = (FORMS[form](RATE) for form in ("full", "factored"))
+    params, state = run(old, start(), old.init(start()), slice(50))
+    there = convert(state, params, into=new.init(params), **ADAM)
+    chex.assert_trees_all_equal(there[1], state[1])
+    nu = optax.tree.get(state, "nu")
+    nu_hat = {key: np.asarray(v, np.float64) / (1 - 0.999**50) for key, v in nu.items()}
+    found: Any = optax.tree.get(there, "FactoredState")
+    assert found.count == 50
+    # ε² is 1e-12. β₂ as float32 is off by up to 3e-8, and 1 − β₂^50 = 0.05 by 50 times that.
+    rtol = 2 * 50 * 3e-8 / 0.05
+    np.testing.assert_allclose(found.v_row["w"], nu_hat["w"].mean(0) + 1e-12, rtol=rtol)
+    np.testing.assert_allclose(found.v_col["w"], nu_hat["w"].mean(1) + 1e-12, rtol=rtol)
+    np.testing.assert_allclose(found.v["b"], nu_hat["b"] + 1e-12, rtol=rtol)  # too short a side
+    run(new, params, there, slice(50, 51))
+
+
 def test_before_the_first_step() -> None:
     x = start()
     new = spa_adamw(RATE).init(x)
-    there = state_from_adamw(optax.adamw(RATE).init(x), x, learning_rate=RATE, into=new)
+    there = convert(optax.adamw(RATE).init(x), x, into=new, learning_rate=RATE)
     chex.assert_trees_all_equal(there, new)
     old = optax.adamw(RATE).init(x)
-    chex.assert_trees_all_equal(state_to_adamw(new, x, learning_rate=RATE, into=old), old)
+    chex.assert_trees_all_equal(convert(new, x, into=old, learning_rate=RATE), old)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
@@ -315,65 +379,46 @@ def test_the_new_optimizer_may_freeze_params() -> None:
     old = optax.adamw(0.1)
     with jax.numpy_dtype_promotion("standard"):
         _, state = old.update(x, old.init(x), x)
-    new = state_from_adamw(state, x, learning_rate=0.1, into=masked(spa_adamw(0.1)).init(x))
-    back = state_to_adamw(new, x, learning_rate=0.1, into=masked(old).init(x))
+    new = convert(state, x, into=masked(spa_adamw(0.1)).init(x), learning_rate=0.1)
+    back = convert(new, x, into=masked(old).init(x), learning_rate=0.1)
     for moment in ("mu", "nu"):
         got, expected = (optax.tree.get(of, moment)["w"] for of in (back, state))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_what_does_not_fit() -> None:
-    x, adam = start(), optax.adamw(0.1)
-    state, new = adam.init(x), spa_adamw(0.1).init(x)
-    move = lambda state=state, into=new, **kwargs: state_from_adamw(
-        state, x, **{"learning_rate": 0.1, "into": into, **kwargs}
+    x, adam, sf = start(), optax.adamw(0.1), optax.contrib.schedule_free_sgd(0.1)
+    new = spa_adamw(0.1)
+    move = lambda old=adam, into=new, **kwargs: convert(
+        old.init(x), x, **{"into": into.init(x), "learning_rate": 0.1, **kwargs}
     )
+    no_second_moment = "must hold a second moment, as `into` does, got none"
     cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: move(optax.sgd(0.1)), "`old_state` must hold one of .*, got none"),
+        (lambda: move(optax.chain(adam, adam)), "`old_state` must hold one `ScaleByAdamState`, g"),
+        (lambda: move(into=optax.sgd(0.1)), "`into` must hold one of .*, got none"),
         (
-            lambda: move(optax.sgd(0.1).init(x)),
-            "`adamw_state` must hold one `ScaleByAdamState`, got 0",
+            lambda: convert(adam.init(x), x, into=new, learning_rate=0.1),
+            "`into` must .* got a transformation, not",
         ),
-        (lambda: move(into=adam.init(x)), "`into` must hold one `SPAState`, got 0"),
-        (lambda: move(into=adam), "`into` must hold one `SPAState`, got a transformation, not"),
-        (lambda: move(into=spa(0.1).init(x)), "`into` must hold one second moment, got 0"),
-        (lambda: move(into=gpa_adamw(0.1).init(x)), "`into` must be a state of `spa_adamw`, got"),
+        (lambda: move(into=spa(0.1)), "`into` must hold a second moment, as `old_state` does, got"),
         (
-            lambda: move(optax.masked(adam, MASK).init(x)),
-            "`into` must hold only params of the other state",
+            lambda: move(into=optax.chain(new, optax.scale_by_rms(bias_correction=True))),
+            "`into` must hold one second moment, got 2",
+        ),
+        (
+            lambda: move(optax.masked(adam, MASK)),
+            "`into` must hold only params that `old_state` trains",
         ),
         (lambda: move(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
         (lambda: move(b2=-1.0), r"`b2` must be in \[0, 1\) as float32, got -1.0"),
         (lambda: move(averaging=0.0), "`averaging` must be > 0"),
         (lambda: move(averaging=lambda k: jnp.zeros([])), "`averaging` must be > 0 .* got 0.0"),
-        (
-            lambda: state_to_adamw(gpa_adamw(0.1).init(x), x, learning_rate=0.1, into=state),
-            "`spa_state` must be a state of `spa_adamw`, got one of `gpa_adamw`",
-        ),
         (lambda: move(learning_rate=-1.0), "`learning_rate` must be finite and >= 0, got -1.0"),
-        (
-            lambda: state_to_adamw(spa_from_sgdm(0.1).init(x), x, learning_rate=0.1, into=state),
-            "`spa_state` must hold one second moment, got 0",
-        ),
-        (
-            lambda: state_to_adamw(new, x, learning_rate=0.1, into=new),
-            "`into` must hold one `ScaleByAdamState`, got 0",
-        ),
-        (
-            lambda: state_from_schedule_free(state, x, into=gpa(0.1).init(x)),
-            "`schedule_free_state` must hold one `ScheduleFreeState`, got 0",
-        ),
-        (
-            lambda: state_from_schedule_free(
-                optax.contrib.schedule_free_sgd(0.1).init(x), x, into=gpa_adamw(0.1).init(x)
-            ),
-            "`schedule_free_state` must hold one second moment, got 0",
-        ),
-        (
-            lambda: state_to_schedule_free(
-                new, x, learning_rate=0.1, into=optax.contrib.schedule_free_sgd(0.1).init(x)
-            ),
-            "`gpa_state` must hold one `GPAState`, got 0",
-        ),
+        (lambda: move(spa_from_sgdm(0.1), adam), f"`old_state` {no_second_moment}"),
+        (lambda: move(optax.sgd(0.1, 0.9), new, momentum=0.9), f"`old_state` {no_second_moment}"),
+        (lambda: move(sf, gpa_adamw(0.1)), f"`old_state` {no_second_moment}"),
+        (lambda: move(gpa_adamw(0.1), sf), "`into` must hold a second moment, as `old_state` does"),
     ]
     for call, match in cases:
         with pytest.raises(ValueError, match=match):
@@ -390,27 +435,21 @@ def test_a_batch_of_runs() -> None:
         optax.contrib.schedule_free_adamw(0.1),
         gpa_adamw(0.1),
     )
-    kwargs: Any = {"learning_rate": RATE}
-    moves: dict[str, Callable[[Any], Any]] = {
-        "adamw_state": lambda x, i=init: state_from_adamw(i(adam), x, **kwargs, into=i(new)),
-        "spa_state": lambda x, i=init: state_to_adamw(i(new), x, **kwargs, into=i(adam)),
-        "schedule_free_state": lambda x, i=init: state_from_schedule_free(i(sf), x, into=i(gpa_tx)),
-        "gpa_state": lambda x, i=init: state_to_schedule_free(i(gpa_tx), x, **kwargs, into=i(sf)),
-    }
-    for name, move in moves.items():
-        with pytest.raises(ValueError, match=f"`{name}` must be of one run, got a batch of them"):
-            move(xs)
-    move = lambda state, x: state_from_adamw(state, x, **kwargs, into=new.init(x))
+    for old, into in ((adam, new), (new, adam), (sf, gpa_tx), (gpa_tx, sf)):
+        with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
+            convert(init(old), xs, into=init(into), learning_rate=RATE)
+    x = start()
+    with pytest.raises(ValueError, match="`into` must be of one run, got a batch of them"):
+        convert(new.init(x), x, into=init(new))
+    move = lambda state, x: convert(state, x, into=new.init(x), learning_rate=RATE)
     moved = jax.vmap(move)(init(adam), xs)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, init(new))
 
 
 def test_the_power_of_the_weights_is_a_number() -> None:
     x, sf = start(), optax.contrib.schedule_free_adamw(0.1)
-    with pytest.raises(ValueError, match="`weight_lr_power` must be finite, got '2'"):
-        unchecked(state_from_schedule_free)(
-            sf.init(x), x, into=gpa_adamw(0.1).init(x), weight_lr_power="2"
-        )
+    with pytest.raises(ValueError, match="`weight_power` must be finite and >= 0, got '2'"):
+        unchecked(convert)(sf.init(x), x, into=gpa_adamw(0.1).init(x), weight_power="2")
 
 
 def pointers(tree: Any) -> list[int]:
@@ -430,12 +469,13 @@ def test_a_moved_state_shares_no_buffer(compiled: bool) -> None:
     kwargs: Any = {"learning_rate": RATE}
     sgdm: Any = {**kwargs, "momentum": 0.9}
     moves: list[tuple[Any, Any, Callable[..., Any]]] = [
-        (momentum, many_counts, lambda s, x, i: state_from_sgdm(s, x, **sgdm, into=i)),
-        (many_counts, momentum, lambda s, x, i: state_to_sgdm(s, x, into=i)),
-        (adam, new, lambda s, x, i: state_from_adamw(s, x, **kwargs, into=i)),
-        (new, adam, lambda s, x, i: state_to_adamw(s, x, **kwargs, into=i)),
-        (sf, gpa_tx, lambda s, x, i: state_from_schedule_free(s, x, into=i)),
-        (gpa_tx, sf, lambda s, x, i: state_to_schedule_free(s, x, **kwargs, into=i)),
+        (momentum, many_counts, lambda s, x, i: convert(s, x, into=i, **sgdm)),
+        (many_counts, momentum, lambda s, x, i: convert(s, x, into=i)),
+        (adam, new, lambda s, x, i: convert(s, x, into=i, **kwargs)),
+        (new, adam, lambda s, x, i: convert(s, x, into=i, **kwargs)),
+        (sf, gpa_tx, lambda s, x, i: convert(s, x, into=i)),
+        (gpa_tx, sf, lambda s, x, i: convert(s, x, into=i, **kwargs)),
+        (new, new, lambda s, x, i: convert(s, x, into=i)),
         (new, new, lambda s, x, i: reanchor(s, x, jax.tree.map(lambda a: 2 * a, x))),
     ]
     for old, tx, move in moves:

@@ -1,0 +1,238 @@
+"""Averaging and 16-bit storage around any finished Optax optimizer."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
+
+from spa_optax._checks import check
+from spa_optax._core import SPAState, StochasticRoundingState, z_now
+from spa_optax._family import gpa
+from spa_optax._precision import round_update, seeds_like, widen
+from spa_optax._trees import check_same_tree, find, is_float, is_none, map_floats
+
+# States of wrappers that skip updates. x is averaged, and measured, at every update.
+SKIPS_UPDATES = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+
+
+class PrimalAveragingState(NamedTuple):
+    """State of `primal_averaging`."""
+
+    base: PyTree
+    average: SPAState
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation in float32 for params of 16 bits or fewer.
+
+    Its state is that for float32 params, and its updates are float32. Wider params and gradients
+    are passed as they are. Optax's transformations would keep second moments in bfloat16, where a
+    β₂ of 0.999 is 1.
+
+    Args:
+      inner: any transformation, such as a direction in a chain before `gpa`.
+
+    Returns:
+      A transformation with the state of `inner`. Updates of params that are not floating-point
+      arrays are returned unchanged.
+
+    Raises:
+      ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import in_float32
+      >>> params = jnp.ones(3, jnp.bfloat16)
+      >>> print(in_float32(optax.scale_by_adam()).init(params).nu.dtype)
+      float32
+    """
+    check(inner=inner)
+    tx = optax.with_extra_args_support(inner)
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        if params is not None:
+            check_same_tree("updates", updates, "params", params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
+            u, state = tx.update(widen(updates), state, widen(params), **extra_args)
+        return map_none(u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
+
+
+def map_none(tree: PyTree, otherwise: PyTree) -> PyTree:
+    """A tree with leaves from another where it has None."""
+    choose = lambda leaf, other: other if leaf is None or other is None else leaf
+    return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
+
+
+def primal_averaging(
+    base: optax.GradientTransformation,
+    averaging: optax.ScalarOrSchedule,
+    interpolation: optax.ScalarOrSchedule = 1.0,
+    *,
+    params_of_base: Literal["params", "z"] = "params",
+    state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Primal averaging around any finished optimizer, whose updates have their rate and sign.
+
+    With u_k the update of `base`, step k = 0, 1, 2, … is
+
+        z_{k+1} = z_k + u_k
+        x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
+        y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
+
+    The params are y, at which gradients are taken; `eval_params` gives x, to evaluate and to save.
+    This is `gpa` with γ d = −u, so its special cases hold: μ_y = 1 adds momentum 1 − c, and
+    `schedule_free_averaging` makes it Schedule-Free, for a `base` of any kind.
+
+    For params of 16 bits or fewer `base` runs in float32, as in `in_float32`.
+
+    Put `optax.MultiSteps`, `optax.apply_if_finite`, `optax.masked` and the like around it.
+
+    Args:
+      base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, as for `gpa`.
+      params_of_base: the params that `base` sees: "params", y_k; or "z", where weight decay, trust
+        ratios and the like are those of z_k.
+      state_dtype: dtype of z, as for `spa`.
+      rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
+
+    Returns:
+      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
+      state is a `PrimalAveragingState`; its updates have the params' dtype. Where a tool needs η
+      (the gauge, `convert`), η is 1, and −u the gradient.
+
+    Raises:
+      ValueError: if an argument is out of range; in `init`, if `base` averages already or skips
+        updates; in `update`, if `params` is missing or the trees differ.
+
+    Examples:
+      A step of −4 takes z from 10 to 6, x half of the way to z, and y is midway between x and z.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import eval_params, primal_averaging
+      >>> tx = primal_averaging(optax.sgd(2.0), averaging=0.5, interpolation=0.5)
+      >>> y = jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
+      >>> y = optax.apply_updates(y, updates)
+      >>> print(state.average.z, eval_params(state, y), y)
+      6.0 8.0 7.0
+
+    References:
+      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
+      arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682.
+    """
+    check(base=base, params_of_base=params_of_base)
+    tx = in_float32(base)
+    average = gpa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
+
+    def init_fn(params: PyTree) -> PrimalAveragingState:
+        state = tx.init(params)
+        for node in find(state, (SPAState, optax.contrib.ScheduleFreeState, *SKIPS_UPDATES)):
+            does = "skips updates: put it around" if isinstance(node, SKIPS_UPDATES) else "averages"
+            raise ValueError(
+                "`base` must neither average nor skip updates, got a"
+                f" `{type(node).__name__}`, which {does}"
+            )
+        return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
+
+    def update_fn(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        observe: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PrimalAveragingState]:
+        if not isinstance(state, PrimalAveragingState):
+            got = type(state).__name__
+            raise ValueError(f"`state` must be a `PrimalAveragingState`, got {got}")
+        seen = z_now(state.average, params) if params_of_base == "z" else params
+        u, of_base = tx.update(updates, state.base, seen, **extra_args)
+        minus_u = map_floats(jnp.negative, u, otherwise=u)
+        u, of_average = average.update(minus_u, state.average, params, observe=observe)
+        return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def stochastic_rounding(
+    base: optax.GradientTransformation, key: PRNGKeyArray
+) -> optax.GradientTransformationExtraArgs:
+    """Trains params of 16 bits or fewer by any finished optimizer, without a master copy.
+
+        x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
+
+    `base` runs in float32, as in `in_float32`, so that its moments are float32 unless it says
+    otherwise (`mu_dtype=jnp.bfloat16`). Wider params are trained as by `base` alone.
+
+    Args:
+      base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
+      key: PRNG key. The random bits depend on it, the count and the position in the array, as for
+        `spa`.
+
+    Returns:
+      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
+      state is that of `base` and a count; its updates have the params' dtype.
+
+    Raises:
+      ValueError: if an argument is of the wrong kind, or, in `update`, `params` is missing or the
+        trees differ.
+
+    Examples:
+      Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that goes the whole way
+      once in four times.
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import stochastic_rounding
+      >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+      >>> params = jnp.ones(100_000, jnp.bfloat16)
+      >>> updates, state = tx.update(jnp.full(100_000, -1 / 512), tx.init(params), params)
+      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")
+      [0 0.0078125] 0.25
+
+    References:
+      Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
+    """
+    check(base=base, key=key)
+    tx = in_float32(base)
+
+    def init_fn(params: PyTree) -> StochasticRoundingState:
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), tx.init(params))
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, StochasticRoundingState]:
+        if params is None:
+            raise ValueError("`params` must be passed to `update`, got None")
+        if not isinstance(state, StochasticRoundingState):
+            got = type(state).__name__
+            raise ValueError(f"`state` must be a `StochasticRoundingState`, got {got}")
+        u, of_base = tx.update(updates, state.base, params, **extra_args)
+        count = jnp.asarray(state.count)
+        seeds = seeds_like(key, count, u)
+
+        def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
+            if u is None:
+                return None
+            return round_update(u, jnp.asarray(x), seed) if is_float(x) else jnp.zeros_like(x)
+
+        u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
+        return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,128 @@
+"""examples/language_model.py: its text, its network, every optimizer, stopped runs, the command."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+# The benchmark has that name, too.
+PATH = Path(__file__).parent.parent / "examples/language_model.py"
+spec = importlib.util.spec_from_file_location("example_language_model", PATH)
+assert spec is not None
+assert spec.loader is not None
+language_model: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(language_model)
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion(standard_promotion: None) -> None:
+    del standard_promotion
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"WIDTH": 16, "HEADS": 2, "LAYERS": 1, "LENGTH": 8}
+    for name, value in {**sizes, "NUM_REPORTS": 3, "VALIDATION_BATCHES": 2}.items():
+        monkeypatch.setattr(language_model, name, value)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"abcd" * 500)
+    return path
+
+
+def run(text: Path, out: Path, *options: str) -> list[dict[str, float]]:
+    language_model.main(["--text", str(text), "--out", str(out), *options])
+    return language_model.read_log(out / "log.csv")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stopped_run_goes_on_to_the_same_numbers(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stops at the fifth step, and earlier ends a line of the log without its checkpoint."""
+    rows = run(text, tmp_path / "whole", "--steps", "6")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert (tmp_path / "whole/language_model.png").read_bytes().startswith(b"\x89PNG")
+
+    batch, out = language_model.batch, tmp_path / "stopped"
+
+    def stopped(text: np.ndarray, index: int) -> np.ndarray:
+        if index == 5:
+            raise KeyboardInterrupt
+        return batch(text, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(language_model, "batch", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(text, out, "--steps", "6")
+    assert [row["step"] for row in language_model.read_log(out / "log.csv")] == [2, 4]
+    language_model.write_log(out / "log.csv", rows)  # one more than there are checkpoints
+    with pytest.raises(SystemExit, match="2"):
+        run(text, out, "--steps", "6")
+    assert "--out must be new without --resume" in capsys.readouterr().err
+    np.testing.assert_equal(run(text, out, "--steps", "6", "--resume"), rows)
+
+
+@pytest.mark.usefixtures("small")
+def test_it_is_evaluated_at_x(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If x were 0, all bytes would be equally likely."""
+    zeros = lambda opt_state, params: jax.tree.map(jnp.zeros_like, params)
+    monkeypatch.setattr(language_model.spa_optax, "eval_params", zeros)
+    (row,) = run(text, tmp_path / "out", "--steps", "1")
+    assert row["validation loss"] == pytest.approx(math.log(256))
+    assert row["training loss"] != row["validation loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", language_model.optimizers(1))
+def test_every_optimizer_learns(
+    optimizer: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a text of period 4 each byte gives the next: a perfect model has a loss of 0."""
+    monkeypatch.setattr(language_model, "NUM_REPORTS", 1)
+    rows = run(text, tmp_path / "out", "--optimizer", optimizer, "--steps", "60")
+    assert rows[-1]["validation loss"] < 0.1
+    num_bytes = {"gpa_adamw": 4.1, "adamw": 8.0, "muon": 4.5}[optimizer]
+    assert f"{num_bytes} bytes each" in capsys.readouterr().out
+
+
+def test_a_byte_is_not_told_of_later_ones() -> None:
+    network = language_model.GPT(nnx.Rngs(0))
+    text = np.arange(20).reshape(2, 10)
+    other = text.copy()
+    other[:, 6:] = 99
+    first, second = network(text), network(other)
+    np.testing.assert_array_equal(first[:, :6], second[:, :6])
+    assert np.all(np.abs(first[:, 6:] - second[:, 6:]).max(-1) > 1e-3)
+
+
+def test_texts() -> None:
+    training, validation = language_model.read_library()
+    assert 0.05 < len(validation) / len(training) < 0.3
+    files = [set(text.tobytes().split(b"\0")) for text in (training, validation)]
+    assert not {file for file in files[0] & files[1] if len(file) > 100}
+    batch = language_model.batch(training, 3)
+    np.testing.assert_array_equal(language_model.batch(training, 3), batch)
+    assert not np.array_equal(language_model.batch(training, 4), batch)
+    assert all(row.tobytes() in training.tobytes() for row in batch)
+
+
+def test_a_file_is_split_once(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(50)))
+    training, validation = language_model.read_file(path)
+    np.testing.assert_array_equal(training, range(45))
+    np.testing.assert_array_equal(validation, range(45, 50))

@@ -1,0 +1,219 @@
+"""Directions by a second moment: full, in 16 bits, and factored as in Adafactor."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import apply, x64
+
+from spa_optax import in_float32, scale_by_factored_second_moment, scale_by_second_moment, spa
+
+# By themselves, outside of `in_float32`, they promote as Optax's do.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+KEY = jax.random.key(0)
+WIDE = {
+    "matrix": jnp.linspace(-1, 1, 12 * 20).reshape(12, 20),
+    "stack": jnp.linspace(1, 2, 3 * 16 * 10).reshape(3, 16, 10),
+    "bias": jnp.linspace(-1, 1, 30),
+}
+SCALES: dict[str, Any] = {
+    "full": scale_by_second_moment(),
+    "16 bits": scale_by_second_moment(dtype=jnp.bfloat16, rounding_key=KEY),
+    "factored": scale_by_factored_second_moment(min_dim_size_to_factor=2),
+    "factored, power": scale_by_factored_second_moment(power=0.8, min_dim_size_to_factor=2),
+}
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+
+
+def random_grads(num_steps: int) -> list[Any]:
+    keys = jax.random.split(KEY, num_steps)
+    return [optax.tree.random_like(key, WIDE) for key in keys]
+
+
+# ------------------------------------------------------------------------------------------- full
+
+
+def test_full_is_optax_scale_by_rms() -> None:
+    """And `optax.scale_by_adam` without its first moment."""
+    scales = (
+        scale_by_second_moment(0.98, 1e-6),
+        optax.scale_by_rms(0.98, 1e-6, eps_in_sqrt=False, bias_correction=True),
+        optax.scale_by_adam(0.0, 0.98, 1e-6),
+    )
+    states = [tx.init(WIDE) for tx in scales]
+    for g in random_grads(5):
+        results = [tx.update(g, s, WIDE) for tx, s in zip(scales, states, strict=True)]
+        (found, *expected), states = zip(*results, strict=True)
+        for d in expected:
+            chex.assert_trees_all_close(found, d, rtol=1e-6)
+    chex.assert_trees_all_equal_structs(states[0], states[1])
+    chex.assert_trees_all_close(states[0].nu, states[1].nu, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["full", "16 bits"])
+def test_second_moment_of_narrow_gradients(scale: str) -> None:
+    """In bfloat16 0.999 is 1, and ν would never move."""
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    grads = {"w": jnp.full(4, 0.1, jnp.bfloat16)}
+    tx = in_float32(SCALES[scale])
+    state = tx.init(params)
+    for _ in range(50):
+        _, state = jax.jit(tx.update)(grads, state, params)
+    g = float(grads["w"][0])
+    nu = np.asarray(optax.tree.get(state, "nu")["w"], np.float64)
+    # 16 bits: 50 steps of an ulp at most, 2^-7 of ν, if at random √50 of them.
+    rtol = 1e-4 if scale == "full" else 5 * np.sqrt(50) * 2.0**-7
+    np.testing.assert_allclose(nu, g**2 * (1 - 0.999**50), rtol=rtol)
+
+
+@pytest.mark.parametrize("scalar", [np.float64, np.asarray, float])
+def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
+    with x64():
+        params = jnp.ones((4, 3), jnp.float32)
+        b2, eps = scalar(0.99), scalar(1e-8)
+        for tx in (
+            scale_by_second_moment(b2, eps),
+            scale_by_factored_second_moment(b2, eps, min_dim_size_to_factor=2),
+            scale_by_factored_second_moment(b2, eps),
+        ):
+            state = tx.init(params)
+            d, after = tx.update(params, state, params)
+            chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+            assert d.dtype == jnp.float32
+
+
+@every_scale
+def test_second_moment_stays_without_gradient(scale: Any) -> None:
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2))}
+    grads = jax.tree.map(lambda p: p / 3, params)
+    state = scale.init(params)
+    _, state = scale.update(grads, state, params)
+    d, after = scale.update({"a": None, "b": 2 * grads["b"]}, state, params)
+    assert d["a"] is None
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    moments = [name for name in state._fields if name in ("nu", "v_row", "v_col")]
+    for name in moments:
+        before, now = getattr(state, name), getattr(after, name)
+        assert before["a"].size > 1
+        chex.assert_trees_all_equal(now["a"], before["a"])
+        assert np.any(np.asarray(now["b"] != before["b"]))
+    assert moments
+
+
+@every_scale
+def test_second_moment_of_complex_gradients_is_real(scale: Any) -> None:
+    """Casts from complex to real would warn."""
+    params = {"w": jnp.array([[3 + 4j, -5j], [1.0, 2j]], jnp.complex64)}
+    state = scale.init(params)
+    d, after = scale.update(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(after))
+    assert d["w"].dtype == jnp.complex64
+    phase = params["w"] / jnp.abs(params["w"])
+    np.testing.assert_allclose(d["w"] / jnp.abs(d["w"]), phase, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------- 16 bits
+
+
+def test_16_bits_of_second_moment_are_right_in_the_mean() -> None:
+    """Over keys, and over steps of which nearest rounding would see none."""
+    params, g = jnp.ones(64), jnp.linspace(0.5, 1.5, 64)
+    num_keys, num_steps = 256, 100
+
+    def run(key: Any) -> Any:
+        tx = scale_by_second_moment(dtype=jnp.bfloat16, rounding_key=key)
+        step = lambda state, _: (tx.update(g, state, params)[1], None)
+        state, _ = jax.lax.scan(step, tx.init(params), None, num_steps)
+        return state.nu  # pyright: ignore[reportAttributeAccessIssue]
+
+    nu = jax.jit(jax.vmap(run))(jax.random.split(KEY, num_keys))
+    assert nu.dtype == jnp.bfloat16
+    nu = np.asarray(nu, np.float64)
+    exact = np.asarray(g, np.float64) ** 2 * (1 - 0.999**num_steps)
+    error = nu.std(0) / num_keys**0.5
+    # 64 of them: 5 standard errors are passed once in 30,000 times.
+    assert np.all(np.abs(nu.mean(0) - exact) < 5 * error)
+    assert np.all(error > 0)
+
+
+def test_the_direction_takes_the_second_moment_as_stored() -> None:
+    b2, eps = 0.9, 1e-3
+    with x64():
+        g = jnp.linspace(-1.0, 2.0, 100)
+        tx = scale_by_second_moment(b2, eps, dtype=jnp.bfloat16, rounding_key=KEY)
+        state: Any = tx.init(g)
+        for k in (1, 2, 3):
+            d, state = tx.update(g, state, g)
+            nu = np.asarray(state.nu, np.float64)
+            exact = g / (np.sqrt(nu / (1 - b2**k)) + eps)
+            # The 16-bit ν is widened to float32: division, root, sum, inverse round once each.
+            np.testing.assert_allclose(d, exact, rtol=4 * float(jnp.finfo(jnp.float32).eps) / 2)
+            wide = (1 - b2**k) * np.asarray(g) ** 2
+            assert np.abs(nu / wide - 1).max() > 2**-9  # it was rounded
+
+
+# --------------------------------------------------------------------------------------- factored
+
+
+def test_factored_is_adafactor() -> None:
+    """`optax.adafactor`, without the scale of the params, is it at c = 1."""
+    adafactor = optax.adafactor(
+        0.01, min_dim_size_to_factor=10, multiply_by_parameter_scale=False, clipping_threshold=0.9
+    )
+    scale = scale_by_factored_second_moment(eps=1e-15, power=0.8, min_dim_size_to_factor=10)
+    direction = in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9)))
+    tx = optax.chain(direction, spa(0.01, 1.0))
+    expected, _ = apply(adafactor, WIDE, random_grads(20))
+    found, _ = apply(tx, WIDE, random_grads(20))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("b2", [0.0, 0.9, 0.999])
+def test_factored_second_moment_of_adam(b2: float) -> None:
+    """From the equations: means over rows and columns of a ν that is corrected for its bias."""
+    eps, num_steps = 1e-3, 5
+    grads = random_grads(num_steps)
+    tx = scale_by_factored_second_moment(b2, eps, min_dim_size_to_factor=10)
+    state: Any = tx.init(WIDE)
+    for g in grads:
+        d, state = jax.jit(tx.update)(g, state, WIDE)
+    weights = np.array([(1 - b2) * b2 ** (num_steps - 1 - k) for k in range(num_steps)])
+    weights /= 1 - b2**num_steps
+    for name, axes in (("matrix", (0, 1)), ("stack", (1, 2)), ("bias", None)):
+        g = np.array([g[name] for g in grads], np.float64)
+        nu = np.tensordot(weights, g**2 + eps**2, 1)
+        if axes:
+            mean = lambda axis, nu=nu: nu.mean(axis, keepdims=True)
+            nu = mean(axes[0]) * mean(axes[1]) / mean(axes)
+        # 1 − β₂^k loses up to 1/(1 − β₂) of its digits: 6e-8 · 1,000 at 0.999.
+        np.testing.assert_allclose(d[name], g[-1] / np.sqrt(nu), rtol=1e-4)
+
+
+@pytest.mark.parametrize("power", [0.8, None])
+def test_factored_where_gradients_are_zero_or_huge(power: float | None) -> None:
+    """ε² underflows at 1e-30, a sum of squares overflows at 2e18, and their ratio underflows."""
+    params = jnp.ones((256, 256))
+    tx = scale_by_factored_second_moment(eps=1e-30, power=power)
+    for size in (0.0, 1.0, 2e18):
+        g = jnp.full((256, 256), size).at[3].set(0)
+        state = tx.init(params)
+        for _ in range(3):
+            d, state = jax.jit(tx.update)(g, state, params)
+            np.testing.assert_allclose(d, jnp.sign(g), rtol=1e-5, atol=1e-5)
+
+
+@every_scale
+def test_clipped_in_a_chain(scale: Any) -> None:
+    """The first direction is the gradient's sign, whose root mean square is 1."""
+    params = {"w": jnp.outer(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])), "b": jnp.ones(3)}
+    direction = in_float32(optax.chain(scale, optax.clip_by_block_rms(0.25)))
+    tx = optax.chain(direction, spa(1.0, 1.0))
+    updates, _ = tx.update(params, tx.init(params), params)
+    expected = jax.tree.map(lambda g: -0.25 * jnp.sign(g), params)
+    rtol = 2.0**-8 if scale is SCALES["16 bits"] else 1e-5  # √ν to half of its last bit
+    chex.assert_trees_all_close(updates, expected, rtol=rtol)
