@@ -28,7 +28,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from optax.contrib import MuonDimensionNumbers
 from tqdm import tqdm
 
 import spa_optax
@@ -74,8 +73,9 @@ def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransform
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """For the kernels of layers, with AdamW for the rest."""
-    numbers = lambda path, _: MuonDimensionNumbers() if path[-1].key == "kernel" else None
+    """For the kernels of layers, with AdamW for the rest. Needs optax 0.2.6 or newer."""
+    dimensions = optax.contrib.MuonDimensionNumbers
+    numbers = lambda path, _: dimensions() if path[-1].key == "kernel" else None
     kernels = functools.partial(jax.tree_util.tree_map_with_path, numbers)
     adam = {"adam_b1": 0.8, "adam_b2": 0.99, "adam_weight_decay": 0.1}
     options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": kernels, **adam}

@@ -373,7 +373,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     if not states:
         raise ValueError(
             "`opt_state` must hold a state of `spa`, `spa_from_sgdm`, `gpa` or an alias of theirs,"
-            f" got {kinds_of(opt_state)}. Other optimizers are evaluated at their params"
+            f" got {kinds_of(opt_state)}. Most other optimizers are evaluated at their params"
         )
     check_one_run("opt_state", [(state.count, state.mu_y) for state in states])
     x = by_path(params)

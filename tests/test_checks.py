@@ -74,7 +74,7 @@ NAN, INF = float("nan"), float("inf")
         ),
         (
             lambda: optax.inject_hyperparams(spa)(1.0, state_dtype=jnp.bfloat16).init(jnp.ones(3)),
-            "dtype bfloat16: name it in the `static_args` of `optax.inject_hyperparams`",
+            ": name it in the `static_args` of `optax.inject_hyperparams`",
         ),
         (
             lambda: spa(0.1).init(3),

@@ -29,6 +29,7 @@ from spa_optax import (
     spa,
     spa_adamw,
     spa_from_sgdm,
+    stochastic_rounding,
 )
 
 NUM_STEPS = 300
@@ -312,7 +313,13 @@ def test_eval_params_where_params_are_shared() -> None:
 
 @pytest.mark.parametrize(
     "tx",
-    [spa(0.1), spa_from_sgdm(0.1, nesterov=True), spa_adamw(0.1), optax.chain(spa(0.1))],
+    [
+        spa(0.1),
+        spa_from_sgdm(0.1, nesterov=True),
+        spa_adamw(0.1),
+        optax.chain(spa(0.1)),
+        stochastic_rounding(optax.sgd(0.1), jax.random.key(0)),
+    ],
 )
 def test_eval_params_of_spa_are_params(tx: Any) -> None:
     params, state = apply(tx, PARAMS, [GRADS] * 3)
@@ -385,6 +392,13 @@ def test_evaluating_a_model_of_nnx_between_steps() -> None:
 def test_eval_params_of_a_foreign_state(opt_state: Any) -> None:
     with pytest.raises(ValueError, match=r"`opt_state` must (hold|have)"):
         eval_params(opt_state, PARAMS)
+
+
+def test_eval_params_names_the_optimizer_found() -> None:
+    with pytest.raises(
+        ValueError, match=r"got EmptyState, ScaleByAdamState\. Most other optimizers"
+    ):
+        eval_params(optax.adamw(0.1).init(PARAMS), PARAMS)
 
 
 def test_eval_params_with_swapped_arguments() -> None:
