@@ -156,7 +156,7 @@ def train(name: str, texts: list[np.ndarray], num_steps: int, out: Path) -> list
     params = optax.tree.cast(nnx.to_pure_dict(start), jnp.bfloat16)
     run = {"params": params, "opt_state": tx.init(params)}
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in run.values()]
-    num_params = optax.tree.size(params)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{num_params:,} params, {sum(sizes) / num_params:.1f} bytes each with their state")
 
     @jax.jit
