@@ -1,6 +1,6 @@
 """Directions g / (√ν + ε): what Optax lacks is ν in 16 bits, and a factored ν free of bias."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,29 +150,38 @@ def scale_by_factored_second_moment(
         else:
             decay = 1 - (k + 1.0) ** -rho
 
-        def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
+        def leaf(g: Any, row: Any, column: Any, v: Any) -> _Factored:
             if g is None:
-                return None, row, column, v
+                return _Factored(None, row, column, v)
             square = (g * jnp.conj(g)).real + epsilon
             average = lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype)
             if v.shape == g.shape:
                 v = average(v, square)
-                return g * v**-0.5, row, column, v
+                return _Factored(g * v**-0.5, row, column, v)
             i, j = factored_axes(g)
             row, column = average(row, _mean(square, j)), average(column, _mean(square, i))
             # ν = row · column / mean. As roots, none of which overflows.
             rows, columns = jnp.expand_dims(row, j), jnp.expand_dims(column, i)
             d = g * rows**-0.5 * (columns**-0.5 * jnp.sqrt(_mean(rows, i, keepdims=True)))
-            return d, row, column, v
+            return _Factored(d, row, column, v)
 
         trees = state.v_row, state.v_col, state.v
         result = jax.tree.map(leaf, updates, *trees, is_leaf=is_none)
-        is_result = lambda node: isinstance(node, tuple) and len(node) == 4
+        is_result = lambda node: isinstance(node, _Factored)
         pick = lambda i: jax.tree.map(lambda leaf: leaf[i], result, is_leaf=is_result)
         d, *moments = map(pick, range(4))
         return d, optax.FactoredState(jnp.asarray(optax.safe_increment(k)), *moments)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+class _Factored(NamedTuple):
+    """What a step makes of one array. Params may be tuples, so its type tells it from them."""
+
+    direction: Any
+    row: Any
+    column: Any
+    v: Any
 
 
 def _plain(value: Any) -> Any:

@@ -194,6 +194,14 @@ def test_factored_second_moment_of_adam(b2: float) -> None:
         np.testing.assert_allclose(d[name], g[-1] / np.sqrt(nu), rtol=1e-4)
 
 
+def test_factored_params_in_a_tuple_of_four() -> None:
+    tx = scale_by_factored_second_moment(min_dim_size_to_factor=2)
+    params = tuple(jnp.full((3, 2), float(i)) for i in range(1, 5))
+    d, state = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_close(d, jax.tree.map(jnp.ones_like, params), rtol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
+
+
 @pytest.mark.parametrize("power", [0.8, None])
 def test_factored_where_gradients_are_zero_or_huge(power: float | None) -> None:
     """ε² underflows at 1e-30, a sum of squares overflows at 2e18, and their ratio underflows."""
