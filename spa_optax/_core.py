@@ -142,13 +142,15 @@ def advance(
     state = jax.tree.map(jnp.asarray, state)
     g, y, z = _as_arrays(updates, params, state.z)
     now = rule(state, y)
-    p = now.c if now.p is None else now.p
-    seeds = seeds_like(rounding_key, state.count, z)
-    # Hidden from XLA's constant folding: at η = 1, the paper's own value, XLA on CPU would fold the
-    # multiplication away and no longer update z in place, which takes three times as long.
-    eta, p, delta, r, at_start = behind_a_barrier(
-        (now.eta, p, now.delta, _ratios(now.r, state, y), is_at_start(state))
+    in_full = now._replace(
+        p=now.c if now.p is None else now.p,
+        mu_y=jnp.ones_like(now.eta) if now.mu_y is None else now.mu_y,
+        r=None,
     )
+    (eta, c, w, delta, p, _, mu_y), r, at_start = _shared(
+        (in_full, _ratios(now.r, state, y), is_at_start(state))
+    )
+    seeds = seeds_like(rounding_key, state.count, z)
 
     # z_k ← y_k + r (z_k − y_k)
     z_k = (_rescale_or_select if r else _select_z)(y, z, r, at_start)
@@ -166,10 +168,9 @@ def advance(
     if now.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_floats(over_mu_y, tree) for tree in (distance, rounding))
-        step = step._replace(distance=d, rounding=rounding, p=now.c, delta=None)
+        step = step._replace(distance=d, rounding=rounding, p=c, delta=None)
     count = jnp.asarray(optax.safe_increment(state.count))
-    mu_y = jnp.ones_like(now.eta) if now.mu_y is None else now.mu_y
-    scalars = (scalar.astype(jnp.float32) for scalar in (now.eta, now.c, now.w, mu_y))
+    scalars = (scalar.astype(jnp.float32) for scalar in (eta, c, w, mu_y))
     return u, SPAState(count, z_next, *scalars), step
 
 
@@ -216,6 +217,26 @@ def _as_arrays(updates: PyTree, params: PyTree, z: PyTree) -> tuple[PyTree, PyTr
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
     arrays = lambda tree: jax.tree.map(array, tree, z, is_leaf=is_none)
     return arrays(updates), arrays(params), arrays(z)
+
+
+def _shared(scalars: PyTree) -> PyTree:
+    """The scalars of a step, hidden from XLA's constant folding.
+
+    At η = 1, the paper's own value, XLA on CPU would fold the multiplication away and no longer
+    update z in place, which takes three times as long. On a GPU they come from one array, since XLA
+    merges the kernels of leaves where these read the same array. The product with 1 makes those
+    that go to the state one kernel, too.
+    """
+    leaves, structure = jax.tree.flatten(scalars)
+
+    def of_one_array(leaves: list[Array]) -> list[Array]:
+        dtype = leaves[0].dtype
+        array = behind_a_barrier(jnp.stack([*(a.astype(dtype) for a in leaves), jnp.ones([], dtype)]))
+        return [(array[i] * array[-1]).astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+
+    on_gpu = {"cuda": of_one_array, "rocm": of_one_array}
+    leaves = jax.lax.platform_dependent(leaves, **on_gpu, default=behind_a_barrier)
+    return structure.unflatten(leaves)
 
 
 def times(scalar: Array, leaf: Array, dtype: Any) -> Array:
