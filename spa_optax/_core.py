@@ -147,8 +147,9 @@ def advance(
         mu_y=jnp.ones_like(now.eta) if now.mu_y is None else now.mu_y,
         r=None,
     )
-    (eta, c, w, delta, p, _, mu_y), r, at_start = _shared(
-        (in_full, _ratios(now.r, state, y), is_at_start(state))
+    one = jnp.ones_like(now.eta)
+    (eta, c, w, delta, p, _, mu_y), r, at_start, one = _shared(
+        (in_full, _ratios(now.r, state, y), is_at_start(state), one)
     )
     seeds = seeds_like(rounding_key, state.count, z)
 
@@ -170,7 +171,8 @@ def advance(
         d, rounding = (map_floats(over_mu_y, tree) for tree in (distance, rounding))
         step = step._replace(distance=d, rounding=rounding, p=c, delta=None)
     count = jnp.asarray(optax.safe_increment(state.count))
-    scalars = (scalar.astype(jnp.float32) for scalar in (eta, c, w, mu_y))
+    # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
+    scalars = ((scalar * one).astype(jnp.float32) for scalar in (eta, c, w, mu_y))
     return u, SPAState(count, z_next, *scalars), step
 
 
@@ -223,18 +225,16 @@ def _shared(scalars: PyTree) -> PyTree:
     """The scalars of a step, hidden from XLA's constant folding.
 
     At η = 1, the paper's own value, XLA on CPU would fold the multiplication away and no longer
-    update z in place, which takes three times as long. On a GPU they come from one array, since XLA
-    merges the kernels of leaves where these read the same array. The product with 1 makes those
-    that go to the state one kernel, too.
+    update z in place, which takes three times as long. On a GPU they are slices of one array, since
+    XLA merges the kernels of leaves only where these read the same array.
     """
     leaves, structure = jax.tree.flatten(scalars)
 
-    def of_one_array(leaves: list[Array]) -> list[Array]:
-        dtype = leaves[0].dtype
-        array = behind_a_barrier(jnp.stack([*(a.astype(dtype) for a in leaves), jnp.ones([], dtype)]))
-        return [(array[i] * array[-1]).astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+    def slices(leaves: list[Array]) -> list[Array]:
+        array = behind_a_barrier(jnp.stack([leaf.astype(leaves[0].dtype) for leaf in leaves]))
+        return [array[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
 
-    on_gpu = {"cuda": of_one_array, "rocm": of_one_array}
+    on_gpu = {"cuda": slices, "rocm": slices}
     leaves = jax.lax.platform_dependent(leaves, **on_gpu, default=behind_a_barrier)
     return structure.unflatten(leaves)
 
@@ -351,7 +351,7 @@ def _rescale(
         dtype = wide_dtype(x, z)
         x_wide, z_wide = x.astype(dtype), z.astype(dtype)
         new = x_wide + times(r[str(x.dtype)], z_wide - x_wide, dtype) if r else x_wide
-        if x.dtype == dtype:
+        if x.dtype in (dtype, z.dtype):
             return new
         # Params may be replaced between `init` and the first step: z_0 then comes from the new
         # ones. But z stays where it rounds to x, since master weights are made by calling `init` on

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
 from spa_optax._trees import is_float
 
-Seed = tuple[UInt32[Array, ""], UInt32[Array, ""]]
+Seed = UInt32[Array, ""]
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -54,16 +54,14 @@ def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) 
 def seeds_like(
     key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: int = 0
 ) -> PyTree:
-    """Two random words for each leaf at a step, or None without a key."""
+    """A random word for each leaf at a step, or None without a key."""
     leaves, structure = jax.tree.flatten(tree)
     if key is None:
         return structure.unflatten([None] * len(leaves))
     key = jax.random.fold_in(jax.random.fold_in(key, count), stream)
-    words = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
-    # Drawn once: XLA must not repeat the draw in the kernel of every leaf. Flat, since a TPU pads
-    # rows of two words to 128, and every kernel would read them all: 1.2 times the cycles.
-    words = jax.lax.optimization_barrier(words.ravel())
-    return structure.unflatten([(words[2 * i], words[2 * i + 1]) for i in range(len(leaves))])
+    # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
+    words = jax.lax.optimization_barrier(jax.random.bits(key, len(leaves), jnp.uint32))
+    return structure.unflatten(list(words))
 
 
 def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> Array:
@@ -93,7 +91,7 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
     random = random.astype(bits.dtype)
     bits += random << (num_extra - 32) if num_extra > 32 else random
-    bits = bits >> num_extra << num_extra
+    bits &= jnp.array(2**wide.bits - 2**num_extra, bits.dtype)
     result = jax.lax.bitcast_convert_type(bits, x.dtype)
     result = result if shift is None else result - shift
     return jnp.where(jnp.isfinite(x), result, x).astype(dtype)  # the bits of a NaN could overflow
@@ -124,7 +122,7 @@ def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     for axis, size in enumerate(shape):
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index * jnp.uint32(size) + place
-    h = index ^ seed[0]
+    h = index ^ seed
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)  # constants of C. Wellons' lowbias32
-    h = (h ^ (h >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
+    h = (h ^ (h >> 15) ^ seed) * jnp.uint32(0x846CA68B)
     return h ^ (h >> 16)
