@@ -116,7 +116,7 @@ def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     A hash that fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
     element and, on CPU, 15 times as long as a whole update. The hash multiplies only twice, since
     that is slow on TPU, and needs random seeds: for two seeds that differ in one bit it is not a
-    good hash.
+    good hash. The seed enters twice: entering once, it would only permute the bits of an array.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
