@@ -1,14 +1,15 @@
 """What XLA makes of an update for TPUs and NVIDIA cards, none of which needs to be there.
 
-    pip install libtpu        # or 'jax[cuda12]', some 5 GB, for the NVIDIA cards
-    python benchmarks/compiled.py --target v5e
+    pip install libtpu
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
+    python benchmarks/compiled.py --target v5e h100
 
 XLA's compilers run without the hardware. Params and state are donated, and passed and returned in
 the same order. Of the compiled program's main computation:
 
 - *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
   in the vector memory of a TPU does not count.
-- *kernels*: fusions, reductions and copies of arrays, for a leaf.
+- *kernels*: fusions, reductions and copies of arrays, for a leaf; on a card copies of scalars too.
 - *temporary*: bytes written to the device's memory that are not returned, a parameter.
 - *swapped*: the same if the state is passed before the params, and returned after them.
 - *aliased*: the share of what is returned that takes the place of what was donated.
@@ -118,6 +119,10 @@ def groups() -> list[Optimizers]:
             "the same, 8 bytes": (spa_adamw(1e-3, **narrow), bf16),
             "the same, 6 bytes": (spa_adamw(1e-3, second_moment="bfloat16", **narrow), bf16),
             "the same, 4 bytes": (spa_adamw(1e-3, second_moment="factored", **narrow), bf16),
+            "gpa_adamw, bfloat16 params, 6 bytes": (
+                gpa_adamw(1e-3, second_moment="bfloat16", **narrow),
+                bf16,
+            ),
             "gpa_adamw, bfloat16 params, 4 bytes": (
                 gpa_adamw(1e-3, second_moment="factored", **narrow),
                 bf16,
@@ -179,7 +184,8 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
             name = topology or (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError) as error:
-        package = "'jax[cuda12]'" if target in CARDS else "libtpu"
+        of_cards = "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}".format(jax.__version__)
+        package = of_cards if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
 
 
@@ -285,6 +291,7 @@ def text_of(compiled: Any) -> str:
 
 def analyse(compiled: Any) -> Program:
     text = compiled.as_text()
+    is_tpu = ":T(" in text  # which has a core for scalars
     results: dict[str, list[Buffer]] = {}
     kernels, num_collectives = [], 0
     read = written = returned = cycles = 0
@@ -303,7 +310,7 @@ def analyse(compiled: Any) -> Program:
             results[name] = inputs
         elif opcode not in NO_WORK:
             is_copy = opcode in ("copy", "copy-done") and inputs[0].in_hbm and outputs[0].in_hbm
-            if opcode in ("fusion", "reduce") or (is_copy and outputs[0].rank > 0):
+            if opcode in ("fusion", "reduce") or (is_copy and (outputs[0].rank > 0 or not is_tpu)):
                 kernels.append(sum(array.size for array in inputs + outputs))
             # A copy may be that of a slice.
             from_hbm = opcode.endswith("-done") and inputs[0].in_hbm

@@ -12,10 +12,20 @@ import pytest
 from paper.command_line import UserError
 from test_optax_contract import ALL
 
-from spa_optax import gpa_adamw, spa, spa_adamw, spa_from_sgdm
+from spa_optax import (
+    gpa,
+    gpa_adamw,
+    primal_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
+has_cuda = importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
 for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip install libtpu")
+for_cards = pytest.mark.skipif(not has_cuda, reason="needs XLA for NVIDIA: jax-cuda12-plugin")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SHAPES = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
@@ -135,14 +145,43 @@ def test_the_256_devices_are_of_many_hosts() -> None:
     assert len(hosts) > 8
 
 
+NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+OF_MANY_LEAVES = {
+    "spa": lambda: spa(1.0, 0.1),
+    "schedule": lambda: spa_from_sgdm(optax.cosine_decay_schedule(0.1, 1000), 0.9),
+    "gpa": lambda: gpa(1.0, 0.1),
+    "averaging": lambda: primal_averaging(optax.sgd(0.1), 0.1, 0.9),
+    "rounding": lambda: stochastic_rounding(optax.sgd(0.1), jax.random.key(0)),
+    "adamw": lambda: spa_adamw(1e-3),
+    "8 bytes": lambda: gpa_adamw(1e-3, **NARROW),
+    "6 bytes": lambda: gpa_adamw(1e-3, second_moment="bfloat16", **NARROW),
+}
+
+
+@for_cards
+@pytest.mark.parametrize("name", OF_MANY_LEAVES)
+def test_leaves_share_kernels_on_a_card(name: str) -> None:
+    """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for each leaf."""
+    shapes, devices = [(64, 96)] * 30, compiled.devices_of("h100")
+    dtype = jnp.bfloat16 if name in ("rounding", "8 bytes", "6 bytes") else jnp.float32
+    found = compiled.analyse(compiled.compile_update(OF_MANY_LEAVES[name](), shapes, dtype, devices))
+    large = [size for size in found.kernels if size > 10_000]
+    assert len(large) <= math.ceil(30 / (96 // 7)) + (name == "6 bytes")
+    assert len(found.kernels) <= len(large) + 11
+    assert found.temporary <= 0.01 * 30 * 64 * 96
+    assert found.aliased > 0.999
+    peer = compiled.analyse(compiled.compile_update(optax.sgd(0.1, 0.9), shapes, dtype, devices))
+    assert len(peer.kernels) >= 30
+
+
 # ------------------------------------------------------------------------------- without a compiler
 
 
-@pytest.mark.skipif(has_libtpu, reason="libtpu is installed")
+@pytest.mark.skipif(has_libtpu or has_cuda, reason="XLA's compilers are installed")
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(UserError, match="--target v5e needs `pip install libtpu`"):
         compiled.main(["--tree", "one leaf"])
-    with pytest.raises(UserError, match=r"--target h100 needs `pip install 'jax\[cuda12\]'`"):
+    with pytest.raises(UserError, match=r"--target h100 needs `pip install --no-deps jax-cuda12-"):
         compiled.main(["--target", "h100"])
 
 
