@@ -44,8 +44,7 @@ def hyperparams_from_sgdm(
       ValueError: if a number is out of range.
 
     Examples:
-      Where α falls from 4 to 1 at step 2, with β = 0.5, c rises beforehand:
-      w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
+      c rises before α falls, as here with β = ½: w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
 
       >>> import jax.numpy as jnp
       >>> from spa_optax import hyperparams_from_sgdm
@@ -157,8 +156,7 @@ def stagewise(
       Two schedules: `spa(*stagewise(...))`.
 
     Raises:
-      ValueError: if an argument is out of range, or a transition does not end before the next
-        boundary.
+      ValueError: if an argument is out of range, or a transition too long for its stage.
 
     Examples:
       Abrupt, and with a step factor of 2, which halves η until it has been divided by 10:
@@ -171,8 +169,7 @@ def stagewise(
       ['1.000', '1.000', '0.500', '0.250', '0.125', '0.100'] ['0.1', '0.2', '0.4', '0.8', '1.0']
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6 (Insights 2
-      and 3; the title of Section 5, "Reduce c_k", should read "increase").
+      arXiv:2010.00406, Sections 5 and 6. (The title of 5, "Reduce c_k", should read "increase".)
     """
     for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
         if callable(value):
@@ -247,8 +244,7 @@ def momentum_drop(
       [1.0, 0.25, 0.25] [0.25, 1.0, 1.0]
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figures 1(d) and 3 (whose
-      caption, "setting c_k = 0", should read 1).
+      arXiv:2010.00406, Figures 1(d) and 3. (The caption of 3, "setting c_k = 0", should read 1.)
     """
     check(learning_rate=learning_rate, averaging=averaging, step=step, hold=hold)
     check(step_factor=step_factor)
@@ -292,10 +288,9 @@ def schedule_free_averaging(
     and `rate` to `gpa`.
 
     Args:
-      learning_rate: the number γ that is warmed up, by the authors' γ (k + 1)/`num_warmup_steps`;
-        or γ_k ≥ 0, a schedule of the count k, evaluated under `jax.vmap`. It is checked at 550
-        counts up to 10^6 after the warm-up: a later rise is not seen, nor one shorter than 4 % of
-        the steps since the warm-up.
+      learning_rate: γ, warmed up by the authors' γ (k + 1)/`num_warmup_steps`, or γ_k ≥ 0, a
+        schedule of the count k that can be vmapped. It is checked at 550 counts up to 10^6 after
+        the warm-up: a later rise is not seen, nor one shorter than 4 % of the steps since then.
       num_warmup_steps: the count ≥ 0 by which the rate is largest.
       weight_power: p ≥ 0.
 
@@ -303,8 +298,8 @@ def schedule_free_averaging(
       c_{k+1}, a schedule of the count k; 0 while rates are 0.
 
     Raises:
-      ValueError: if an argument is out of range, or the schedule is not finite, has not risen above
-        0 by the end of the warm-up, is seen to rise after it, or is traced.
+      ValueError: if an argument is out of range, or the schedule is traced, 0 throughout the
+        warm-up, or seen to rise after it.
 
     Examples:
       Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
+_SPIKE = "α spikes to over twice its neighbours"
 _FIRST = "R_k's first coefficient is positive"
 _SECOND = "R_k's second coefficient (SGD's too) is positive"
 _STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
@@ -79,8 +81,7 @@ class Audit(NamedTuple):
                 for name, coefficient in ((_FIRST, self.remainder_x), (_SECOND, self.remainder_z))
                 if breaches[name].any()
             ]
-        out_of_range = self._is_out_of_range()
-        if self.max_decay_ratio is None or out_of_range.all():
+        if self.max_decay_ratio is None or breaches[_OUT_OF_RANGE].all():
             return "\n".join(lines)
         lines += [
             "By the bound, with this smoothness. Its conditions are sufficient, for the worst",
@@ -94,14 +95,20 @@ class Audit(NamedTuple):
                 ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
                 lines[-1] += f"; η is divided by {ratio:.6g} there, {allowed:.6g} is allowed"
         if not broken:
-            lines.append(f"- they hold at every {'other ' if out_of_range.any() else ''}step")
+            other = "other " if breaches[_OUT_OF_RANGE].any() else ""
+            lines.append(f"- they hold at every {other}step")
         return "\n".join(lines)
 
     def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
         """The steps that break each condition; those that rest on the bound come last."""
+        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)  # not NaN
+        in_range[1:] &= self.beta[1:] >= 0  # β_0 is free
+        if self._is_sgdm():
+            in_range &= (self.beta >= 0) & (self.beta < 1)
+        around = np.pad(self.alpha, 1, constant_values=np.inf)  # no spike at either end
         breaches = {
-            "a hyper-parameter is NaN or out of range": self._is_out_of_range(),
-            "α spikes to over twice its neighbours": self._is_spike(),
+            _OUT_OF_RANGE: ~in_range,
+            _SPIKE: self.alpha > 2 * np.maximum(around[:-2], around[2:]),
             "β is 1 or more": self.beta >= 1,
             "β is negative": self.beta < 0,
             _FIRST: self.remainder_x > 0,
@@ -114,22 +121,22 @@ class Audit(NamedTuple):
 
     def findings(self) -> list[Finding]:
         """The findings; those that need a change come first."""
-        if steps := np.flatnonzero(
-            self._is_out_of_range()
-        ).tolist():  # what else may be found is a consequence
+        breaches = self.breaches()
+        if steps := _where(breaches[_OUT_OF_RANGE]):  # what else may be found is a consequence
             text = f"A hyper-parameter is NaN or out of range {_at(steps)}."
             return [Finding("range", steps, text)]
         if not self.alpha.any():
             steps = list(range(len(self.alpha)))
             return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
-        return [*self._high_beta(), *self._spike(), *self._jumps()]
+        spike = breaches[_SPIKE]
+        return [*self._high_beta(), *self._spike(_where(spike)), *self._jumps(spike)]
 
     def _high_beta(self) -> list[Finding]:
         # Except in the tail of a decay to 0, where η is tiny, and at c = 0, where x stands still.
         before = _previous(self.eta)
         matters = (before > 1e-2 * self.eta.max()) | (_jumps(self.eta) < 0)
         matters[1:] &= self.c[:-1] > 0
-        steps = np.flatnonzero((self.beta >= 1) & matters).tolist()
+        steps = _where((self.beta >= 1) & matters)
         if not steps:
             return []
         k = steps[0]
@@ -140,8 +147,7 @@ class Audit(NamedTuple):
         )
         return [Finding("beta", steps, text)]
 
-    def _spike(self) -> list[Finding]:
-        steps = np.flatnonzero(self._is_spike()).tolist()
+    def _spike(self, steps: list[int]) -> list[Finding]:
         if not steps:
             return []
         k = steps[0]
@@ -152,44 +158,43 @@ class Audit(NamedTuple):
             text += ". Make the change gradual."
         return [Finding("spike", steps, text)]
 
-    def _jumps(self) -> list[Finding]:
+    def _jumps(self, spike: np.ndarray) -> list[Finding]:
         name, in_all = self._in_all()
         of_alpha, of_all = _jumps(self.alpha), _jumps(in_all)
         of_all[of_all == of_alpha] = 0  # one event
-        spike = self._is_spike()
         of_alpha[spike | np.roll(spike, 1)] = 0
         return [
             self._jump(name, values, steps)
             for sign in (1, -1)
             for name, values, jumps in (("α", self.alpha, of_alpha), (name, in_all, of_all))
-            if (steps := np.flatnonzero(jumps == sign).tolist())
+            if (steps := _where(jumps == sign))
         ]
 
     def _jump(self, name: str, values: np.ndarray, steps: list[int]) -> Finding:
         k = steps[0]
         before, now = values[k - 1], values[k]
         if now > before:
-            text = f"{name} rises from {before:.3g} to {now:.3g} {_at(steps)}."
-            text += " Check that it is meant, as in a restart."
-            return Finding("rise", steps, text, needs_change=False)
+            text = (
+                f"{name} rises from {before:.3g} to {now:.3g} {_at(steps)}. Check that it is meant,"
+            )
+            return Finding("rise", steps, f"{text} as in a restart.", needs_change=False)
         fall = "to 0" if now == 0 else f"{before / now:.3g}-fold"
         text = f"{name} falls {fall} {_at(steps)}."
-        begin = self._rise_begins(k)
-        if begin is not None:
+        if (begin := self._rise_begins(k)) < k:
             text += (
                 f" As primal averaging c rises from {self.c[begin]:.3g} to {self.c[k - 1]:.3g} over"
                 f" the {k - 1 - begin} steps before, and z moves ahead: evaluate the params, not z."
             )
         return Finding("drop", steps, text, needs_change=False)
 
-    def _rise_begins(self, k: int) -> int | None:
-        """The step at which the steady rise of c before a drop begins, if there is one."""
+    def _rise_begins(self, k: int) -> int:
+        """The step at which the steady rise of c before step k begins, or k if there is none."""
         ahead = self.c[max(k - 20_000, 0) : k]
         falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
         begin = int(falls[-1]) + 1 if len(falls) else 0
         # A jump of c does not anticipate anything.
         is_rise = len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]
-        return k - len(ahead) + begin if is_rise else None
+        return k - len(ahead) + begin if is_rise else k
 
     def _is_sgdm(self) -> bool:
         return not np.isnan(self.beta[0])
@@ -199,20 +204,6 @@ class Audit(NamedTuple):
         if self._is_sgdm():
             return "α/(1 − β)", self.alpha / (1 - self.beta)
         return "η", self.eta
-
-    def _is_out_of_range(self) -> Bool[np.ndarray, " n"]:
-        # Written so that NaN fails. β_0 is free.
-        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
-        in_range[1:] &= self.beta[1:] >= 0
-        if self._is_sgdm():
-            in_range &= (self.beta >= 0) & (self.beta < 1)
-        return ~in_range
-
-    def _is_spike(self) -> Bool[np.ndarray, " n"]:
-        spike = np.zeros(len(self.alpha), bool)
-        now, before, after = self.alpha[1:-1], self.alpha[:-2], self.alpha[2:]
-        spike[1:-1] = (now > 2 * before) & (now > 2 * after)
-        return spike
 
     def plot(self) -> "Figure":
         """Plots η, c, α and β over the steps, and α with c or β close to the first finding.
@@ -239,8 +230,7 @@ class Audit(NamedTuple):
         panels = [(name, steps[keep], "") for name in values]
         if findings:
             k = findings[0].steps[0]
-            begin = self._rise_begins(k)
-            near = steps[max((k if begin is None else begin) - 20, 0) : k + 20]
+            near = steps[max(self._rise_begins(k) - 20, 0) : k + 20]
             other = "β" if findings[0].kind == "beta" else "c"
             panels += [("α = ηc", near, "."), (other, near, ".")]
             axes[0, 2].set_title(f"close to step {k:,}", fontsize=10)
@@ -264,6 +254,10 @@ class Audit(NamedTuple):
 
 def _summary(name: str, breach: np.ndarray) -> str:
     return f"{name}: first at step {int(np.argmax(breach)):,}, {int(breach.sum()):,} in all"
+
+
+def _where(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(mask).tolist()
 
 
 def _previous(values: np.ndarray) -> np.ndarray:
@@ -351,11 +345,9 @@ def audit(
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.
 
       >>> from spa_optax import stagewise, theory
-      >>> audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
-      >>> print(audit.report()[:58])
+      >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
+      ...     print(line[:58])
       α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      >>> for line in audit.report().splitlines()[1:]:
-      ...     print(line)
       100 steps as SPA: η 1 to 10, c 0.1 to 1
       and as SGD+M: α 1 to 10, β 0 to 0.9
 

@@ -18,7 +18,7 @@ broadcast; results are JAX arrays. All functions but `forward_recursion` can be 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,14 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from spa_optax._checks import check
 
+
 # A function with an underscore is the arithmetic alone: the audit evaluates it in NumPy's float64.
-_AnyArray = TypeVar("_AnyArray", Array, np.ndarray)
+def _weight_of_f_x(eta: Any, c: Any) -> Any:
+    return (1 / c - 1) / eta  # over L
 
 
 def _arrays(*values: ArrayLike) -> list[Float[Array, "..."]]:
     return [jnp.asarray(value, float) for value in values]
-
-
-def _weight_of_f_x(eta: _AnyArray, c: _AnyArray) -> _AnyArray:
-    return (1 / c - 1) / eta  # over L
 
 
 def lyapunov(
@@ -60,10 +58,9 @@ def lyapunov(
         (‖∇f(x_k)‖² + ‖∇f(z_k)‖²)/(2η_k)          (the step equation, for k ≥ 1)
             ≤ Λ_k − E Λ_{k+1} + L E‖g_k‖² + R_k + `step_weight` · ‖x_k − x_{k−1}‖²
 
-    The augmented function (Section 4, Insight 1) is for constant η and c. In the step equation
-    `noise_weight` then replaces L, and the last term is gone. At c = 1 it is SGD's, for any η_k:
-    [f(x_{k+1}) − f*]/η_k². (Section 3; appendices "Building the Lyapunov function", "Augmented
-    Lyapunov".)
+    The augmented function (Section 4, Insight 1; appendix "Augmented Lyapunov") is for constant η
+    and c. In the step equation `noise_weight` then replaces L, and the last term is gone. At c = 1
+    it is SGD's, for any η_k: [f(x_{k+1}) − f*]/η_k². (Section 3.)
 
     Examples:
       3/½² + (1/½)(2 − 1)·3 + 3w = 18 + 3w, where w = 1/(2·¼·¼) = 8, augmented ½/(2·½·⅛·1½) = 2⅔:
@@ -112,7 +109,7 @@ def remainder(
     return of_x * f_x_prev + (1 / eta**2 - 1 / eta_prev**2) * f_z
 
 
-def _step_weight(eta: _AnyArray, eta_prev: _AnyArray, c: _AnyArray, L: Any) -> _AnyArray:
+def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
     m = 1 / c - 1
     return L / 2 * ((m + eta * L) * m / eta**2 + L / eta * m**2 - 1 / (eta_prev**2 * c**2))
 
@@ -153,7 +150,7 @@ def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[A
     return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
 
 
-def _max_learning_rate(c: _AnyArray, L: Any) -> _AnyArray:
+def _max_learning_rate(c: Any, L: Any) -> Any:
     return c * (2 - c) / (L * (1 - c))
 
 
@@ -174,7 +171,7 @@ def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."
     return _max_learning_rate(*_arrays(c, smoothness))
 
 
-def _max_decay_ratio(eta: _AnyArray, c: _AnyArray, L: Any) -> _AnyArray:
+def _max_decay_ratio(eta: Any, c: Any, L: Any) -> Any:
     return 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))  # conjugate: no cancellation
 
 
@@ -223,8 +220,7 @@ def sgdm_bound(
     κ = 0 it is the middle term plus 2G√(LΔ/T) at the best η, √(Δ/(TLG²)), and plus (LΔ + G²)/√T at
     the paper's "more realistic" η, 1/(L√T). SGD's bound has ½ηLG²: pass c = 1 and G/√2. It is
     G√(2LΔ/T) at the best η, √(2Δ/(TLG²)). The paper prints SGD's sum over k = 0, …, T with the
-    noise of T steps, not T + 1. (Appendices "Telescoping", "Removing the bounded gradients
-    assumption", "SGD reference proof".)
+    noise of T steps. (Appendices "Telescoping", "Removing the bounded …", "SGD reference proof".)
 
     Examples:
       >>> from spa_optax import theory
@@ -245,9 +241,9 @@ def estimate_smoothness(
 
         v ← Hv/‖Hv‖      |λ| ≈ ‖Hv‖, from below
 
-    Each iteration is one Hessian-vector product (Pearlmutter, Fast Exact Multiplication by the
-    Hessian, 1994). The result is the curvature at `params`. The paper's L bounds the curvature
-    everywhere, and for the loss of a network there is often no such L.
+    An iteration is one Hessian-vector product (Pearlmutter, Fast Exact Multiplication by the
+    Hessian, 1994). The result is the curvature at `params`, whereas the paper's L bounds it
+    everywhere. For the loss of a network there is often no such L.
 
     Args:
       loss: a scalar function of the params, twice differentiable.
