@@ -28,13 +28,10 @@ AtCount = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A function of an int32 count as a schedule, of a count or an array of counts.
-
-    With the SGD+M that it was made from, `theory.audit` need not look ahead at each step.
-    """
+    """A schedule, of a count or an array of counts, from a function of an int32 count."""
 
     at: AtCount
-    sgdm: SGDMHyperparams | None = None
+    sgdm: SGDMHyperparams | None = None  # spares `theory.audit` the look-ahead at each step
 
     def __call__(self, count: ArrayLike) -> Array:
         """The values; counts are int32, as in states, so that schedules compute the same there."""
@@ -42,10 +39,7 @@ class Schedule:
 
 
 def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> AtCount:
-    """A hyper-parameter as a function of the count, in the default floating-point dtype.
-
-    The function raises ValueError, with the name, where a schedule does not return a scalar.
-    """
+    """A hyper-parameter as a function of the count, a scalar of the default floating dtype."""
 
     def at(count: Int[Array, ""]) -> Float[Array, ""]:
         value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)

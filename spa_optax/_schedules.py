@@ -22,7 +22,7 @@ def hyperparams_from_sgdm(
     *,
     horizon: int | None = None,
 ) -> SPAHyperparams:
-    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M.
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M (arXiv:2010.00406).
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
@@ -37,8 +37,7 @@ def hyperparams_from_sgdm(
       horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is. Their
-      attribute `sgdm`, for `theory.audit`, holds the arguments.
+      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
 
     Raises:
       ValueError: if a number is out of range.
@@ -54,9 +53,6 @@ def hyperparams_from_sgdm(
       6.500 0.615
       5.000 0.800
       2.000 0.500
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
     check(learning_rate=learning_rate, momentum=momentum, horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
@@ -73,7 +69,7 @@ def hyperparams_from_sgdm(
 def hyperparams_to_sgdm(
     learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
 ) -> SGDMHyperparams:
-    """The hyper-parameters of SGD+M that give the iterates of SPA.
+    """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406, Theorem 1).
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
 
@@ -101,9 +97,6 @@ def hyperparams_to_sgdm(
       1.0 0.9
       0.1 9.0
       0.1 0.9
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
     check(learning_rate=learning_rate, averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
@@ -129,7 +122,7 @@ def stagewise(
     averaging_rule: Literal["constant", "scale", "balance"] = "scale",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and adapts c.
+    """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections 5 and 6).
 
     At a boundary b, the paper's η_b and c_b are the first to change: `learning_rate` at count b,
     and `averaging`, which at count k is c_{k+1}, at count b − 1. With the initial η and c:
@@ -149,8 +142,7 @@ def stagewise(
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      step_factor: the divisor of η per step during a transition, > 1: factor^(1/n) for n steps.
-        None means an abrupt change.
+      step_factor: s > 1, factor^(1/n) for a transition of n steps. None means an abrupt change.
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
@@ -167,9 +159,6 @@ def stagewise(
       ...     print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
       ['1.000', '1.000', '0.100', '0.100', '0.100', '0.100'] ['0.1', '1.0', '1.0', '1.0', '1.0']
       ['1.000', '1.000', '0.500', '0.250', '0.125', '0.100'] ['0.1', '0.2', '0.4', '0.8', '1.0']
-
-    References:
-      arXiv:2010.00406, Sections 5 and 6. (The title of 5, "Reduce c_k", should read "increase".)
     """
     for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
         if callable(value):
@@ -217,10 +206,11 @@ def momentum_drop(
     hold: Literal["eta", "alpha"] = "eta",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
+    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
-    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (the paper's Figure 1(d)). `hold="alpha"`
-    keeps α, which multiplies the effective step α/(1 − β) by c: that explains most of its effect.
+    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
+    which multiplies the effective step α/(1 − β) by c: that explains most of its effect. The
+    caption of Figure 3, "setting c_k = 0", should read 1.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -242,9 +232,6 @@ def momentum_drop(
       ...     print([float(eta(k)) for k in range(3)], [float(c(k)) for k in range(3)])
       [1.0, 1.0, 1.0] [0.25, 1.0, 1.0]
       [1.0, 0.25, 0.25] [0.25, 1.0, 1.0]
-
-    References:
-      arXiv:2010.00406, Figures 1(d) and 3. (The caption of 3, "setting c_k = 0", should read 1.)
     """
     check(learning_rate=learning_rate, averaging=averaging, step=step, hold=hold)
     check(step_factor=step_factor)
@@ -279,7 +266,8 @@ def schedule_free_averaging(
 ) -> optax.Schedule:
     """The averaging that makes `gpa` Schedule-Free, for a rate with a warm-up.
 
-    x is the mean of all z so far, each weighted by the power p of the largest rate until then:
+    x is the mean of all z so far, each weighted by the power p of the largest rate until then
+    (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4):
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
@@ -298,8 +286,7 @@ def schedule_free_averaging(
       c_{k+1}, a schedule of the count k; 0 while rates are 0.
 
     Raises:
-      ValueError: if an argument is out of range, or the schedule is traced, 0 throughout the
-        warm-up, or seen to rise after it.
+      ValueError: if an argument is out of range, or the schedule is traced or rises later.
 
     Examples:
       Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
@@ -311,9 +298,6 @@ def schedule_free_averaging(
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
       >>> tx = gpa_adamw(rate, c)
-
-    References:
-      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
     check(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps)
     check(weight_power=weight_power)

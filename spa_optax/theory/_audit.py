@@ -13,16 +13,10 @@ from spa_optax._checks import check
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
-from spa_optax.theory._formulas import (
-    _max_decay_ratio,
-    _max_learning_rate,
-    _step_weight,
-    _weight_of_f_x,
-)
+from spa_optax.theory import _formulas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
 
 _OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
 _SPIKE = "α spikes to over twice its neighbours"
@@ -61,8 +55,7 @@ class Audit(NamedTuple):
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words. Its first line says whether anything needs a change, or a check.
 
-        Args:
-          verbose: whether to add R_k's coefficients, which are positive wherever η falls.
+        `verbose` adds R_k's coefficients, which are positive wherever η falls.
         """
         findings, breaches = self.findings(), self.breaches()
         lines = [finding.text for finding in findings] or [
@@ -75,9 +68,10 @@ class Audit(NamedTuple):
             f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
             f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
         ]
+        told = lambda name, at: f"{name}: first at step {at.argmax():,}, {at.sum():,} in all"
         if verbose:
             lines += [
-                f"{_summary(name, breaches[name])}, largest at {int(np.argmax(coefficient)):,}"
+                f"{told(name, breaches[name])}, largest at {np.argmax(coefficient):,}"
                 for name, coefficient in ((_FIRST, self.remainder_x), (_SECOND, self.remainder_z))
                 if breaches[name].any()
             ]
@@ -89,7 +83,7 @@ class Audit(NamedTuple):
         ]
         broken = [name for name in (_STEP_WEIGHT, _LIMIT) if breaches[name].any()]
         for name in broken:
-            lines.append(f"- {_summary(name, breaches[name])}")
+            lines.append(f"- {told(name, breaches[name])}")
             k = int(np.argmax(breaches[name]))
             if name == _STEP_WEIGHT and self.eta[k] != self.eta[max(k - 1, 0)]:
                 ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
@@ -122,21 +116,22 @@ class Audit(NamedTuple):
     def findings(self) -> list[Finding]:
         """The findings; those that need a change come first."""
         breaches = self.breaches()
-        if steps := _where(breaches[_OUT_OF_RANGE]):  # what else may be found is a consequence
+        # What else may be found is a consequence.
+        if steps := np.flatnonzero(breaches[_OUT_OF_RANGE]).tolist():
             text = f"A hyper-parameter is NaN or out of range {_at(steps)}."
             return [Finding("range", steps, text)]
         if not self.alpha.any():
             steps = list(range(len(self.alpha)))
             return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
         spike = breaches[_SPIKE]
-        return [*self._high_beta(), *self._spike(_where(spike)), *self._jumps(spike)]
+        return [*self._high_beta(), *self._spike(spike), *self._jumps(spike)]
 
     def _high_beta(self) -> list[Finding]:
         # Except in the tail of a decay to 0, where η is tiny, and at c = 0, where x stands still.
         before = _previous(self.eta)
         matters = (before > 1e-2 * self.eta.max()) | (_jumps(self.eta) < 0)
         matters[1:] &= self.c[:-1] > 0
-        steps = _where((self.beta >= 1) & matters)
+        steps = np.flatnonzero((self.beta >= 1) & matters).tolist()
         if not steps:
             return []
         k = steps[0]
@@ -147,7 +142,8 @@ class Audit(NamedTuple):
         )
         return [Finding("beta", steps, text)]
 
-    def _spike(self, steps: list[int]) -> list[Finding]:
+    def _spike(self, spike: np.ndarray) -> list[Finding]:
+        steps = np.flatnonzero(spike).tolist()
         if not steps:
             return []
         k = steps[0]
@@ -159,15 +155,15 @@ class Audit(NamedTuple):
         return [Finding("spike", steps, text)]
 
     def _jumps(self, spike: np.ndarray) -> list[Finding]:
-        name, in_all = self._in_all()
-        of_alpha, of_all = _jumps(self.alpha), _jumps(in_all)
+        in_all = self._in_all()
+        of_alpha, of_all = _jumps(self.alpha), _jumps(in_all[1])
         of_all[of_all == of_alpha] = 0  # one event
         of_alpha[spike | np.roll(spike, 1)] = 0
         return [
-            self._jump(name, values, steps)
+            self._jump(*quantity, steps)
             for sign in (1, -1)
-            for name, values, jumps in (("α", self.alpha, of_alpha), (name, in_all, of_all))
-            if (steps := _where(jumps == sign))
+            for quantity, jumps in ((("α", self.alpha), of_alpha), (in_all, of_all))
+            if (steps := np.flatnonzero(jumps == sign).tolist())
         ]
 
     def _jump(self, name: str, values: np.ndarray, steps: list[int]) -> Finding:
@@ -201,33 +197,24 @@ class Audit(NamedTuple):
 
     def _in_all(self) -> tuple[str, np.ndarray]:
         """How far a gradient moves the params in all, if nothing changes. At once it is α."""
-        if self._is_sgdm():
-            return "α/(1 − β)", self.alpha / (1 - self.beta)
-        return "η", self.eta
+        return ("α/(1 − β)", self.alpha / (1 - self.beta)) if self._is_sgdm() else ("η", self.eta)
 
     def plot(self) -> "Figure":
         """Plots η, c, α and β over the steps, and α with c or β close to the first finding.
 
-        The title is the verdict. Steps that the report names are marked, those that need a change
-        in red. Axes are logarithmic where values span more than a factor of 20, and end at a two-
-        thousandth of the largest. Needs matplotlib.
+        The title is the verdict. Steps that the report names are marked, in red if they need a
+        change. Axes are logarithmic where values span more than a factor of 20. Needs matplotlib.
         """
         import matplotlib.pyplot as plt
 
         findings = [finding for finding in self.findings() if finding.kind != "range"]
-        columns, width = (3, 13) if findings else (2, 9)
-        figure, axes = plt.subplots(
-            2, columns, sharex="col", figsize=(width, 5), layout="constrained"
-        )
+        cols, width = (3, 13) if findings else (2, 9)
+        figure, axes = plt.subplots(2, cols, sharex="col", figsize=(width, 5), layout="constrained")
         figure.suptitle(textwrap.fill(self.report().splitlines()[0], 110), fontsize=10)
-        # Some thousand points at most, and every step at which α changes.
         steps = np.arange(len(self.eta))
-        changes = np.abs(np.diff(self.alpha, prepend=self.alpha[0])) > 1e-3 * self.alpha
-        keep = (steps % max(1, len(steps) // 2_000) == 0) | changes | np.roll(changes, -1)
-        if keep.sum() > 100_000:
-            keep = steps % (len(steps) // 50_000) == 0
+        some = steps[:: max(1, len(steps) // 50_000)]  # fewer than 100,000
         values = {"η": self.eta, "c": self.c, "α = ηc": self.alpha, "β": self.beta}
-        panels = [(name, steps[keep], "") for name in values]
+        panels = [(name, some, "") for name in values]
         if findings:
             k = findings[0].steps[0]
             near = steps[max(self._rise_begins(k) - 20, 0) : k + 20]
@@ -250,14 +237,6 @@ class Audit(NamedTuple):
             axes[row, 1].plot(finding.steps, value[finding.steps], "o", color=color, clip_on=False)
         plt.setp(axes[1], xlabel="step")
         return figure
-
-
-def _summary(name: str, breach: np.ndarray) -> str:
-    return f"{name}: first at step {int(np.argmax(breach)):,}, {int(breach.sum()):,} in all"
-
-
-def _where(mask: np.ndarray) -> list[int]:
-    return np.flatnonzero(mask).tolist()
 
 
 def _previous(values: np.ndarray) -> np.ndarray:
@@ -319,18 +298,17 @@ def audit(
     *,
     smoothness: float | None = None,
 ) -> Audit:
-    """Checks a schedule of SPA step by step: a verdict, and the conditions of the theory.
+    """Checks a schedule of SPA step by step: a verdict, and the conditions of arXiv:2010.00406.
 
     The verdict names jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor
     of 1.5 or more in one step, where the value is above 1e-4 of its largest. A ramp over five or
     more equal steps is gradual: a jump is 22 % or more of the change from four steps before it to
-    four steps after. For a recipe of SGD with momentum, use `audit_sgdm`.
+    four steps after. (Theorem 1, Sections 3.1, 5, 6.) For SGD with momentum, use `audit_sgdm`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. If both schedules
-        come from one call of `hyperparams_from_sgdm`, η and c are computed from their attribute
-        `sgdm`, in O(n), and a `horizon` is ignored.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. A pair of schedules
+        from `hyperparams_from_sgdm` is evaluated in O(n), and its `horizon` is ignored.
       num_steps: the number of steps to check, n ≥ 1.
       smoothness: L, for the conditions of the bound. `estimate_smoothness` gives the curvature at
         one point, which is not the L of the theorem. None leaves these conditions out.
@@ -350,9 +328,6 @@ def audit(
       α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
       100 steps as SPA: η 1 to 10, c 0.1 to 1
       and as SGD+M: α 1 to 10, β 0 to 0.9
-
-    References:
-      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
     """
     check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
     if isinstance(smoothness, (jax.Array, np.ndarray)) and smoothness.shape == ():
@@ -364,26 +339,25 @@ def audit(
     else:
         eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
         alpha, beta = eta * c, None
-    c_now, eta_prev = _previous(c), _previous(eta)  # c_k, with c_0 = c_1, and η_{k−1}
-    c_prev = _previous(c_now)
+    c_now, c_prev, eta_prev = _previous(c), _previous(_previous(c)), _previous(eta)  # c_0 = c_1
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
             beta[0] = np.nan
         known = (eta > 0) & (eta_prev > 0) & (c_now > 0) & (c_prev > 0)
-        now, before = _weight_of_f_x(eta, c_now), _weight_of_f_x(eta_prev, c_prev)
+        now, before = (_formulas._weight_of_f_x(*of) for of in ((eta, c_now), (eta_prev, c_prev)))
         remainder_x = _difference(now, before, known)
         remainder_z = _difference(1 / eta**2, 1 / eta_prev**2, known)
         found = Audit(eta, c, alpha, beta, remainder_x, remainder_z, None, None, None)
         if smoothness is None:
             return found
-        weight = _step_weight(eta, eta_prev, c_now, smoothness)
+        weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
         # Rounding of 0, as at c = 1 or at the limit, is not a breach.
         rounding = np.abs(weight) < 1e-9 * smoothness / (eta_prev * c_now) ** 2
         return found._replace(
             step_weight=np.where(known & ~rounding, weight, 0),
-            max_learning_rate=_max_learning_rate(c, smoothness),
-            max_decay_ratio=_max_decay_ratio(eta_prev, c_now, smoothness),
+            max_learning_rate=_formulas._max_learning_rate(c, smoothness),
+            max_decay_ratio=_formulas._max_decay_ratio(eta_prev, c_now, smoothness),
         )
 
 
@@ -409,5 +383,4 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
       Nothing to change: α falls 10-fold at step 500. As p
     """
-    hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
-    return audit(*hyperparams, num_steps, smoothness=smoothness)
+    return audit(*hyperparams_from_sgdm(learning_rate, momentum), num_steps, smoothness=smoothness)

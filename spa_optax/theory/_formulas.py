@@ -29,10 +29,10 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from spa_optax._checks import check
 
-
-# A function with an underscore is the arithmetic alone: the audit evaluates it in NumPy's float64.
-def _weight_of_f_x(eta: Any, c: Any) -> Any:
-    return (1 / c - 1) / eta  # over L
+# The arithmetic alone, which the audit evaluates in NumPy's float64. The ratio is the conjugate.
+_weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
+_max_learning_rate = lambda c, L: c * (2 - c) / (L * (1 - c))
+_max_decay_ratio = lambda eta, c, L: 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))
 
 
 def _arrays(*values: ArrayLike) -> list[Float[Array, "..."]]:
@@ -150,18 +150,13 @@ def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[A
     return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
 
 
-def _max_learning_rate(c: Any, L: Any) -> Any:
-    return c * (2 - c) / (L * (1 - c))
-
-
 def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."]:
     """The largest constant η for which `sgdm_bound` holds: `step_weight` ≤ 0.
 
         η ≤ c (2 − c) / (L (1 − c))
 
     Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 − c)/(L(1 − c)).
-    Appendix "Augmented Lyapunov" is correct. The condition is sufficient for a worst-case bound,
-    not necessary. With a measured curvature for L, recipes that train well are far above it.
+    The limit is for the worst case: with L measured, recipes that train well are far above it.
 
     Examples:
       >>> from spa_optax import theory
@@ -169,10 +164,6 @@ def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."
       1.5 inf
     """
     return _max_learning_rate(*_arrays(c, smoothness))
-
-
-def _max_decay_ratio(eta: Any, c: Any, L: Any) -> Any:
-    return 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))  # conjugate: no cancellation
 
 
 def max_decay_ratio(
@@ -217,10 +208,9 @@ def sgdm_bound(
 
     It holds for η ≤ `max_learning_rate`, and is inf for 2κηL ≥ 1. κ ≥ 0 is `growth`: at 0, G bounds
     the gradients, and at 1 their standard deviation, for which the paper gives no constants. With
-    κ = 0 it is the middle term plus 2G√(LΔ/T) at the best η, √(Δ/(TLG²)), and plus (LΔ + G²)/√T at
-    the paper's "more realistic" η, 1/(L√T). SGD's bound has ½ηLG²: pass c = 1 and G/√2. It is
-    G√(2LΔ/T) at the best η, √(2Δ/(TLG²)). The paper prints SGD's sum over k = 0, …, T with the
-    noise of T steps. (Appendices "Telescoping", "Removing the bounded …", "SGD reference proof".)
+    κ = 0 it is least at η = √(Δ/(TLG²)); the paper's "more realistic" η is 1/(L√T). SGD's bound has
+    ½ηLG²: pass c = 1 and G/√2. It is least at √(2Δ/(TLG²)). The paper prints SGD's sum over k = 0,
+    …, T with the noise of T steps. (Appendices "Telescoping" and "SGD reference proof".)
 
     Examples:
       >>> from spa_optax import theory
@@ -272,8 +262,7 @@ def estimate_smoothness(
         hessian_v = jax.jvp(jax.grad(loss), (params,), (v,))[1]
         return hessian_v, jnp.asarray(optax.tree.norm(hessian_v))
 
-    v = optax.tree.random_like(key, params)
-    return jax.lax.scan(iterate, v, length=num_iterations)[1][-1]
+    return jax.lax.scan(iterate, optax.tree.random_like(key, params), length=num_iterations)[1][-1]
 
 
 def forward_recursion(
@@ -283,9 +272,9 @@ def forward_recursion(
 
         η_{k+1} = (η_k − α_k) / β_{k+1}      c_{k+1} = α_k / η_k
 
-    η_0 is free, but only η_0 = Σ_j α_j β_1⋯β_j keeps η bounded: each step multiplies a deviation
-    from it by 1/β, to inf or NaN at last. `hyperparams_from_sgdm` finds that solution by looking
-    ahead. (Theorem 1. The appendix prints z_0 = 0 for z_0 = x_0, and in the base case c_0 for c_1.)
+    Only η_0 = Σ_j α_j β_1⋯β_j, for which `hyperparams_from_sgdm` looks ahead, keeps η bounded: each
+    step multiplies a deviation from it by 1/β, to inf or NaN at last. (Theorem 1. The appendix
+    prints z_0 = 0 for z_0 = x_0, and in the base case c_0 for c_1.)
 
     Args:
       alphas: α_k for k = 0, …, n − 1, shape (n,).
@@ -293,10 +282,8 @@ def forward_recursion(
       eta0: η_0. None means α_0 / (1 − β_0), which is correct while α and β are constant.
 
     Examples:
-      If α is halved at k = 1, η grows, as η ← (η − ½)·2: 2, 2, 3, 5, … (Figure 1(a)).
-
       >>> from spa_optax import theory
-      >>> eta, c = theory.forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)
+      >>> eta, c = theory.forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)  # η_{k+1} = (η_k − α_k)·2
       >>> print(eta, c.round(3))
       [2. 2. 3. 5.] [0.5   0.25  0.167 0.1  ]
     """
