@@ -105,8 +105,7 @@ def hyperparams_to_sgdm(
 
     def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
-        eta, eta_before = eta_at(k), eta_at(before)
-        decay = 1 - c_at(before)
+        eta, eta_before, decay = eta_at(k), eta_at(before), 1 - c_at(before)
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
@@ -133,8 +132,7 @@ def stagewise(
 
     The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
     stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
-    steps: 4,607 for a factor of 10 at the paper's s = 1.0005. A run that ends during the last
-    transition ends with a larger η.
+    steps: 4,607 for 10 at the paper's s = 1.0005. A run that ends earlier ends with a larger η.
 
     Args:
       learning_rate: η > 0 of the first stage.
@@ -209,8 +207,8 @@ def momentum_drop(
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
     `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
-    which multiplies the effective step α/(1 − β) by c: that explains most of its effect. The
-    caption of Figure 3, "setting c_k = 0", should read 1.
+    which multiplies the effective step α/(1 − β) by c: that explains most of its effect. (For
+    c_k = 1 the caption of Figure 3 prints 0.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.

@@ -330,9 +330,11 @@ def audit(
       and as SGD+M: α 1 to 10, β 0 to 0.9
     """
     check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
-    if isinstance(smoothness, (jax.Array, np.ndarray)) and smoothness.shape == ():
-        smoothness = smoothness.item()
-    check(smoothness=smoothness)
+    if smoothness is not None:
+        value = np.asarray(smoothness)
+        if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:
+            raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
+        smoothness = float(value)
     sgdm = getattr(learning_rate, "sgdm", None)
     if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
         eta, c, alpha, beta = _from_sgdm(sgdm, num_steps)

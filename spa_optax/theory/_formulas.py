@@ -288,9 +288,10 @@ def forward_recursion(
       [2. 2. 3. 5.] [0.5   0.25  0.167 0.1  ]
     """
     alpha, beta = np.asarray(alphas, np.float64), np.asarray(betas, np.float64)
-    if alpha.ndim != 1 or beta.shape not in ((), alpha.shape):
-        rule = "`alphas` must have shape (n,), and `betas` must be a number or have the same shape"
-        raise ValueError(f"{rule}, got {alpha.shape} and {beta.shape}")
+    if alpha.ndim != 1:
+        raise ValueError(f"`alphas` must have shape (n,), got {alpha.shape}")
+    if beta.shape not in ((), alpha.shape):
+        raise ValueError(f"`betas` must be a number or have shape {alpha.shape}, got {beta.shape}")
     beta = np.broadcast_to(beta, alpha.shape)
     with np.errstate(all="ignore"):  # deviations grow as 1/β^k, which may overflow
         eta = alpha / (1 - beta) if eta0 is None else np.full_like(alpha, eta0)
