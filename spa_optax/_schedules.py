@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,8 @@ import optax
 from jaxtyping import Array, Float
 
 from spa_optax._checks import check
-from spa_optax._hyperparams import FromSGDM, SGDMHyperparams, SPAHyperparams, as_schedule, at_count
+from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
-
-_AveragingRule = Literal["constant", "scale", "balance"]
-_Hold = Literal["eta", "alpha"]
 
 
 def hyperparams_from_sgdm(
@@ -25,7 +22,7 @@ def hyperparams_from_sgdm(
     *,
     horizon: int | None = None,
 ) -> SPAHyperparams:
-    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M.
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M (arXiv:2010.00406).
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
@@ -40,30 +37,22 @@ def hyperparams_from_sgdm(
       horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is. The
-      schedules have an attribute `sgdm` for `theory.audit`: the given `SGDMHyperparams`.
+      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
 
     Raises:
       ValueError: if a number is out of range.
 
     Examples:
-      >>> from spa_optax import hyperparams_from_sgdm
-      >>> hyperparams_from_sgdm(learning_rate=0.5, momentum=0.75)
-      SPAHyperparams(learning_rate=2.0, averaging=0.25)
-
-      Where α falls from 4 to 1 at step 2, with β = 0.5, c rises beforehand:
-      w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
+      c rises before α falls, as here with β = ½: w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
 
       >>> import jax.numpy as jnp
+      >>> from spa_optax import hyperparams_from_sgdm
       >>> hyperparams = hyperparams_from_sgdm(lambda k: jnp.where(k < 2, 4.0, 1.0), 0.5)
       >>> for k in range(3):
       ...     print(*(f"{h(k):.3f}" for h in hyperparams))
       6.500 0.615
       5.000 0.800
       2.000 0.500
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
     check(learning_rate=learning_rate, momentum=momentum, horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
@@ -74,63 +63,53 @@ def hyperparams_from_sgdm(
         return eta_and_c(ahead, ahead.w)
 
     sgdm = SGDMHyperparams(learning_rate, momentum)
-    eta, c = as_schedule(lambda count: at(count)[0]), as_schedule(lambda count: at(count)[1])
-    return SPAHyperparams(FromSGDM(eta, sgdm), FromSGDM(c, sgdm))
+    return SPAHyperparams(Schedule(lambda k: at(k)[0], sgdm), Schedule(lambda k: at(k)[1], sgdm))
 
 
 def hyperparams_to_sgdm(
     learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
 ) -> SGDMHyperparams:
-    """The hyper-parameters of SGD+M that give the iterates of SPA.
+    """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406, Theorem 1).
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
+
+    β_0 is free because m_0 = 0; it is set to 1 − c_1. β_k may exceed 1 where η falls fast. It is
+    inf where η_k = 0 < η_{k−1}: x then moves on towards a fixed z, which SGD+M cannot do.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules. β_0 is free because m_0 = 0; it is set
-      to 1 − c_1. β_k may exceed 1 where η falls fast. It is inf where η_k = 0 < η_{k−1}: x then
-      moves on towards a fixed z, which SGD+M cannot do.
+      Numbers if both arguments are numbers, else schedules.
 
     Raises:
       ValueError: if a number is out of range.
 
     Examples:
-      >>> from spa_optax import hyperparams_to_sgdm
-      >>> hyperparams_to_sgdm(learning_rate=2.0, averaging=0.25)
-      SGDMHyperparams(learning_rate=0.5, momentum=0.75)
-
       Dividing η by 10 makes β spike for one step, to 10 · 0.9 (the paper's Figure 1(c)).
 
       >>> import jax.numpy as jnp
+      >>> from spa_optax import hyperparams_to_sgdm
       >>> hyperparams = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 10.0, 1.0), 0.1)
       >>> for k in range(1, 4):
       ...     print(*(f"{h(k):.1f}" for h in hyperparams))
       1.0 0.9
       0.1 9.0
       0.1 0.9
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
     check(learning_rate=learning_rate, averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
-    def alpha(k: Array) -> Float[Array, ""]:
-        return eta_at(k) * c_at(k)
-
     def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
-        eta, eta_before = eta_at(k), eta_at(before)
-        decay = 1 - c_at(before)
+        eta, eta_before, decay = eta_at(k), eta_at(before), 1 - c_at(before)
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
-    return SGDMHyperparams(as_schedule(alpha), as_schedule(beta))
+    return SGDMHyperparams(Schedule(lambda k: eta_at(k) * c_at(k)), Schedule(beta))
 
 
 def stagewise(
@@ -139,14 +118,13 @@ def stagewise(
     boundaries: Sequence[int],
     factor: float = 10.0,
     *,
-    averaging_rule: _AveragingRule = "scale",
+    averaging_rule: Literal["constant", "scale", "balance"] = "scale",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and adapts c.
+    """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections 5 and 6).
 
-    At a boundary b, the paper's η_b and c_b are the first to change. `learning_rate` changes at
-    count b. `averaging`, which at count k is c_{k+1}, changes at count b − 1. With the initial η
-    and c:
+    At a boundary b, the paper's η_b and c_b are the first to change: `learning_rate` at count b,
+    and `averaging`, which at count k is c_{k+1}, at count b − 1. With the initial η and c:
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
@@ -154,8 +132,7 @@ def stagewise(
 
     The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
     stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
-    steps: 4,607 for a factor of 10 at the paper's s = 1.0005. It must end before the next boundary.
-    A run that ends during the last transition ends with a larger η.
+    steps: 4,607 for 10 at the paper's s = 1.0005. A run that ends earlier ends with a larger η.
 
     Args:
       learning_rate: η > 0 of the first stage.
@@ -163,38 +140,43 @@ def stagewise(
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      step_factor: the divisor of η per step during a transition, > 1. None means an abrupt change.
-        A transition of n steps has factor^(1/n).
+      step_factor: s > 1, factor^(1/n) for a transition of n steps. None means an abrupt change.
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
 
     Raises:
-      ValueError: if an argument is out of range, or a transition does not end before the next
-        boundary.
+      ValueError: if an argument is out of range, or a transition too long for its stage.
 
     Examples:
+      Abrupt, and with a step factor of 2, which halves η until it has been divided by 10:
+
       >>> from spa_optax import stagewise
-      >>> eta, c = stagewise(1.0, 0.1, [3])
-      >>> print([f"{eta(k):.2f}" for k in range(5)], [f"{c(k):.2f}" for k in range(5)])
-      ['1.00', '1.00', '1.00', '0.10', '0.10'] ['0.10', '0.10', '1.00', '1.00', '1.00']
-
-      With a step factor of 2, η is halved until it has been divided by 10:
-
-      >>> eta, c = stagewise(1.0, 0.1, [1], step_factor=2.0)
-      >>> print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
-      ['1.000', '0.500', '0.250', '0.125', '0.100', '0.100'] ['0.2', '0.4', '0.8', '1.0', '1.0']
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6 (Insights 2
-      and 3; the title of Section 5, "Reduce c_k", should read "increase").
+      >>> for step_factor in (None, 2.0):
+      ...     eta, c = stagewise(1.0, 0.1, [2], step_factor=step_factor)
+      ...     print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
+      ['1.000', '1.000', '0.100', '0.100', '0.100', '0.100'] ['0.1', '1.0', '1.0', '1.0', '1.0']
+      ['1.000', '1.000', '0.500', '0.250', '0.125', '0.100'] ['0.1', '0.2', '0.4', '0.8', '1.0']
     """
     for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
         if callable(value):
             raise ValueError(f"`{name}` must be a number, got {value!r}")
     check(learning_rate=learning_rate, averaging=averaging, averaging_rule=averaging_rule)
     check(factor=factor, step_factor=step_factor)
-    steps = _check_boundaries(boundaries, factor, step_factor)
+    if isinstance(boundaries, Mapping) or not isinstance(boundaries, Iterable):
+        rule = "must be a sequence of steps, with one `factor` for all"  # unlike Optax's mapping
+        raise ValueError(f"`boundaries` {rule}, got {boundaries!r}")
+    steps = list(boundaries)
+    check(boundaries=steps)
+    for b, after in itertools.pairwise(steps):
+        if b >= after:
+            raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
+        least = (1 - 1e-12) * factor ** (1 / (after - b))  # up to rounding
+        if step_factor is not None and step_factor < least:
+            raise ValueError(
+                f"`step_factor` must be at least {math.ceil(1e6 * least) / 1e6}, to end between"
+                f" boundaries {b} and {after}, got {step_factor!r}"
+            )
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def decay(k: Array) -> Float[Array, ""]:
@@ -202,9 +184,6 @@ def stagewise(
         most, per_step = math.log(factor), math.log(step_factor or factor)
         of_stages = (jnp.clip((k - b + 1).astype(float) * per_step, 0, most) for b in steps)
         return sum(of_stages, jnp.zeros([], float))
-
-    def eta(k: Array) -> Float[Array, ""]:
-        return eta_at(k) * jnp.exp(-decay(k))
 
     def c(k: Array) -> Float[Array, ""]:
         c, log_ratio = c_at(k), decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
@@ -214,7 +193,7 @@ def stagewise(
             return _scaled_up_to_1(c, log_ratio)
         return jnp.where(c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0)
 
-    return SPAHyperparams(as_schedule(eta), as_schedule(c))
+    return SPAHyperparams(Schedule(lambda k: eta_at(k) * jnp.exp(-decay(k))), Schedule(c))
 
 
 def momentum_drop(
@@ -222,13 +201,14 @@ def momentum_drop(
     averaging: optax.ScalarOrSchedule,
     step: int,
     *,
-    hold: _Hold = "eta",
+    hold: Literal["eta", "alpha"] = "eta",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k.
+    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
-    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (the paper's Figure 1(d)). `hold="alpha"`
-    keeps α, which multiplies the effective step α/(1 − β) by c: that explains most of its effect.
+    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
+    which multiplies the effective step α/(1 − β) by c: that explains most of its effect. (For
+    c_k = 1 the caption of Figure 3 prints 0.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -250,31 +230,30 @@ def momentum_drop(
       ...     print([float(eta(k)) for k in range(3)], [float(c(k)) for k in range(3)])
       [1.0, 1.0, 1.0] [0.25, 1.0, 1.0]
       [1.0, 0.25, 0.25] [0.25, 1.0, 1.0]
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figures 1(d) and 3 (whose
-      caption, "setting c_k = 0", should read 1).
     """
     check(learning_rate=learning_rate, averaging=averaging, step=step, hold=hold)
     check(step_factor=step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def c(k: Array) -> Float[Array, ""]:
-        before, num_rises = c_at(k), k + 2 - step  # of c_{k+1}
-        after = 1
-        if step_factor is not None:
-            log_factor = num_rises.astype(before.dtype) * math.log(step_factor)
-            after = _scaled_up_to_1(before, log_factor)
-        return jnp.where(num_rises > 0, after, before)
+        num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
+        if step_factor is None:
+            return jnp.where(num_rises > 0, 1, c_at(k))
+        return _scaled_up_to_1(c_at(k), num_rises.astype(float) * math.log(step_factor))
 
     def eta(k: Array) -> Float[Array, ""]:
         if hold == "eta":
             return eta_at(k)
         before, now = c_at(k), c(k)
-        ratio = before / jnp.where(now > 0, now, 1)
-        return eta_at(k) * jnp.where(before == now, 1, ratio)
+        return eta_at(k) * jnp.where(before == now, 1, before / jnp.where(now > 0, now, 1))
 
-    return SPAHyperparams(as_schedule(eta), as_schedule(c))
+    return SPAHyperparams(Schedule(eta), Schedule(c))
+
+
+def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
+    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 · inf."""
+    enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
+    return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
 
 def schedule_free_averaging(
@@ -285,29 +264,27 @@ def schedule_free_averaging(
 ) -> optax.Schedule:
     """The averaging that makes `gpa` Schedule-Free, for a rate with a warm-up.
 
-    x is the mean of all z so far, each weighted by the power p of the largest rate until then:
+    x is the mean of all z so far, each weighted by the power p of the largest rate until then
+    (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4):
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    After the warm-up all weights are the same, if the rate rises no more. Without a warm-up c_{k+1}
-    is 1/(k + 1).
+    Without a warm-up c_{k+1} is 1/(k + 1). `optax.contrib.schedule_free` reads the rate for its
+    weights one count later than for its steps: to reproduce it, pass `lambda k: rate(k + 1)` here,
+    and `rate` to `gpa`.
 
     Args:
-      learning_rate: γ_k ≥ 0, a schedule of the count k, evaluated under `jax.vmap`, with its
-        maximum by count `num_warmup_steps`; or the number γ that is warmed up, by the authors'
-        γ (k + 1)/`num_warmup_steps`. A schedule is checked at 550 counts up to 10^6 after the
-        warm-up: a later rise is not seen, nor one shorter than 4 % of the steps since the warm-up.
-      num_warmup_steps: the length of the warm-up, ≥ 0: the count by which the rate is largest.
+      learning_rate: γ, warmed up by the authors' γ (k + 1)/`num_warmup_steps`, or γ_k ≥ 0, a
+        schedule of the count k that can be vmapped. It is checked at 550 counts up to 10^6 after
+        the warm-up: a later rise is not seen, nor one shorter than 4 % of the steps since then.
+      num_warmup_steps: the count ≥ 0 by which the rate is largest.
       weight_power: p ≥ 0.
 
     Returns:
-      c_{k+1}, a schedule of the count k; 0 while rates are 0. `optax.contrib.schedule_free` reads
-      the rate for its weights one count later than for its steps: to reproduce it, pass
-      `lambda k: rate(k + 1)` here, and `rate` to `gpa`.
+      c_{k+1}, a schedule of the count k; 0 while rates are 0.
 
     Raises:
-      ValueError: if an argument is out of range, or the schedule is not finite, has not risen above
-        0 by the end of the warm-up, is seen to rise after it, or is traced.
+      ValueError: if an argument is out of range, or the schedule is traced or rises later.
 
     Examples:
       Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
@@ -319,17 +296,15 @@ def schedule_free_averaging(
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
       >>> tx = gpa_adamw(rate, c)
-
-    References:
-      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
     check(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps)
     check(weight_power=weight_power)
     end = num_warmup_steps
+    rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):
-        ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
+        ahead = end + np.unique(np.geomspace(1, 10**6, 700).astype(int))
         with jax.ensure_compile_time_eval():
-            counts = jnp.asarray(np.append(np.arange(end + 1), end + ahead), jnp.int32)
+            counts = jnp.asarray(np.append(np.arange(end + 1), ahead), jnp.int32)
             values = jax.vmap(at_count("learning_rate", learning_rate))(counts)
         try:
             rates, later = np.split(np.asarray(values, np.float64), [end + 1])
@@ -337,16 +312,13 @@ def schedule_free_averaging(
             raise ValueError("`learning_rate` must not depend on traced values") from None
         if not np.all(np.isfinite(rates) & (rates >= 0)):
             raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
-        largest = rates.max()
-        rises = later > (1 + 1e-6) * largest  # up to rounding; past its end it may be NaN
-        if largest == 0 or rises.any():
+        rises = later > (1 + 1e-6) * rates.max()  # up to rounding; past its end it may be NaN
+        if rates.max() == 0 or rises.any():
             k = np.argmax(rises)
             raise ValueError(
-                f"`learning_rate` must be > 0 and largest by count {end}, the end of its warm-up"
-                f" (`num_warmup_steps`), got {later[k]:g} at {end + ahead[k]} after {largest:g}"
+                f"`learning_rate` must be > 0 and largest by count {end}, `num_warmup_steps`, got"
+                f" {later[k]:g} at {ahead[k]} after {rates.max():g}"
             )
-    else:
-        rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)
     weights = (np.maximum.accumulate(rates) / rates.max()) ** weight_power
     # 1/c, in float64; inf as long as rates are 0.
     inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)
@@ -355,34 +327,4 @@ def schedule_free_averaging(
         after = jnp.maximum(k - end, 0).astype(float)
         return 1 / (jnp.asarray(inverse, float)[jnp.minimum(k, end)] + after)
 
-    return as_schedule(c)
-
-
-def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
-    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 · inf."""
-    enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
-    return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
-
-
-def _check_boundaries(boundaries: Any, factor: float, step_factor: float | None) -> list[int]:
-    is_mapping = isinstance(boundaries, Mapping)  # of boundaries to factors, as Optax takes them
-    if is_mapping or isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
-        raise ValueError(
-            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them, got"
-            f" {boundaries!r}"
-        )
-    steps: list[int] = list(boundaries)
-    check(boundaries=steps)
-    if sorted(set(steps)) != steps:
-        raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
-    if step_factor is not None:
-        num_steps = math.ceil(math.log(factor) / math.log(step_factor) - 1e-9)  # up to rounding
-        for b, after in itertools.pairwise(steps):
-            if after - b < num_steps:
-                smallest = math.ceil(1e6 * factor ** (1 / (after - b))) / 1e6
-                raise ValueError(
-                    f"`step_factor` must be at least {smallest}, to end between boundaries {b} and"
-                    f" {after}, got {step_factor!r}, at which a factor of {factor:g} takes"
-                    f" {num_steps:,} steps"
-                )
-    return steps
+    return Schedule(c)

@@ -213,12 +213,11 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
         (lambda: stagewise(1.0, 0.1, [9, 5]), "`boundaries` must be ascending, got [9, 5]"),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, 5),
-            "`factor` is the same at all of them, got 5",
+            "`boundaries` must be a sequence of steps, with one `factor` for all, got 5",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, "5"),
-            "`boundaries` must be a sequence of steps, and `factor` is the same at all of them,"
-            " got '5'",
+            f"`boundaries` {AT_LEAST_1}, got '5'",
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, [2.5]),
@@ -226,12 +225,12 @@ def test_momentum_dropped_under_a_cosine_that_ends_at_0() -> None:
         ),
         (
             lambda: unchecked(stagewise)(1.0, 0.1, {5: 0.1, 9: 0.5}),
-            "`factor` is the same at all of them, got {5: 0.1, 9: 0.5}",
+            "with one `factor` for all, got {5: 0.1, 9: 0.5}",
         ),
         (
             lambda: stagewise(1.0, 0.1, [110, 165], step_factor=1.0005),
             "`step_factor` must be at least 1.042754, to end between boundaries 110 and 165,"
-            " got 1.0005, at which a factor of 10 takes 4,607 steps",
+            " got 1.0005",
         ),
         (lambda: stagewise(1.0, 0.1, [5], 1.0), "`factor` must be finite and > 1, got 1.0"),
         (

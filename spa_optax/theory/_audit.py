@@ -1,8 +1,7 @@
 """The audit of a schedule: its values in both forms, a verdict, and the conditions it breaks."""
 
-import itertools
 import textwrap
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +10,24 @@ import optax
 from jaxtyping import Bool, Float
 
 from spa_optax._checks import check
-from spa_optax._hyperparams import FromSGDM, SGDMHyperparams, at_count
+from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
-from spa_optax.theory._formulas import (
-    _max_decay_ratio,
-    _max_learning_rate,
-    _step_weight,
-    _weight_of_f_x,
-)
+from spa_optax.theory import _formulas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-class Condition(NamedTuple):
-    """A condition of the analysis, and the steps of a schedule that break it."""
-
-    name: str  # of the breach, in words
-    steps: Bool[np.ndarray, " n"]  # where it breaks
-    size: Float[np.ndarray, " n"] | None = None  # if given, the report says where it is largest
-
-    def summary(self) -> str:
-        """The first step that breaks the condition, how many do, and where the size is largest."""
-        first, count = int(np.argmax(self.steps)), int(self.steps.sum())
-        largest = "" if self.size is None else f", largest at {int(np.argmax(self.size)):,}"
-        return f"{self.name}: first at step {first:,}, {count:,} in all{largest}"
+_OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
+_SPIKE = "α spikes to over twice its neighbours"
+_FIRST = "R_k's first coefficient is positive"
+_SECOND = "R_k's second coefficient (SGD's too) is positive"
+_STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
+_LIMIT = "η is over the limit for constants"
+_REMEDY = (
+    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
+    " give the recipe as SGD+M, to `spa_from_sgdm`."
+)
 
 
 class Finding(NamedTuple):
@@ -61,22 +52,12 @@ class Audit(NamedTuple):
     max_learning_rate: Float[np.ndarray, " n"] | None
     max_decay_ratio: Float[np.ndarray, " n"] | None  # of η_{k−1}/η_k
 
-    def findings(self) -> list[Finding]:
-        """The findings; those that need a change come first."""
-        if (out_of_range := self._out_of_range()).steps:
-            return [out_of_range]  # what else may be found is a consequence
-        if not self.alpha.any():
-            steps = list(range(len(self.alpha)))
-            return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
-        return [each for each in (self._beta(), self._spike(), *self._jumps()) if each.steps]
-
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words. Its first line says whether anything needs a change, or a check.
 
-        Args:
-          verbose: whether to add R_k's coefficients, which are positive wherever η falls.
+        `verbose` adds R_k's coefficients, which are positive wherever η falls.
         """
-        findings = self.findings()
+        findings, breaches = self.findings(), self.breaches()
         lines = [finding.text for finding in findings] or [
             f"neither α nor {self._in_all()[0]} jumps (a factor of 1.5 or more, above 1e-4 of the"
             " largest)."
@@ -87,218 +68,180 @@ class Audit(NamedTuple):
             f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
             f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
         ]
-        remainder, by_bound = self._remainder(), self._by_bound()
+        told = lambda name, at: f"{name}: first at step {at.argmax():,}, {at.sum():,} in all"
         if verbose:
-            lines += [each.summary() for each in remainder if each.steps.any()]
-        out_of_range = self._is_out_of_range()
-        if not by_bound or self.max_decay_ratio is None or out_of_range.all():
+            lines += [
+                f"{told(name, breaches[name])}, largest at {np.argmax(coefficient):,}"
+                for name, coefficient in ((_FIRST, self.remainder_x), (_SECOND, self.remainder_z))
+                if breaches[name].any()
+            ]
+        if self.max_decay_ratio is None or breaches[_OUT_OF_RANGE].all():
             return "\n".join(lines)
         lines += [
             "By the bound, with this smoothness. Its conditions are sufficient, for the worst",
             "case: recipes that train well have had 3 to 77 times the limit on η.",
         ]
-        broken = [each for each in by_bound if each.steps.any()]
-        for condition in broken:
-            lines.append(f"- {condition.summary()}")
-            k = int(np.argmax(condition.steps))
-            if condition.name == _STEP_WEIGHT and self.eta[k] != self.eta[max(k - 1, 0)]:
+        broken = [name for name in (_STEP_WEIGHT, _LIMIT) if breaches[name].any()]
+        for name in broken:
+            lines.append(f"- {told(name, breaches[name])}")
+            k = int(np.argmax(breaches[name]))
+            if name == _STEP_WEIGHT and self.eta[k] != self.eta[max(k - 1, 0)]:
                 ratio, allowed = self.eta[k - 1] / self.eta[k], self.max_decay_ratio[k]
                 lines[-1] += f"; η is divided by {ratio:.6g} there, {allowed:.6g} is allowed"
         if not broken:
-            other = "other " if out_of_range.any() else ""
+            other = "other " if breaches[_OUT_OF_RANGE].any() else ""
             lines.append(f"- they hold at every {other}step")
         return "\n".join(lines)
 
     def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
         """The steps that break each condition; those that rest on the bound come last."""
-        return {
-            "a hyper-parameter is NaN or out of range": self._is_out_of_range(),
-            "α spikes to over twice its neighbours": self._is_spike(),
+        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)  # not NaN
+        in_range[1:] &= self.beta[1:] >= 0  # β_0 is free
+        if self._is_sgdm():
+            in_range &= (self.beta >= 0) & (self.beta < 1)
+        around = np.pad(self.alpha, 1, constant_values=np.inf)  # no spike at either end
+        breaches = {
+            _OUT_OF_RANGE: ~in_range,
+            _SPIKE: self.alpha > 2 * np.maximum(around[:-2], around[2:]),
             "β is 1 or more": self.beta >= 1,
             "β is negative": self.beta < 0,
-            **{each.name: each.steps for each in (*self._remainder(), *self._by_bound())},
+            _FIRST: self.remainder_x > 0,
+            _SECOND: self.remainder_z > 0,
         }
+        if self.step_weight is not None:
+            breaches[_STEP_WEIGHT] = self.step_weight > 0
+            breaches[_LIMIT] = self.eta > self.max_learning_rate
+        return breaches
 
-    # ------------------------------------------------------------------------------ conditions
+    def findings(self) -> list[Finding]:
+        """The findings; those that need a change come first."""
+        breaches = self.breaches()
+        # What else may be found is a consequence.
+        if steps := np.flatnonzero(breaches[_OUT_OF_RANGE]).tolist():
+            text = f"A hyper-parameter is NaN or out of range {_at(steps)}."
+            return [Finding("range", steps, text)]
+        if not self.alpha.any():
+            steps = list(range(len(self.alpha)))
+            return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
+        spike = breaches[_SPIKE]
+        return [*self._high_beta(), *self._spike(spike), *self._jumps(spike)]
 
-    def _is_out_of_range(self) -> Bool[np.ndarray, " n"]:
-        # Written so that NaN fails. β_0 is free.
-        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)
-        in_range[1:] &= ~np.isnan(self.beta[1:])
-        in_range &= ~(self.beta < 0)
-        if self._is_sgdm():
-            in_range &= self.beta < 1
-        return ~in_range
-
-    def _is_spike(self) -> Bool[np.ndarray, " n"]:
-        spike = np.zeros(len(self.alpha), bool)
-        now, before, after = self.alpha[1:-1], self.alpha[:-2], self.alpha[2:]
-        spike[1:-1] = (now > 2 * before) & (now > 2 * after)
-        return spike
-
-    def _remainder(self) -> list[Condition]:
-        second = "R_k's second coefficient (SGD's too) is positive"
-        return [
-            Condition(
-                "R_k's first coefficient is positive", self.remainder_x > 0, self.remainder_x
-            ),
-            Condition(second, self.remainder_z > 0, self.remainder_z),
-        ]
-
-    def _by_bound(self) -> list[Condition]:
-        if self.step_weight is None or self.max_learning_rate is None:
-            return []
-        return [
-            Condition(_STEP_WEIGHT, self.step_weight > 0),
-            Condition("η is over the limit for constants", self.eta > self.max_learning_rate),
-        ]
-
-    # -------------------------------------------------------------------------------- findings
-
-    def _out_of_range(self) -> Finding:
-        steps = np.flatnonzero(self._is_out_of_range()).tolist()
-        text = "" if not steps else f"A hyper-parameter is NaN or out of range {_at(steps)}."
-        return Finding("range", steps, text)
-
-    def _beta(self) -> Finding:
+    def _high_beta(self) -> list[Finding]:
         # Except in the tail of a decay to 0, where η is tiny, and at c = 0, where x stands still.
-        before = np.concatenate([self.eta[:1], self.eta[:-1]])
+        before = _previous(self.eta)
         matters = (before > 1e-2 * self.eta.max()) | (_jumps(self.eta) < 0)
         matters[1:] &= self.c[:-1] > 0
         steps = np.flatnonzero((self.beta >= 1) & matters).tolist()
         if not steps:
-            return Finding("beta", [], "")
+            return []
         k = steps[0]
-        # β_k = (η_{k−1}/η_k)(1 − c_k)
-        fall, c = 1 - self.eta[k] / before[k], self.c[k - 1]
-        return Finding(
-            "beta",
-            steps,
+        fall, c = 1 - self.eta[k] / before[k], self.c[k - 1]  # β_k = (η_{k−1}/η_k)(1 − c_k)
+        text = (
             f"β is {self.beta[k]:.3g} {_at(steps)}: no SGD+M has that. η falls by"
-            f" {100 * fall:.3g} % there, where c is {100 * c:.3g} %. {_REMEDY}",
+            f" {100 * fall:.3g} % there, where c is {100 * c:.3g} %. {_REMEDY}"
         )
+        return [Finding("beta", steps, text)]
 
-    def _spike(self) -> Finding:
-        steps = np.flatnonzero(self._is_spike()).tolist()
+    def _spike(self, spike: np.ndarray) -> list[Finding]:
+        steps = np.flatnonzero(spike).tolist()
         if not steps:
-            return Finding("spike", [], "")
+            return []
         k = steps[0]
         text = f"α spikes from {self.alpha[k - 1]:.3g} to {self.alpha[k]:.3g} {_at(steps)}"
         if self.c[k] > self.c[k - 1] and self.eta[k + 1] < self.eta[k] and not self._is_sgdm():
             text += f", as in Figure 1(e): c rises a step before η falls. {_REMEDY}"
         else:
             text += ". Make the change gradual."
-        return Finding("spike", steps, text)
+        return [Finding("spike", steps, text)]
 
-    def _jumps(self) -> list[Finding]:
-        name, in_all = self._in_all()
-        of_alpha, of_all = _jumps(self.alpha), _jumps(in_all)
+    def _jumps(self, spike: np.ndarray) -> list[Finding]:
+        in_all = self._in_all()
+        of_alpha, of_all = _jumps(self.alpha), _jumps(in_all[1])
         of_all[of_all == of_alpha] = 0  # one event
-        spike = self._is_spike()
         of_alpha[spike | np.roll(spike, 1)] = 0
-        quantities = (("α", self.alpha, of_alpha), (name, in_all, of_all))
         return [
-            self._jump(name, values, np.flatnonzero(jumps == sign).tolist())
+            self._jump(*quantity, steps)
             for sign in (1, -1)
-            for name, values, jumps in quantities
+            for quantity, jumps in ((("α", self.alpha), of_alpha), (in_all, of_all))
+            if (steps := np.flatnonzero(jumps == sign).tolist())
         ]
 
     def _jump(self, name: str, values: np.ndarray, steps: list[int]) -> Finding:
-        if not steps:
-            return Finding("rise", [], "")
         k = steps[0]
         before, now = values[k - 1], values[k]
         if now > before:
-            text = f"{name} rises from {before:.3g} to {now:.3g} {_at(steps)}."
-            text += " Check that it is meant, as in a restart."
-            return Finding("rise", steps, text, needs_change=False)
+            text = (
+                f"{name} rises from {before:.3g} to {now:.3g} {_at(steps)}. Check that it is meant,"
+            )
+            return Finding("rise", steps, f"{text} as in a restart.", needs_change=False)
         fall = "to 0" if now == 0 else f"{before / now:.3g}-fold"
         text = f"{name} falls {fall} {_at(steps)}."
-        begin = self._rise_begins(k)
-        if begin is not None:
+        if (begin := self._rise_begins(k)) < k:
             text += (
                 f" As primal averaging c rises from {self.c[begin]:.3g} to {self.c[k - 1]:.3g} over"
                 f" the {k - 1 - begin} steps before, and z moves ahead: evaluate the params, not z."
             )
         return Finding("drop", steps, text, needs_change=False)
 
-    def _is_sgdm(self) -> bool:
-        return not np.isnan(self.beta[0])
-
-    def _in_all(self) -> tuple[str, np.ndarray]:
-        """How far a gradient moves the params in all, if nothing changes. At once it is α."""
-        if self._is_sgdm():
-            return "α/(1 − β)", self.alpha / (1 - self.beta)
-        return "η", self.eta
-
-    def _rise_begins(self, k: int) -> int | None:
-        """The step at which the steady rise of c before a drop begins, if there is one."""
+    def _rise_begins(self, k: int) -> int:
+        """The step at which the steady rise of c before step k begins, or k if there is none."""
         ahead = self.c[max(k - 20_000, 0) : k]
         falls = np.flatnonzero(np.diff(ahead) <= 1e-3 * ahead[1:])
         begin = int(falls[-1]) + 1 if len(falls) else 0
         # A jump of c does not anticipate anything.
         is_rise = len(ahead) - begin > 3 and ahead[-1] > 1.1 * ahead[begin]
-        return k - len(ahead) + begin if is_rise else None
+        return k - len(ahead) + begin if is_rise else k
 
-    # ------------------------------------------------------------------------------------ plot
+    def _is_sgdm(self) -> bool:
+        return not np.isnan(self.beta[0])
+
+    def _in_all(self) -> tuple[str, np.ndarray]:
+        """How far a gradient moves the params in all, if nothing changes. At once it is α."""
+        return ("α/(1 − β)", self.alpha / (1 - self.beta)) if self._is_sgdm() else ("η", self.eta)
 
     def plot(self) -> "Figure":
         """Plots η, c, α and β over the steps, and α with c or β close to the first finding.
 
-        The title is the verdict. Steps that the report names are marked, those that need a change
-        in red. Axes are logarithmic where values span more than a factor of 20, and end at a two-
-        thousandth of the largest. Needs matplotlib.
+        The title is the verdict. Steps that the report names are marked, in red if they need a
+        change. Axes are logarithmic where values span more than a factor of 20. Needs matplotlib.
         """
         import matplotlib.pyplot as plt
 
         findings = [finding for finding in self.findings() if finding.kind != "range"]
-        size: Any = (
-            {"ncols": 3, "figsize": (13, 5)} if findings else {"ncols": 2, "figsize": (9, 5)}
-        )
-        figure, axes = plt.subplots(2, sharex="col", layout="constrained", **size)
-        figure.suptitle("\n".join(textwrap.wrap(self.report().split("\n")[0], 110)), fontsize=10)
-        # Some thousand points at most, and every step at which α changes.
+        cols, width = (3, 13) if findings else (2, 9)
+        figure, axes = plt.subplots(2, cols, sharex="col", figsize=(width, 5), layout="constrained")
+        figure.suptitle(textwrap.fill(self.report().splitlines()[0], 110), fontsize=10)
         steps = np.arange(len(self.eta))
-        changes = np.abs(np.diff(self.alpha, prepend=self.alpha[0])) > 1e-3 * self.alpha
-        keep = (steps % max(1, len(steps) // 2_000) == 0) | changes | np.roll(changes, -1)
-        if keep.sum() > 100_000:
-            keep = steps % (len(steps) // 50_000) == 0
+        some = steps[:: max(1, len(steps) // 50_000)]  # fewer than 100,000
         values = {"η": self.eta, "c": self.c, "α = ηc": self.alpha, "β": self.beta}
-        for axis, (name, value) in zip(axes[:, :2].T.ravel(), values.items(), strict=True):
-            axis.plot(steps[keep], value[keep], color="C0")
+        panels = [(name, some, "") for name in values]
+        if findings:
+            k = findings[0].steps[0]
+            near = steps[max(self._rise_begins(k) - 20, 0) : k + 20]
+            other = "β" if findings[0].kind == "beta" else "c"
+            panels += [("α = ηc", near, "."), (other, near, ".")]
+            axes[0, 2].set_title(f"close to step {k:,}", fontsize=10)
+        for axis, (name, shown, marker) in zip(axes.T.ravel(), panels, strict=True):
+            value = values[name][shown]
+            axis.plot(shown, value, marker=marker, color="C0")
             axis.set_ylabel(name)
-            finite = value[np.isfinite(value)]
-            largest, positive = finite.max(initial=0), finite[finite > 0]
-            if len(positive) and largest > 20 * positive.min():
+            positive = value[(value > 0) & (value < np.inf)]
+            if len(positive) and positive.max() > 20 * positive.min():
                 axis.set_yscale("log")
-                axis.set_ylim(bottom=max(positive.min() / 1.5, largest / 2_000))
+                axis.set_ylim(bottom=max(positive.min() / 1.5, positive.max() / 2_000))
             else:
                 axis.set_ylim(bottom=0)
         for finding in findings:
-            marked = axes[1, 1] if finding.kind == "beta" else axes[0, 1]
-            value = self.beta if finding.kind == "beta" else self.alpha
+            row, value = (1, self.beta) if finding.kind == "beta" else (0, self.alpha)
             color = "C3" if finding.needs_change else "C2"
-            marked.plot(finding.steps, value[finding.steps], "o", color=color, clip_on=False)
-        for axis in axes[1]:
-            axis.set_xlabel("step")
-        if findings:
-            k = findings[0].steps[0]
-            begin = self._rise_begins(k)
-            near = slice(max((k if begin is None else begin) - 20, 0), k + 20)
-            name = "β" if findings[0].kind == "beta" else "c"
-            for axis, of in zip(axes[:, 2], ("α = ηc", name), strict=True):
-                axis.plot(steps[near], values[of][near], marker=".", color="C0")
-                axis.set_ylabel(of)
-                axis.set_ylim(bottom=0)
-            axes[0, 2].set_title(f"close to step {k:,}", fontsize=10)
+            axes[row, 1].plot(finding.steps, value[finding.steps], "o", color=color, clip_on=False)
+        plt.setp(axes[1], xlabel="step")
         return figure
 
 
-_STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
-_REMEDY = (
-    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
-    " give the recipe as SGD+M, to `spa_from_sgdm`."
-)
+def _previous(values: np.ndarray) -> np.ndarray:
+    """The values at k − 1; at k = 0, the first."""
+    return np.concatenate([values[:1], values[:-1]])
 
 
 def _at(steps: list[int]) -> str:
@@ -336,16 +279,15 @@ def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[np.nd
 
 
 def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int) -> tuple[np.ndarray, ...]:
-    """η, c, α and β of a recipe of SGD+M, in O(n)."""
+    """η, c, α and β of a recipe of SGD+M, in O(n): w backward, which is stable."""
     alpha, beta = _values(num_steps, **sgdm._asdict())
-    last = jnp.asarray(num_steps - 1, jnp.int32)
-    w = float(jax.jit(lambda k: look_ahead(*sgdm, k).w)(last))
-    # η_k = α_k + w_{k+1}, w_k = β_k (α_k + w_{k+1}): backward, which is stable. Later values count
-    # as in `look_ahead`.
-    ahead = (foreseen_rate(jnp.asarray(alpha)), foreseen_momentum(jnp.asarray(beta)))
-    products = zip(*(np.asarray(h, float)[::-1].tolist() for h in ahead), strict=True)
-    ws = itertools.accumulate(products, lambda w, ab: ab[1] * (ab[0] + w), initial=w)
-    eta = alpha + np.array(list(ws))[-2::-1]
+    a = np.asarray(foreseen_rate(jnp.asarray(alpha)), float)
+    b = np.asarray(foreseen_momentum(jnp.asarray(beta)), float)
+    w = np.zeros(num_steps + 1)
+    w[-1] = jax.jit(lambda k: look_ahead(*sgdm, k).w)(np.int32(num_steps - 1))
+    for k in reversed(range(num_steps)):
+        w[k] = b[k] * (a[k] + w[k + 1])
+    eta = alpha + w[1:]
     return eta, alpha / np.where(eta == 0, 1, eta), alpha, beta
 
 
@@ -356,18 +298,17 @@ def audit(
     *,
     smoothness: float | None = None,
 ) -> Audit:
-    """Checks a schedule of SPA step by step: a verdict, and the conditions of the theory.
+    """Checks a schedule of SPA step by step: a verdict, and the conditions of arXiv:2010.00406.
 
     The verdict names jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor
     of 1.5 or more in one step, where the value is above 1e-4 of its largest. A ramp over five or
     more equal steps is gradual: a jump is 22 % or more of the change from four steps before it to
-    four steps after. For a recipe of SGD with momentum, use `audit_sgdm`.
+    four steps after. (Theorem 1, Sections 3.1, 5, 6.) For SGD with momentum, use `audit_sgdm`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. If both schedules
-        come from one call of `hyperparams_from_sgdm`, η and c are computed from their attribute
-        `sgdm`, in O(n), and a `horizon` is ignored.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. A pair of schedules
+        from `hyperparams_from_sgdm` is evaluated in O(n), and its `horizon` is ignored.
       num_steps: the number of steps to check, n ≥ 1.
       smoothness: L, for the conditions of the bound. `estimate_smoothness` gives the curvature at
         one point, which is not the L of the theorem. None leaves these conditions out.
@@ -382,16 +323,11 @@ def audit(
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.
 
       >>> from spa_optax import stagewise, theory
-      >>> audit = theory.audit(*stagewise(10.0, 0.1, [20]), 100)
-      >>> print(audit.report()[:58])
+      >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
+      ...     print(line[:58])
       α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      >>> for line in audit.report().splitlines()[1:]:
-      ...     print(line)
       100 steps as SPA: η 1 to 10, c 0.1 to 1
       and as SGD+M: α 1 to 10, β 0 to 0.9
-
-    References:
-      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
     """
     check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
     if smoothness is not None:
@@ -399,36 +335,31 @@ def audit(
         if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:
             raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
         smoothness = float(value)
-    if (
-        isinstance(learning_rate, FromSGDM)
-        and isinstance(averaging, FromSGDM)
-        and learning_rate.sgdm is averaging.sgdm
-    ):
-        eta, c, alpha, beta = _from_sgdm(learning_rate.sgdm, num_steps)
+    sgdm = getattr(learning_rate, "sgdm", None)
+    if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
+        eta, c, alpha, beta = _from_sgdm(sgdm, num_steps)
     else:
         eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
         alpha, beta = eta * c, None
-    c_now = np.concatenate([c[:1], c[:-1]])  # c_k, with c_0 = c_1
-    c_prev = np.concatenate([c_now[:1], c_now[:-1]])
-    eta_prev = np.concatenate([eta[:1], eta[:-1]])
+    c_now, c_prev, eta_prev = _previous(c), _previous(_previous(c)), _previous(eta)  # c_0 = c_1
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
             beta[0] = np.nan
         known = (eta > 0) & (eta_prev > 0) & (c_now > 0) & (c_prev > 0)
-        now, before = _weight_of_f_x(eta, c_now), _weight_of_f_x(eta_prev, c_prev)
+        now, before = (_formulas._weight_of_f_x(*of) for of in ((eta, c_now), (eta_prev, c_prev)))
         remainder_x = _difference(now, before, known)
         remainder_z = _difference(1 / eta**2, 1 / eta_prev**2, known)
         found = Audit(eta, c, alpha, beta, remainder_x, remainder_z, None, None, None)
         if smoothness is None:
             return found
-        weight = _step_weight(eta, eta_prev, c_now, smoothness)
+        weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
         # Rounding of 0, as at c = 1 or at the limit, is not a breach.
         rounding = np.abs(weight) < 1e-9 * smoothness / (eta_prev * c_now) ** 2
         return found._replace(
             step_weight=np.where(known & ~rounding, weight, 0),
-            max_learning_rate=_max_learning_rate(c, smoothness),
-            max_decay_ratio=_max_decay_ratio(eta_prev, c_now, smoothness, np.sqrt),
+            max_learning_rate=_formulas._max_learning_rate(c, smoothness),
+            max_decay_ratio=_formulas._max_decay_ratio(eta_prev, c_now, smoothness),
         )
 
 
@@ -445,13 +376,7 @@ def audit_sgdm(
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
       momentum: β_k in [0, 1), a scalar or a schedule that can be vmapped.
       num_steps: the number of steps to check, n ≥ 1.
-      smoothness: as for `audit`.
-
-    Returns:
-      An `Audit`, with `report()` and `plot()`.
-
-    Raises:
-      ValueError: if a number is out of range, or `num_steps` is not an integer.
+      smoothness: as for `audit`, of which the result, errors and references are the same too.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -459,9 +384,5 @@ def audit_sgdm(
       >>> schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
       Nothing to change: α falls 10-fold at step 500. As p
-
-    References:
-      arXiv:2010.00406, Theorem 1, Sections 3.1 (R_k and the step weight), 5 and 6.
     """
-    hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
-    return audit(*hyperparams, num_steps, smoothness=smoothness)
+    return audit(*hyperparams_from_sgdm(learning_rate, momentum), num_steps, smoothness=smoothness)

@@ -13,13 +13,12 @@
     T, the number of steps        num_steps     1       ≥ 1
 
 `_prev` is index k − 1, `_next` k + 1. g_k is the stochastic gradient at x_k, and E the expectation
-over it. At c = 1 x is z, and SPA is SGD; there infinite limits are inf, and nothing is NaN.
-Scalars and arrays broadcast; results are JAX arrays. All functions but `forward_recursion` can be
-jitted and vmapped. Sections and appendices are the paper's.
+over it. At c = 1 SPA is SGD; there infinite limits are inf, and nothing is NaN. Scalars and arrays
+broadcast; results are JAX arrays. All functions but `forward_recursion` can be jitted and vmapped.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +29,14 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from spa_optax._checks import check
 
-# A function with an underscore is the arithmetic alone: the audit evaluates it in NumPy's float64.
-_AnyArray = TypeVar("_AnyArray", Array, np.ndarray)
+# The arithmetic alone, which the audit evaluates in NumPy's float64. The ratio is the conjugate.
+_weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
+_max_learning_rate = lambda c, L: c * (2 - c) / (L * (1 - c))
+_max_decay_ratio = lambda eta, c, L: 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))
 
 
 def _arrays(*values: ArrayLike) -> list[Float[Array, "..."]]:
     return [jnp.asarray(value, float) for value in values]
-
-
-def _weight_of_f_x(eta: _AnyArray, c: _AnyArray) -> _AnyArray:
-    return (1 / c - 1) / eta  # over L
 
 
 def lyapunov(
@@ -56,21 +53,17 @@ def lyapunov(
     """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}). It falls, up to noise and `remainder`.
 
         Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*] + w ‖x_{k+1} − x_k‖²
-              w = L/(2 η_k² c_{k+1}²)
+              w = L/(2 η_k² c_{k+1}²); augmented: w = L²(1 − c)/(2ηc³(2 − c)), the paper's w + ρ
 
         (‖∇f(x_k)‖² + ‖∇f(z_k)‖²)/(2η_k)          (the step equation, for k ≥ 1)
             ≤ Λ_k − E Λ_{k+1} + L E‖g_k‖² + R_k + `step_weight` · ‖x_k − x_{k−1}‖²
 
-    For constant η and c Section 4 (Insight 1) augments w by ρ, where ρ(1 − c)² + `step_weight` is
-    ρ again. In the step equation `noise_weight` then replaces L, and the last term is gone:
-
-        ρ = L/(2ηc²) [L(1 − c)/(c(2 − c)) − 1/η]          w + ρ = L²(1 − c)/(2ηc³(2 − c))
-
-    At c = 1 the augmented function is SGD's, for any η_k: [f(x_{k+1}) − f*]/η_k². (Sections 3 and
-    3.1; appendices "Building the Lyapunov function" and "Augmented Lyapunov".)
+    The augmented function (Section 4, Insight 1; appendix "Augmented Lyapunov") is for constant η
+    and c. In the step equation `noise_weight` then replaces L, and the last term is gone. At c = 1
+    it is SGD's, for any η_k: [f(x_{k+1}) − f*]/η_k². (Section 3.)
 
     Examples:
-      3/½² + (1/½)(2 − 1)·3 + 3w = 18 + 3w, where w = 1/(2·¼·¼) = 8 or w + ρ = ½/(2·½·⅛·1½) = 2⅔:
+      3/½² + (1/½)(2 − 1)·3 + 3w = 18 + 3w, where w = 1/(2·¼·¼) = 8, augmented ½/(2·½·⅛·1½) = 2⅔:
 
       >>> from spa_optax import theory
       >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
@@ -104,10 +97,9 @@ def remainder(
     The title of Section 5 (Insight 2), "Reduce c_k", should read "increase".
 
     Examples:
-      η halved from 1, c = ½: (2·1 − 1·1)·1 + (4 − 1)·2 = 7.
-
       >>> from spa_optax import theory
-      >>> print(theory.remainder(1, 2, eta=0.5, eta_prev=1, c=0.5, c_prev=0.5, smoothness=1))
+      >>> known = {"eta": 0.5, "eta_prev": 1, "c": 0.5, "c_prev": 0.5, "smoothness": 1}
+      >>> print(theory.remainder(1, 2, **known))  # (2·1 − 1·1)·1 + (4 − 1)·2
       7.0
     """
     f_x_prev, f_z, eta, eta_prev, c, c_prev, L = _arrays(
@@ -117,7 +109,7 @@ def remainder(
     return of_x * f_x_prev + (1 / eta**2 - 1 / eta_prev**2) * f_z
 
 
-def _step_weight(eta: _AnyArray, eta_prev: _AnyArray, c: _AnyArray, L: Any) -> _AnyArray:
+def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
     m = 1 / c - 1
     return L / 2 * ((m + eta * L) * m / eta**2 + L / eta * m**2 - 1 / (eta_prev**2 * c**2))
 
@@ -132,10 +124,9 @@ def step_weight(
     It is 0 at `max_learning_rate` (η constant), and if η falls by `max_decay_ratio`. (Section 3.1.)
 
     Examples:
-      ½ [(1 + 1)·1 + 1·1² − 4] = −½:
-
       >>> from spa_optax import theory
-      >>> print(theory.step_weight(eta=1.0, eta_prev=1.0, c=0.5, smoothness=1.0))
+      >>> known = {"eta": 1.0, "eta_prev": 1.0, "c": 0.5, "smoothness": 1.0}
+      >>> print(theory.step_weight(**known))  # ½ [(1 + 1)·1 + 1·1² − 4]
       -0.5
     """
     return _step_weight(*_arrays(eta, eta_prev, c, smoothness))
@@ -159,18 +150,13 @@ def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[A
     return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
 
 
-def _max_learning_rate(c: _AnyArray, L: Any) -> _AnyArray:
-    return c * (2 - c) / (L * (1 - c))
-
-
 def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."]:
     """The largest constant η for which `sgdm_bound` holds: `step_weight` ≤ 0.
 
         η ≤ c (2 − c) / (L (1 − c))
 
     Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 − c)/(L(1 − c)).
-    Appendix "Augmented Lyapunov" is correct. The condition is sufficient for a worst-case bound,
-    not necessary. With a measured curvature for L, recipes that train well are far above it.
+    The limit is for the worst case: with L measured, recipes that train well are far above it.
 
     Examples:
       >>> from spa_optax import theory
@@ -178,10 +164,6 @@ def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."
       1.5 inf
     """
     return _max_learning_rate(*_arrays(c, smoothness))
-
-
-def _max_decay_ratio(eta: _AnyArray, c: _AnyArray, L: Any, sqrt: Callable) -> _AnyArray:
-    return 2 / ((1 - c) * (eta * L + sqrt((eta * L) ** 2 + 4)))  # conjugate: no cancellation
 
 
 def max_decay_ratio(
@@ -192,22 +174,20 @@ def max_decay_ratio(
         r = (√(η²L² + 4) − ηL) / (2 (1 − c))
         simplified:  r = (√(η²L²(1 − c)⁴ + 4(1 − c)) − ηL(1 − c)²) / (2 (1 − c))
 
-    Section 6 (Insight 3) simplifies by η_k L ≤ 1. Where that holds, its r is not larger. It prints
-    4(1 − c)c under the root, which gives 0.29 in its example, not 1.01. Where η is over
+    Section 6 (Insight 3) simplifies by η_k L ≤ 1, where r is not larger. It prints 4(1 − c)c under
+    the root, which gives 0.29 in its example (below), not 1.01. Where η is over
     `max_learning_rate`, r is below 1: no decay is allowed.
 
     Examples:
-      The paper's own, c = ηL = 0.1: (√4.01 − 0.1)/1.8 and (√(0.081² + 3.6) − 0.081)/1.8.
-
       >>> from spa_optax import theory
-      >>> for simplified in (False, True):
-      ...     print(f"{theory.max_decay_ratio(0.1, 0.1, 1.0, simplified=simplified):.4f}")
+      >>> print(f"{theory.max_decay_ratio(0.1, 0.1, 1.0):.4f}")  # (√4.01 − 0.1)/1.8
       1.0569
+      >>> print(f"{theory.max_decay_ratio(0.1, 0.1, 1.0, simplified=True):.4f}")
       1.0101
     """
     eta, c, L = _arrays(eta, c, smoothness)
     if not simplified:
-        return _max_decay_ratio(eta, c, L, jnp.sqrt)
+        return _max_decay_ratio(eta, c, L)
     linear = eta * L * (1 - c) ** 2  # conjugate, and no 0/0 at c = 1
     return 2 / (linear + jnp.sqrt(linear**2 + 4 * (1 - c)))
 
@@ -227,21 +207,16 @@ def sgdm_bound(
         [Δ/(ηT) + (L/T)(1/c − 1)Δ + ηLG²] / (1 − 2κηL)      if E‖g_k‖² ≤ G² + κ‖∇f(x_k)‖²
 
     It holds for η ≤ `max_learning_rate`, and is inf for 2κηL ≥ 1. κ ≥ 0 is `growth`: at 0, G bounds
-    the gradients, and at 1 their standard deviation. For that the paper gives no constants
-    (appendix "Removing the bounded gradients assumption").
-
-    With κ = 0 it is the middle term plus 2G√(LΔ/T) at the best η, √(Δ/(TLG²)), and plus
-    (LΔ + G²)/√T at the paper's "more realistic" η, 1/(L√T). SGD's bound has ½ηLG² instead of ηLG²:
-    pass c = 1 and G/√2. It is G√(2LΔ/T) at the best η, √(2Δ/(TLG²)). Its sum over k = 0, …, T is
-    printed with the noise of T steps, not T + 1. (Appendices "Telescoping", "SGD reference proof".)
+    the gradients, and at 1 their standard deviation, for which the paper gives no constants. With
+    κ = 0 it is least at η = √(Δ/(TLG²)); the paper's "more realistic" η is 1/(L√T). SGD's bound has
+    ½ηLG²: pass c = 1 and G/√2. It is least at √(2Δ/(TLG²)). The paper prints SGD's sum over k = 0,
+    …, T with the noise of T steps. (Appendices "Telescoping" and "SGD reference proof".)
 
     Examples:
-      1/(¼·4) + (1/4)(2 − 1) + ¼ = 1.5, and over 1 − 2·¼ that is 3:
-
       >>> from spa_optax import theory
       >>> known = {"smoothness": 1.0, "gap": 1.0, "grad_bound": 1.0}
-      >>> print(*[theory.sgdm_bound(4, 0.25, 0.5, **known, growth=growth) for growth in (0, 1)])
-      1.5 3.0
+      >>> print(theory.sgdm_bound(4, 0.25, 0.5, **known))  # 1/(¼·4) + (1/4)(2 − 1) + ¼
+      1.5
     """
     T, eta, c, L, gap, G, growth = _arrays(num_steps, eta, c, smoothness, gap, grad_bound, growth)
     bound = gap / (eta * T) + L / T * (1 / c - 1) * gap + eta * L * G**2
@@ -256,9 +231,9 @@ def estimate_smoothness(
 
         v ← Hv/‖Hv‖      |λ| ≈ ‖Hv‖, from below
 
-    Each iteration is one Hessian-vector product (Pearlmutter, Fast Exact Multiplication by the
-    Hessian, 1994). The result is the curvature at `params`. The paper's L bounds the curvature
-    everywhere, and for the loss of a network there is often no such L.
+    An iteration is one Hessian-vector product (Pearlmutter, Fast Exact Multiplication by the
+    Hessian, 1994). The result is the curvature at `params`, whereas the paper's L bounds it
+    everywhere. For the loss of a network there is often no such L.
 
     Args:
       loss: a scalar function of the params, twice differentiable.
@@ -278,19 +253,16 @@ def estimate_smoothness(
     params = jax.tree.map(jnp.asarray, params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            at = jax.tree_util.keystr(path) or "its root"
-            raise ValueError(
-                f"`params` must be real floating-point arrays, got {leaf.dtype} at {at}"
-            )
+            got = f"{leaf.dtype} at {jax.tree_util.keystr(path) or 'its root'}"
+            raise ValueError(f"`params` must be real floating-point arrays, got {got}")
 
     def iterate(v: PyTree, _: None) -> tuple[PyTree, Float[Array, ""]]:
+        norm = optax.tree.norm(v)
+        v = jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), v)
         hessian_v = jax.jvp(jax.grad(loss), (params,), (v,))[1]
-        norm = jnp.asarray(optax.tree.norm(hessian_v))
-        return jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), hessian_v), norm
+        return hessian_v, jnp.asarray(optax.tree.norm(hessian_v))
 
-    v = optax.tree.random_like(key, params)
-    v = jax.tree.map(lambda leaf: leaf / optax.tree.norm(v), v)
-    return jax.lax.scan(iterate, v, length=num_iterations)[1][-1]
+    return jax.lax.scan(iterate, optax.tree.random_like(key, params), length=num_iterations)[1][-1]
 
 
 def forward_recursion(
@@ -300,9 +272,9 @@ def forward_recursion(
 
         η_{k+1} = (η_k − α_k) / β_{k+1}      c_{k+1} = α_k / η_k
 
-    η_0 is free, but only η_0 = Σ_j α_j β_1⋯β_j keeps η bounded: each step multiplies a deviation
-    from it by 1/β, to inf or NaN at last. `hyperparams_from_sgdm` finds that solution by looking
-    ahead. (Theorem 1. The appendix prints z_0 = 0 for z_0 = x_0, and in the base case c_0 for c_1.)
+    Only η_0 = Σ_j α_j β_1⋯β_j, for which `hyperparams_from_sgdm` looks ahead, keeps η bounded: each
+    step multiplies a deviation from it by 1/β, to inf or NaN at last. (Theorem 1. The appendix
+    prints z_0 = 0 for z_0 = x_0, and in the base case c_0 for c_1.)
 
     Args:
       alphas: α_k for k = 0, …, n − 1, shape (n,).
@@ -310,10 +282,8 @@ def forward_recursion(
       eta0: η_0. None means α_0 / (1 − β_0), which is correct while α and β are constant.
 
     Examples:
-      If α is halved at k = 1, η grows, as η ← (η − ½)·2: 2, 2, 3, 5, … (Figure 1(a)).
-
       >>> from spa_optax import theory
-      >>> eta, c = theory.forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)
+      >>> eta, c = theory.forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)  # η_{k+1} = (η_k − α_k)·2
       >>> print(eta, c.round(3))
       [2. 2. 3. 5.] [0.5   0.25  0.167 0.1  ]
     """
