@@ -805,7 +805,7 @@ def test_plot() -> None:
     plt.close(figure)
     with pytest.raises(ValueError, match="`reports` must hold the same labels at every step"):
         plot_momentum({})
-    with pytest.raises(ValueError, match=re.escape("at least one, got [''] first")):
+    with pytest.raises(ValueError, match=re.escape("at every step, got [''] first")):
         plot_momentum({0: reports[9], 1: {"w": reports[9]}})
 
 
@@ -836,20 +836,23 @@ def test_bad_input() -> None:
             lambda: unchecked(track_momentum)(1.0),
             "`inner` must be a gradient transformation, got 1.0",
         ),
-        (lambda: track_momentum(optax.sgd(0.1)).init(params), "`inner` must contain one momentum"),
+        (
+            lambda: track_momentum(optax.sgd(0.1)).init(params),
+            "`inner` must hold one `SPAState` or",
+        ),
         (
             lambda: track_momentum(optax.chain(spa(1.0), spa(1.0))).init(params),
-            "(SPAState, TraceState or ScaleByAdamState), got 2",
+            "`TraceState` or `ScaleByAdamState`, got 2",
         ),
         (
             lambda: track_momentum(optax.masked(spa(1.0), {"a": True, "b": False})).init(
                 {"a": params, "b": params}
             ),
-            "`inner` must hold a momentum of all params, got one of 1 of 2 arrays",
+            "`inner` must hold a momentum of all params, got one of 1 of 2",
         ),
         (
             lambda: track_momentum(tracked).init(params),
-            "which go around `track_momentum`, got a `TrackMomentumState`",
+            "`inner` must not hold a `TrackMomentumState`: put it around",
         ),
         (
             lambda: momentum_report(jax.vmap(tracked.init)(jnp.zeros((4, 3)))),
@@ -867,7 +870,7 @@ def test_bad_input() -> None:
                     optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
                 )
             ).update(params, dropping.init(params), params),
-            "`inner` must pass extra arguments of `update` on to its member",
+            "`inner` must pass extra arguments on to its member",
         ),
         (
             lambda: unchecked(plot_momentum)([1]),
@@ -875,15 +878,15 @@ def test_bad_input() -> None:
         ),
         (
             lambda: track_momentum(optax.apply_if_finite(spa(1.0), 3)).init(params),
-            "got a `ApplyIfFiniteState`",
+            "`inner` must not hold a `ApplyIfFiniteState`: put it around",
         ),
         (
             lambda: track_momentum(optax.adamw(0.1)).init(params),
-            "`averaging` must be given for an `inner` with Optax's own momentum",
+            "`averaging` must be given, as 1 − β, if `inner` does not hold β",
         ),
         (
             lambda: track_momentum(spa(1.0), averaging=0.1).init(params),
-            "`averaging` must be left out for an `inner` that has its own c, got 0.1",
+            "`averaging` must be None for an `inner` with its own c, got 0.1",
         ),
         (
             lambda: track_momentum(optax.sgd(0.1, 0.9), averaging=0.0),
@@ -891,23 +894,23 @@ def test_bad_input() -> None:
         ),
         (lambda: track_momentum(spa(1.0), every=0), "`every` must be a concrete integer >= 1"),
         (
-            lambda: unchecked(track_momentum)(spa(1.0), per_leaf="w").init(params),
-            "`per_leaf` must be a bool or a function from params to labels, got 'w'",
+            lambda: unchecked(track_momentum)(spa(1.0), per_leaf="w"),
+            "`per_leaf` must be a bool or a function of params, got 'w'",
         ),
         (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: 1).init(params),
-            "`per_leaf` must return strings as labels, got 1",
+            "a tree of strings like that of the params, or a prefix of it, got 1",
         ),
         (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: {"v": "a"}).init(
                 {"w": params}
             ),
             "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
-            " got PyTreeDef({'v': *})",
+            " got {'v': 'a'}",
         ),
         (
             lambda: jax.vmap(momentum_report)(jax.vmap(tracked.init)(jnp.zeros((4, 3)))).verdict(),
-            "`verdict` must be called on the report of one run, got a batch of shape (4,)",
+            "the report must be of one run, got a batch of shape (4,)",
         ),
         (
             lambda: plot_momentum(

@@ -75,12 +75,10 @@ class Gauge(NamedTuple):
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step."""
     zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
-    means = Means(zero(), zero(), zero(), zero())
-    alignment = AlignmentMeans(zero(), zero(), zero(), zero())
-    none = jnp.full(shape, -1, jnp.float32)
+    zeros = lambda kind: kind(*(zero() for _ in kind._fields))
+    means, alignment, cross = zeros(Means), zeros(AlignmentMeans), zeros(CrossTerms)
     uncounted = Uncounted(*(jnp.zeros(shape, jnp.int32) for _ in Uncounted._fields))
-    cross = CrossTerms(zero(), zero())
-    return Gauge(none, zero(), zero(), zero(), means, alignment, cross, uncounted)
+    return Gauge(zero() - 1, zero(), zero(), zero(), means, alignment, cross, uncounted)
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
@@ -103,9 +101,9 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     totals = dict.fromkeys(sorted(set(labels.values())), zero)
     for path, sums in by_leaf:
         if keystr(path) not in labels:
+            at = keystr(path) or "its root"
             raise ValueError(
-                "`per_leaf` must be False for an `inner` that changes the tree of params, got one"
-                f" with an array at {keystr(path) or 'its root'}"
+                f"`per_leaf` must be False if `inner` changes the params' paths, got {at}"
             )
         label = labels[keystr(path)]
         totals[label] = add(totals[label], sums)

@@ -40,8 +40,8 @@ class MomentumReport(NamedTuple):
         Raises:
           ValueError: if the report is a batch, as under `jax.vmap`.
         """
-        if shape := _batch_of(self):
-            raise ValueError(f"`verdict` must be called on the report of one run, got {shape}")
+        if shape := np.shape(self.gain):
+            raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
         times, t = float(self.gain / self.noise_level), float(self.t)
         if not np.isfinite(times):
             reasons = {
@@ -150,24 +150,16 @@ def momentum_report(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
-    gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
-    report = _report(gauge)
+    state = only(opt_state, "opt_state", TrackMomentumState)
+    check_one_run("opt_state", state.count)
+    leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
+    report = _report(jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves))
     if not by_label:
         return jax.tree.map(lambda values: values[-1] if values.ndim else values, report)
     if not state.groups:
-        raise ValueError(
-            "`opt_state` must come from `track_momentum` with `per_leaf`, got one without"
-        )
+        raise ValueError("`opt_state` must be of a gauge with `per_leaf`, got one without")
     of_label = lambda i: MomentumReport(*(values[i] for values in report))
     return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
-
-
-def _gauge_of(opt_state: PyTree) -> Gauge:
-    state = only(opt_state, TrackMomentumState, "opt_state")
-    leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
-    gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
-    check_one_run("opt_state", state.count)
-    return gauge
 
 
 def _report(gauge: Gauge) -> MomentumReport:
@@ -186,12 +178,6 @@ def _report(gauge: Gauge) -> MomentumReport:
         num_rounded=gauge.uncounted.rounded,
         t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
     )
-
-
-def _batch_of(report: MomentumReport) -> str:
-    """The shape of a batch of reports, in words; empty for a single one."""
-    shape = np.broadcast_shapes(*map(np.shape, report))
-    return f"a batch of shape {shape}: take one with `jax.tree.map`" if shape else ""
 
 
 def plot_momentum(
@@ -231,26 +217,20 @@ def plot_momentum(
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))
     if not labels or any(list(of_step) != labels for of_step in by_step.values()):
-        raise ValueError(
-            f"`reports` must hold the same labels at every step, at least one, got {labels!r} first"
-        )
-    for step, of_step in by_step.items():
-        for report in of_step.values():
-            if shape := _batch_of(report):
-                raise ValueError(f"`reports` must be of one run, got {shape} at step {step}")
+        raise ValueError(f"`reports` must have the same labels at every step, got {labels!r} first")
+    values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
+    if shape := values.shape[3:]:
+        raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
     for i, label in enumerate(labels):
-        of_label = [of_step[label] for of_step in by_step.values()]
-        gains, levels = (
-            np.array([float(getattr(report, field)) for report in of_label])
-            for field in ("gain", "noise_level")
-        )
-        ratio = np.divide(gains, levels, np.full(len(gains), np.nan), where=levels > 0)
+        report = MomentumReport(*values[:, i].T)
+        undefined, levels = np.full(len(values), np.nan), report.noise_level
+        ratio = np.divide(report.gain, levels, undefined, where=levels > 0)
         # From blue to yellow, in the order of the labels.
         color = "black" if label in ("", "all") else plt.get_cmap("plasma")(i / len(labels))
         style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
         top.plot(list(by_step), ratio, **style)
-        bottom.plot(list(by_step), [float(report.alignment) for report in of_label], **style)
+        bottom.plot(list(by_step), report.alignment, **style)
     top.set_title("Steps add up where gain over noise level is above 1")
     top.set_ylabel("gain / noise level")
     top.set_yscale("log")

@@ -1,5 +1,6 @@
 """The gauge around an optimizer."""
 
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import check, is_surely
+from spa_optax._convert import z_or_m
 from spa_optax._core import SPAState, Update
-from spa_optax._trees import behind_a_barrier, find, is_float
+from spa_optax._trees import behind_a_barrier, by_path, find, is_float, only
 from spa_optax._wrappers import SKIPS_UPDATES
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
@@ -114,14 +116,15 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    check(inner=inner)
-    tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Update)
-    check(decay=decay, every=every, b2=b2)
+    check(inner=inner, decay=decay, every=every, b2=b2)
     if averaging is not None:
         check(averaging=averaging)
-        if callable(averaging) or is_surely(averaging == 0):
-            raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
+    if callable(averaging) or is_surely(averaging == 0):
+        raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
+    if not (isinstance(per_leaf, bool) or callable(per_leaf)):
+        raise ValueError(f"`per_leaf` must be a bool or a function of params, got {per_leaf!r}")
+    tx = optax.with_extra_args_support(inner)
+    is_member = isinstance(inner.update, Update)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -177,59 +180,37 @@ def track_momentum(
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
     for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState)):
-        raise ValueError(
-            "`inner` must not hold gauges or wrappers that skip updates, which go around"
-            f" `track_momentum`, got a `{type(wrapper).__name__}`"
-        )
-    members, of_optax = find(state, SPAState), find(state, OPTAX_MOMENTUM)
-    if members:
-        of_optax = []  # the momentum of a direction
-    if len(members) + len(of_optax) != 1:
-        raise ValueError(
-            "`inner` must contain one momentum state (SPAState, TraceState or ScaleByAdamState),"
-            f" got {len(members) + len(of_optax)}"
-        )
-    in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
-    (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]
-    num_watched, num_params = (sum(map(is_float, jax.tree.leaves(t))) for t in (buffer, params))
-    if num_watched != num_params:
-        raise ValueError(
-            "`inner` must hold a momentum of all params, got one of"
-            f" {num_watched} of {num_params} arrays: watch that part of it alone"
-        )
-    if members and averaging is not None:
-        raise ValueError(
-            f"`averaging` must be left out for an `inner` that has its own c, got {averaging!r}"
-        )
-    if of_optax:
+        kind = type(wrapper).__name__
+        raise ValueError(f"`inner` must not hold a `{kind}`: put it around `track_momentum`")
+    momentum = only(state, "inner", SPAState, OPTAX_MOMENTUM)
+    count = lambda tree: sum(map(is_float, jax.tree.leaves(tree)))
+    if (found := count(z_or_m(momentum))) != (num := count(params)):
+        raise ValueError(f"`inner` must hold a momentum of all params, got one of {found} of {num}")
+    if not isinstance(momentum, SPAState):
         averaging_of(state, averaging)
+    elif averaging is not None:
+        raise ValueError(f"`averaging` must be None for an `inner` with its own c, got {averaging}")
 
 
-def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
+def _labels(per_leaf: PerLeaf, params: PyTree) -> dict[str, str] | None:
     """The label of each trained parameter by its path; None if all share one gauge."""
     if per_leaf is False:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in leaves if is_float(leaf)]
-    if per_leaf is True:
+    if not callable(per_leaf):
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
         return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
-    if not callable(per_leaf):
-        raise ValueError(
-            f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
-        )
-    of_subtree = lambda label, subtree: jax.tree.map(lambda _: label, subtree)
     tree = per_leaf(params)
     try:
-        labelled = jax.tree.map(of_subtree, tree, params)
-    except ValueError as error:
+        if not all(isinstance(label, str) for label in jax.tree.leaves(tree)):
+            raise TypeError
+        labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
+    except (TypeError, ValueError) as error:
         raise ValueError(
             "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
-            f" got {jax.tree.structure(tree)}"
+            f" got {reprlib.repr(tree)}"
         ) from error
-    labels = {keystr(path): label for path, label in jax.tree_util.tree_leaves_with_path(labelled)}
-    for path, label in labels.items():
-        if not isinstance(label, str):
-            raise ValueError(f"`per_leaf` must return strings as labels, got {label!r} for {path}")
+    labels = by_path(labelled)
     return {keystr(path): labels[keystr(path)] for path in paths}
