@@ -14,25 +14,12 @@ from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._precision import wide_dtype
 from spa_optax._second_moment import RMSState, factored_axes
-from spa_optax._trees import (
-    by_path,
-    copy,
-    find,
-    is_float,
-    keys_of,
-    kinds_of,
-    like,
-    only,
-    replace,
-    scalar_of,
-)
+from spa_optax._trees import by_path, copy, find, is_float, keys_of, like, only, replace, scalar_of
 from spa_optax._wrappers import PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 Given = SimpleNamespace  # x, the params by their paths, and the arguments of `convert`
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-# The states of optax that hold the count of their schedules.
-_COUNTED = (optax.ScaleByScheduleState, *INJECTED)
 
 
 class Snapshot(NamedTuple):
@@ -85,14 +72,15 @@ def convert(
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
         `optimizer.opt_state`.
-      params: the run's current params; from AdamW, better their float32 master copy.
+      params: the run's current params; from AdamW, better their float32 master copy. For Flax nnx,
+        `nnx.state(model, nnx.Param)`.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
         Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free.
       momentum: β_k, a scalar or a schedule of the count k. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
-      averaging: c_{k+1} in (0, 1] beside AdamW, a scalar or a schedule. None means 1 − b1.
+      averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
       b1: β₁ of Adam, in [0, 1).
       b2: β₂ of both runs, in [0, 1), if they have a second moment.
       eps: ε of both runs, ≥ 0, if they have a second moment.
@@ -132,12 +120,14 @@ def convert(
     check(count=count, **others, **{name: h for name, h in rates.items() if h is not None})
     given = Given(x=by_path(params), count=count, **others, **rates)
     node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
+    (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
+    keys_of("old_state", [z_or_m(node)], params)
+    run = read(old_state, node, by_path(z_or_m(node)), given)
     mu_y = getattr(new_node, "mu_y", getattr(new_node, "b1", 1.0))
     check_one_run("into", mu_y)
-    old, new = _by_path("old_state", node, params), _by_path("into", new_node, params)
-    if odd := sorted(set(new) - set(old)):
+    (keys,) = keys_of("into", [z_or_m(new_node)], params)
+    if odd := sorted(set(keys) - set(run.z)):
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
-    run = _FORMATS[type(node)].read(old_state, node, old, given)
     old_mu_y, new_mu_y = (scalar_of(scalar).astype(float) for scalar in (run.mu_y, mu_y))
     mismatch = (old_mu_y == 1) != (new_mu_y == 1)
     if isinstance(new_node, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
@@ -147,28 +137,23 @@ def convert(
             "`into` must have the params of `old_state`, x (μ_y = 1) or y, and Schedule-Free the"
             f" same μ_y as its b1, got μ_y = {old_mu_y:g} into {new_mu_y:g}"
         )
-    if not is_surely(~mismatch):  # traced: a wrong answer is not silent
-        poison = lambda z: jnp.where(mismatch, jnp.nan, z) if is_float(z) else z
-        run = run._replace(z={key: poison(z) for key, z in run.z.items()})
-    state = _FORMATS[type(new_node)].write(into, list(new), given, run)
-    return copy(like(into, _with_count(state, run.count)))
+    fits = is_surely(~mismatch)  # or is traced: a wrong answer is not silent
+    checked = lambda z: z if fits or not is_float(z) else jnp.where(mismatch, jnp.nan, z)
+    run = run._replace(z={key: checked(run.z[key]) for key in keys})
+    return copy(like(into, _with_count(write(into, given, run), run.count)))
 
 
 def z_or_m(node: Any) -> PyTree:
     """The tree of an optimizer's state that has a leaf for each parameter."""
-    return getattr(node, _FORMATS[type(node)].field)
-
-
-def _by_path(name: str, node: Any, params: PyTree) -> ByPath:
-    keys_of(name, [z_or_m(node)], params)
-    return by_path(z_or_m(node))
+    field, _, _ = _FORMATS[type(node)]
+    return getattr(node, field)
 
 
 def _with_count(state: PyTree, count: Array) -> PyTree:
     """A state with a new count for its schedules."""
-    # Also states with no other field, such as that of `optax.WrappedSchedule`.
+    # States with no other field are those of `optax.scale_by_schedule` and `optax.WrappedSchedule`.
     is_counted = lambda node: (
-        isinstance(node, _COUNTED) or getattr(node, "_fields", None) == ("count",)
+        isinstance(node, INJECTED) or getattr(node, "_fields", 0) == ("count",)
     )
 
     def counted(node: Any) -> Any:
@@ -206,7 +191,8 @@ def _snapshot(
 
 def _read_trace(state: PyTree, node: Any, m: ByPath, given: Given) -> Snapshot:
     alpha, beta = _required(given, "learning_rate"), _required(given, "momentum")
-    counts = _scalars(*(of.count for of in find(state, _COUNTED)))
+    counted = find(state, (optax.ScaleByScheduleState, *INJECTED))
+    counts = _scalars(*(of.count for of in counted))
     moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in m.values()]))
     if given.count is not None:
         k = jnp.asarray(given.count, jnp.int32)
@@ -215,7 +201,7 @@ def _read_trace(state: PyTree, node: Any, m: ByPath, given: Given) -> Snapshot:
     elif not (callable(alpha) or callable(beta)):
         k = jnp.where(moving, 1, 0)
     else:
-        raise ValueError(f"`count` must be given if `old_state` holds {len(counts)}, got None")
+        raise ValueError("`count` must be given where `old_state` does not hold one, got None")
     if is_surely(moving & (k == 0)):
         raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
     # w_k, as step k − 1 would have computed it.
@@ -255,7 +241,7 @@ def _read_spa(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
 # ----------------------------------------------------------------------------------------- writers
 
 
-def _write_trace(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> PyTree:
+def _write_trace(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     known = (run.count > 0) & (run.w > 0)
     w = jnp.where(known, run.w, 1)
 
@@ -264,10 +250,10 @@ def _write_trace(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> 
         m = jnp.where(known, distance / w.astype(distance.dtype), 0)
         return m.astype(x.dtype) if is_float(x) else jnp.zeros_like(x)
 
-    return replace(into, optax.TraceState, lambda _: [m(key) for key in keys])
+    return replace(into, optax.TraceState, lambda _: list(map(m, run.z)))
 
 
-def _write_adam(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> PyTree:
+def _write_adam(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     k, all_nu = run.count, _required_second_moment(run)
     w, _, c = _scalars_of_adam(given, k)
     c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
@@ -279,29 +265,27 @@ def _write_adam(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> P
         m = times(c_over_w, distance, distance.dtype) * (jnp.sqrt(nu) + given.eps)
         return m * _bias(given.b1, k + 1, m), nu * _bias(given.b2, k, nu)
 
-    pairs = [moments(key) for key in keys]
+    pairs = [moments(key) for key in run.z]
     new = [k, *(m for m, _ in pairs), *(nu for _, nu in pairs)]
     return replace(into, optax.ScaleByAdamState, lambda _: new)
 
 
-def _write_schedule_free(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> PyTree:
+def _write_schedule_free(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     """The sum of weights is the last weight over c_k."""
     k, rate = run.count, at_count("learning_rate", _required(given, "learning_rate"))
     eta = jnp.where(k > 0, rate(k), 0)
     c = run.c.astype(eta.dtype)
     total = jnp.where(c > 0, eta**given.weight_power / jnp.where(c > 0, c, 1), 0)
-    z = [run.z[key] for key in keys]
 
     def new(node: Any) -> Any:
-        base = _with_base(node.base_optimizer_state, given, run)
+        base, z = _with_base(node.base_optimizer_state, given, run), list(run.z.values())
         return optax.contrib.ScheduleFreeState(run.mu_y, total, k + 1, eta, base, z)
 
     return replace(into, optax.contrib.ScheduleFreeState, new)
 
 
-def _write_spa(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> PyTree:
-    z = [run.z[key] for key in keys]
-    new = SPAState(run.count, z, run.eta, run.c, run.w, run.mu_y)
+def _write_spa(into: PyTree, given: Given, run: Snapshot) -> PyTree:
+    new = SPAState(run.count, list(run.z.values()), run.eta, run.c, run.w, run.mu_y)
     into = replace(into, SPAState, lambda _: new)
     if not find(into, PrimalAveragingState):
         return _with_second_moment(into, given, run)
@@ -309,18 +293,13 @@ def _write_spa(into: PyTree, keys: list[str], given: Given, run: Snapshot) -> Py
     return replace(into, PrimalAveragingState, with_base)
 
 
-class _Format(NamedTuple):
-    field: str  # of the state, with a leaf for each parameter
-    read: Any
-    write: Any
-
-
-# A `ScheduleFreeState` counts before what its base optimizer has, and so does z.
-_FORMATS: dict[Any, _Format] = {
-    optax.contrib.ScheduleFreeState: _Format("z", _read_schedule_free, _write_schedule_free),
-    SPAState: _Format("z", _read_spa, _write_spa),
-    optax.ScaleByAdamState: _Format("mu", _read_adam, _write_adam),
-    optax.TraceState: _Format("trace", _read_trace, _write_trace),
+# For each state its field with a leaf for each parameter, its reader and its writer. A
+# `ScheduleFreeState` counts before what its base optimizer has, and so does z.
+_FORMATS: dict[Any, tuple[str, Any, Any]] = {
+    optax.contrib.ScheduleFreeState: ("z", _read_schedule_free, _write_schedule_free),
+    SPAState: ("z", _read_spa, _write_spa),
+    optax.ScaleByAdamState: ("mu", _read_adam, _write_adam),
+    optax.TraceState: ("trace", _read_trace, _write_trace),
 }
 
 
@@ -414,6 +393,5 @@ def _with_base(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     if jax.tree.structure(into) == jax.tree.structure(run.base):
         return run.base
     if _second_moment_of("into", into) is None and any(map(is_float, jax.tree.leaves(into))):
-        found = kinds_of(into)
-        raise ValueError(f"`into` must have the base optimizer of `old_state`, got {found}")
+        raise ValueError("`into` must have the base optimizer of `old_state`, got another kind")
     return _with_second_moment(into, given, run)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, PyTree
 
 
@@ -69,9 +68,7 @@ def only(state: PyTree, name: str, *kinds: Any) -> Any:
     found = next(filter(None, (find(state, kind) for kind in kinds)), [])
     if len(found) != 1:
         names = " or ".join(f"`{kind.__name__}`" for kind in jax.tree.leaves(kinds))
-        is_transformation = isinstance(state, optax.GradientTransformation)
-        got = "a transformation, not its state" if is_transformation else len(found)
-        raise ValueError(f"`{name}` must hold one {names}, got {got}")
+        raise ValueError(f"`{name}` must hold one {names}, got {len(found) or kinds_of(state)}")
     return found[0]
 
 
@@ -108,8 +105,8 @@ def like(node: PyTree, leaves: PyTree) -> PyTree:
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return (jnp.asarray(leaf) if is_complex else jnp.real(leaf)).astype(dtype)
 
-    new = map(cast, jax.tree.leaves(leaves), jax.tree.leaves(node))
-    return jax.tree.unflatten(jax.tree.structure(node), new)
+    pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(node), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
 def copy(state: PyTree) -> PyTree:
@@ -127,10 +124,9 @@ def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str
     leaves = [by_path(tree) for tree in trees]
     for key, leaf in (item for of_tree in leaves for item in of_tree.items()):
         if shapes.pop(key, None) != np.shape(leaf):
-            hint = " (`nnx.state(model, nnx.Param)`)" if key.endswith(".value") else ""
             raise ValueError(
-                f"`{name}` must have leaves of the paths and shapes of `params`{hint}, or of some"
-                f" of them, each once, got {np.shape(leaf)} at {key or 'its root'}"
+                f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
+                f" once, got {np.shape(leaf)} at {key or 'its root'}"
             )
     return [list(of_tree) for of_tree in leaves]
 

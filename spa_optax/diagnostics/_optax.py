@@ -21,9 +21,7 @@ def averaging_of(state: PyTree, averaging: float | None) -> Any:
         return averaging
     beta = _injected(state, ("momentum", "b1"), None)
     if beta is None:
-        raise ValueError(
-            "`averaging` must be given, as 1 − β, if `inner` does not hold β, got None"
-        )
+        raise ValueError("`averaging` must be 1 − β if `inner` does not hold β, got None")
     return 1 - jnp.asarray(beta)
 
 
@@ -41,9 +39,7 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
     if not find(before, OPTAX_MOMENTUM):
-        raise ValueError(
-            "`inner` must pass extra arguments on to its member, got one that does not"
-        )
+        raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
     (old,), (new,) = find(before, OPTAX_MOMENTUM), find(after, OPTAX_MOMENTUM)
     c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))

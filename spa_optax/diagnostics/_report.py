@@ -32,13 +32,10 @@ class MomentumReport(NamedTuple):
     t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
 
     def verdict(self) -> str:
-        """The report in words: whether steps add up, do not, or do as they would in pure noise.
+        """Whether steps add up, do not, or do as they would in pure noise, in words.
 
-        The first two need |t| ≥ 3, which pure noise has in about 0.3 % of reports, and a gain on
-        the same side of the noise level.
-
-        Raises:
-          ValueError: if the report is a batch, as under `jax.vmap`.
+        The first two need |t| ≥ 3 and a gain on the same side of the noise level. Raises ValueError
+        for a batch of reports, as from `jax.vmap`.
         """
         if shape := np.shape(self.gain):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
@@ -58,15 +55,11 @@ class MomentumReport(NamedTuple):
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
-            text = (
-                f"No difference from pure noise: {of_noise}, with t = {t:.1f}. (A difference has"
-                " |t| ≥ 3, and a gain on the same side.)"
-            )
+            text = f"No difference from pure noise: {of_noise}, with t = {t:.1f}."
+            text += " (A difference has |t| ≥ 3, and a gain on the same side.)"
         if np.isnan(float(self.alignment)):
-            text += (
-                " Alignment is unknown: it needs z − x above 100 times the rounding error of x and"
-                " z, and no Nesterov steps."
-            )
+            text += " Alignment is unknown: it needs z − x above 100 times the rounding error of x"
+            text += " and z, and no Nesterov steps."
         return text
 
 
@@ -85,10 +78,9 @@ def momentum_report(
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
 
-    Each term is a moving average. If gain / noise level is above 1, steps add up. At or below 1
-    they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
-    1.053 at c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the
-    gradients' size.
+    Each term is a moving average. Steps add up if gain / noise level is above 1. Otherwise they do
+    not, which is no reason to drop momentum. The noise level is 2/(2 − c) for constants, 1.053 at
+    c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the gradients' size.
 
     t tells a difference from chance. It is the sum of −⟨g_k, z_k − x_k⟩/η_k over the root of its
     sum of squares, with weights that fall like those of the averages, or like (1 − c)^2k if that is
@@ -103,14 +95,13 @@ def momentum_report(
       by_label: under `per_leaf`, whether to return a report for each label.
 
     Returns:
-      With `by_label`, a dict of reports in alphabetical order of the labels; the label of an array
-      is its path. Else one report, of scalars, NaN until something has been
-      measured; under `per_leaf` over all params together. May be called under `jax.jit`, to return
-      it from the training step. `verdict()` puts it into a sentence, outside of it.
+      One report of scalars, over all params, NaN until something has been measured. With
+      `by_label`, a dict of them in alphabetical order of the labels; an array's label is its path.
+      Works under `jax.jit`, as in a training step, but `verdict()`, a sentence, does not.
 
     Raises:
-      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`, or, with
-        `by_label`, one without labels.
+      ValueError: if `opt_state` does not hold one `TrackMomentumState`, or, with `by_label`, one
+        without labels.
 
     Examples:
       If all gradients are equal, every step tends to −ηg and the gain to 2/c:
@@ -141,10 +132,9 @@ def momentum_report(
       ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
       ...     updates, state = tx.update(gradients, state, params)
       ...     params = optax.apply_updates(params, updates)
-      >>> for label, report in momentum_report(state, by_label=True).items():
-      ...     print(label, bool(report.gain > report.noise_level))
-      b True
-      w False
+      >>> by_label = momentum_report(state, by_label=True)
+      >>> print({label: bool(r.gain > r.noise_level) for label, r in by_label.items()})
+      {'b': True, 'w': False}
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
@@ -211,13 +201,11 @@ def plot_momentum(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    if not isinstance(reports, Mapping):
-        raise ValueError(f"`reports` must be a mapping from steps, got a {type(reports).__name__}")
     as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))
     if not labels or any(list(of_step) != labels for of_step in by_step.values()):
-        raise ValueError(f"`reports` must have the same labels at every step, got {labels!r} first")
+        raise ValueError(f"`reports` must hold the same labels at every step, got {labels} first")
     values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
     if shape := values.shape[3:]:
         raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
@@ -231,17 +219,14 @@ def plot_momentum(
         style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
         top.plot(list(by_step), ratio, **style)
         bottom.plot(list(by_step), report.alignment, **style)
+    top.set(ylabel="gain / noise level", yscale="log")
     top.set_title("Steps add up where gain over noise level is above 1")
-    top.set_ylabel("gain / noise level")
-    top.set_yscale("log")
     top.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     top.yaxis.set_major_formatter("{x:g}")
     top.yaxis.set_minor_formatter("")
-    top.axhline(1, color="C3", linestyle="--")
-    bottom.set_ylabel("alignment, cos(−g, last step)")
-    bottom.axhline(0, color="C3", linestyle="--")
-    bottom.set_xlabel("step")
-    for axis in (top, bottom):
+    bottom.set(ylabel="alignment, cos(−g, last step)", xlabel="step")
+    for axis, level in ((top, 1), (bottom, 0)):
+        axis.axhline(level, color="C3", linestyle="--")
         axis.grid(alpha=0.3)
     if labels != [""]:
         figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
