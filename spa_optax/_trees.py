@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, PyTree
 
 
@@ -64,13 +63,12 @@ def find(state: PyTree, kinds: Any) -> list[Any]:
     return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
 
 
-def only(state: PyTree, kind: Any, name: str) -> Any:
-    """The one node of a kind in a state."""
-    found = find(state, kind)
+def only(state: PyTree, name: str, *kinds: Any) -> Any:
+    """The one node of a kind in a state, or of the first of several kinds that it holds."""
+    found = next(filter(None, (find(state, kind) for kind in kinds)), [])
     if len(found) != 1:
-        is_transformation = isinstance(state, optax.GradientTransformation)
-        got = "a transformation, not its state" if is_transformation else len(found)
-        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {got}")
+        names = " or ".join(f"`{kind.__name__}`" for kind in jax.tree.leaves(kinds))
+        raise ValueError(f"`{name}` must hold one {names}, got {len(found) or kinds_of(state)}")
     return found[0]
 
 
@@ -100,13 +98,15 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 def like(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
 
-    def cast(leaf: Any, old: Any) -> Array:
+    def cast(leaf: Any, old: Any) -> Any:
+        if leaf is old:  # which may be a key of `jax.random`
+            return old
         dtype = jnp.asarray(old).dtype
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return (jnp.asarray(leaf) if is_complex else jnp.real(leaf)).astype(dtype)
 
-    new = map(cast, jax.tree.leaves(leaves), jax.tree.leaves(node))
-    return jax.tree.unflatten(jax.tree.structure(node), new)
+    pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(node), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
 def copy(state: PyTree) -> PyTree:
@@ -121,21 +121,14 @@ def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str
     may differ, as under Flax nnx.
     """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
-    keys = []
-    for tree in trees:
-        keys.append([])
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            key = jax.tree_util.keystr(path)
-            if shapes.pop(key, None) != np.shape(leaf):
-                found = f"{np.shape(leaf)} at {key or 'its root'}"
-                if key.endswith(".value"):
-                    found += "; of a Flax nnx model `params` are `nnx.state(model, nnx.Param)`"
-                raise ValueError(
-                    f"`{name}` must have leaves of the paths and shapes of `params`, or of some of"
-                    f" them, each once, got {found}"
-                )
-            keys[-1].append(key)
-    return keys
+    leaves = [by_path(tree) for tree in trees]
+    for key, leaf in (item for of_tree in leaves for item in of_tree.items()):
+        if shapes.pop(key, None) != np.shape(leaf):
+            raise ValueError(
+                f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
+                f" once, got {np.shape(leaf)} at {key or 'its root'}"
+            )
+    return [list(of_tree) for of_tree in leaves]
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
@@ -152,32 +145,30 @@ def check_same_tree(
     None counts as a leaf of any shape. Without `same_nodes` only paths must agree, not node types:
     the optimizer state of Flax nnx holds variables of another type than the params.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
-    like_leaves, like_structure = jax.tree.flatten(like, is_leaf=is_none)
-    if structure != like_structure:
-        paths, like_paths = ({path for path, _ in leaves_with_path(t)} for t in (tree, like))
-        if odd := sorted(paths ^ like_paths):
-            owner = name if odd[0] in paths else like_name
-            what = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
-        else:
-            what = _first_difference(structure, like_structure)
-        if odd or same_nodes:
-            raise ValueError(f"`{name}` must have the structure of `{like_name}`: {what}")
-    for i, (leaf, other) in enumerate(zip(leaves, like_leaves, strict=True)):
-        if leaf is not None and other is not None and np.shape(leaf) != np.shape(other):
-            at = leaves_with_path(tree)[i][0] or "its root"
-            what = f"{np.shape(leaf)} against {np.shape(other)} at {at}"
-            raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {what}")
+    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
+    nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
+    found = ""
+    if odd := sorted(leaves.keys() ^ others.keys()):
+        owner = name if odd[0] in leaves else like_name
+        found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
+    elif same_nodes and nodes != other_nodes:
+        found = _first_difference(nodes, other_nodes)
+    if found:
+        raise ValueError(f"`{name}` must have the structure of `{like_name}`: {found}")
+    for path, leaf in leaves.items():
+        shape, other = np.shape(leaf), np.shape(others[path])
+        if shape != other and leaf is not None and others[path] is not None:
+            found = f"{shape} against {other} at {path or 'its root'}"
+            raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {found}")
 
 
-def _first_difference(structure: Any, like: Any) -> str:
+def _first_difference(nodes: Any, others: Any) -> str:
     """The first node that differs between two trees whose leaves have the same paths."""
-    if structure.node_data() == like.node_data():
-        for child, like_child in zip(structure.children(), like.children(), strict=True):
-            if child != like_child:
-                return _first_difference(child, like_child)
-    # A node has a type and metadata, such as the keys of a dict.
-    (kind, kept), (like_kind, like_kept) = structure.node_data(), like.node_data()
-    if kind is like_kind:
-        return reprlib.repr(kept) + " against " + reprlib.repr(like_kept) + f" in a {kind.__name__}"
-    return f"a {kind.__name__} against a {like_kind.__name__}"
+    (kind, kept), (other_kind, other_kept) = nodes.node_data(), others.node_data()
+    if kind is not other_kind:
+        return f"a {kind.__name__} against a {other_kind.__name__}"
+    if kept == other_kept:  # the metadata of a node, such as the keys of a dict
+        for pair in zip(nodes.children(), others.children(), strict=False):
+            if pair[0] != pair[1]:
+                return _first_difference(*pair)
+    return f"{reprlib.repr(kept)} against {reprlib.repr(other_kept)} in a {kind.__name__}"

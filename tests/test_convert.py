@@ -326,14 +326,14 @@ def test_states_that_do_not_fit() -> None:
         old.init(params), params, into=new.init(params), learning_rate=0.1, momentum=0.9
     )
     for old, new in ((masked(sgd), spa_from_sgdm(0.1)), (masked(spa(0.1)), sgd)):
-        at = re.escape("that `old_state` trains, got ['b']")
+        at = re.escape("of `old_state`, got ['b']")
         with pytest.raises(ValueError, match=f"`into` must hold only params {at}"):
             move(old, new)
-    with pytest.raises(ValueError, match=r"`into` must hold one of .*, got none"):
+    with pytest.raises(ValueError, match=r"`into` must hold one .*, got EmptyState"):
         move(spa(0.1), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="`into` must hold one `SPAState`, got 2"):
+    with pytest.raises(ValueError, match=r"`into` must hold one .*, got 2"):
         move(sgd, optax.chain(spa(0.1), spa(0.1)))
-    with pytest.raises(ValueError, match=r"`into` must hold one of .*, got a transformation, not"):
+    with pytest.raises(ValueError, match=r"`into` must hold one .*, got GradientTransformation"):
         convert(sgd.init(params), params, into=spa(0.1), learning_rate=0.1, momentum=0.9)
 
 
@@ -376,7 +376,9 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     with jax.numpy_dtype_promotion("standard"):  # for optax's
         _, state = old.update(g, old.init(y), y)
     move = lambda state, into: convert(state, y, into=into, learning_rate=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="`into` must have x as params if `old_state` has, or y"):
+    with pytest.raises(
+        ValueError, match=r"`into` must have the params of `old_state`, x \(μ_y = 1\) or y"
+    ):
         move(state, new.init(y))
     moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)

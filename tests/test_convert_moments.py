@@ -332,7 +332,7 @@ def test_a_base_optimizer_keeps_its_state() -> None:
 @pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.lion(0.1)])
 def test_a_base_optimizer_of_another_kind(base: Any) -> None:
     x, old = start(), optax.contrib.schedule_free(optax.adamw(0.1), 0.1)
-    with pytest.raises(ValueError, match="`into` must have a base optimizer of the same kind as"):
+    with pytest.raises(ValueError, match="`into` must have the base optimizer of `old_state`"):
         convert(old.init(x), x, into=primal_averaging(base, 0.1, 0.9).init(x))
 
 
@@ -394,21 +394,21 @@ def test_what_does_not_fit() -> None:
     )
     no_second_moment = "must hold a second moment, as `into` does, got none"
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: move(optax.sgd(0.1)), "`old_state` must hold one of .*, got none"),
-        (lambda: move(optax.chain(adam, adam)), "`old_state` must hold one `ScaleByAdamState`, g"),
-        (lambda: move(into=optax.sgd(0.1)), "`into` must hold one of .*, got none"),
+        (lambda: move(optax.sgd(0.1)), "`old_state` must hold one .*, got EmptyState"),
+        (lambda: move(optax.chain(adam, adam)), "`old_state` must hold one .*, got 2"),
+        (lambda: move(into=optax.sgd(0.1)), "`into` must hold one .*, got EmptyState"),
         (
             lambda: convert(adam.init(x), x, into=new, learning_rate=0.1),
-            "`into` must .* got a transformation, not",
+            "`into` must .* got GradientTransformation",
         ),
         (lambda: move(into=spa(0.1)), "`into` must hold a second moment, as `old_state` does, got"),
         (
             lambda: move(into=optax.chain(new, optax.scale_by_rms(bias_correction=True))),
-            "`into` must hold one second moment, got 2",
+            "`into` must hold one .* or `FactoredState`, got 2",
         ),
         (
             lambda: move(optax.masked(adam, MASK)),
-            "`into` must hold only params that `old_state` trains",
+            "`into` must hold only params of `old_state`",
         ),
         (lambda: move(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
         (lambda: move(b2=-1.0), r"`b2` must be in \[0, 1\) as float32, got -1.0"),

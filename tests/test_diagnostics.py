@@ -803,9 +803,9 @@ def test_plot() -> None:
     figure = plot_momentum(collected(per_leaf=True))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["b", "w"]
     plt.close(figure)
-    with pytest.raises(ValueError, match="`reports` must hold the same labels at every step"):
+    with pytest.raises(ValueError, match=re.escape("the same labels at every step, got [] first")):
         plot_momentum({})
-    with pytest.raises(ValueError, match=re.escape("at least one, got [''] first")):
+    with pytest.raises(ValueError, match=re.escape("at every step, got [''] first")):
         plot_momentum({0: reports[9], 1: {"w": reports[9]}})
 
 
@@ -836,20 +836,23 @@ def test_bad_input() -> None:
             lambda: unchecked(track_momentum)(1.0),
             "`inner` must be a gradient transformation, got 1.0",
         ),
-        (lambda: track_momentum(optax.sgd(0.1)).init(params), "`inner` must contain one momentum"),
+        (
+            lambda: track_momentum(optax.sgd(0.1)).init(params),
+            "`ScaleByAdamState`, got EmptyState",
+        ),
         (
             lambda: track_momentum(optax.chain(spa(1.0), spa(1.0))).init(params),
-            "(SPAState, TraceState or ScaleByAdamState), got 2",
+            "`TraceState` or `ScaleByAdamState`, got 2",
         ),
         (
             lambda: track_momentum(optax.masked(spa(1.0), {"a": True, "b": False})).init(
                 {"a": params, "b": params}
             ),
-            "`inner` must hold a momentum of all params, got one of 1 of 2 arrays",
+            "`inner` must hold a momentum of all 2 arrays of params, got 1",
         ),
         (
             lambda: track_momentum(tracked).init(params),
-            "which go around `track_momentum`, got a `TrackMomentumState`",
+            "`inner` must not hold a `TrackMomentumState`: put it outside",
         ),
         (
             lambda: momentum_report(jax.vmap(tracked.init)(jnp.zeros((4, 3)))),
@@ -867,23 +870,19 @@ def test_bad_input() -> None:
                     optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
                 )
             ).update(params, dropping.init(params), params),
-            "`inner` must pass extra arguments of `update` on to its member",
-        ),
-        (
-            lambda: unchecked(plot_momentum)([1]),
-            "`reports` must be a mapping from steps, got a list",
+            "`inner` must pass extra arguments to its member",
         ),
         (
             lambda: track_momentum(optax.apply_if_finite(spa(1.0), 3)).init(params),
-            "got a `ApplyIfFiniteState`",
+            "`inner` must not hold a `ApplyIfFiniteState`: put it outside",
         ),
         (
             lambda: track_momentum(optax.adamw(0.1)).init(params),
-            "`averaging` must be given for an `inner` with Optax's own momentum",
+            "`averaging` must be 1 − β if `inner` does not hold β, got None",
         ),
         (
             lambda: track_momentum(spa(1.0), averaging=0.1).init(params),
-            "`averaging` must be left out for an `inner` that has its own c, got 0.1",
+            "`averaging` must be None for an `inner` with its own c, got 0.1",
         ),
         (
             lambda: track_momentum(optax.sgd(0.1, 0.9), averaging=0.0),
@@ -891,23 +890,19 @@ def test_bad_input() -> None:
         ),
         (lambda: track_momentum(spa(1.0), every=0), "`every` must be a concrete integer >= 1"),
         (
-            lambda: unchecked(track_momentum)(spa(1.0), per_leaf="w").init(params),
-            "`per_leaf` must be a bool or a function from params to labels, got 'w'",
-        ),
-        (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: 1).init(params),
-            "`per_leaf` must return strings as labels, got 1",
+            "a tree of strings like that of the params, or a prefix of it, got 1",
         ),
         (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: {"v": "a"}).init(
                 {"w": params}
             ),
             "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
-            " got PyTreeDef({'v': *})",
+            " got {'v': 'a'}",
         ),
         (
             lambda: jax.vmap(momentum_report)(jax.vmap(tracked.init)(jnp.zeros((4, 3)))).verdict(),
-            "`verdict` must be called on the report of one run, got a batch of shape (4,)",
+            "the report must be of one run, got a batch of shape (4,)",
         ),
         (
             lambda: plot_momentum(
@@ -917,10 +912,13 @@ def test_bad_input() -> None:
         ),
         (lambda: track_momentum(spa(1.0), decay=1.0), "`decay` must be in [0, 1), got 1.0"),
         (lambda: track_momentum(spa(1.0), decay=math.nan), "`decay` must be in [0, 1), got nan"),
-        (lambda: momentum_report(state), "`opt_state` must hold one `TrackMomentumState`, got 0"),
+        (
+            lambda: momentum_report(state),
+            "`opt_state` must hold one `TrackMomentumState`, got SPAState",
+        ),
         (
             lambda: momentum_report(tracked.init(params), by_label=True),
-            "with `per_leaf`, got one without",
+            "`opt_state` must be of a gauge with `per_leaf`, got one without",
         ),
         (lambda: momentum_report((tracked.init(params),) * 2), "`TrackMomentumState`, got 2"),
         (lambda: tracked.update(params, state, params), "`state` must be a `TrackMomentumState`"),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spa_optax._core import Step
 from spa_optax._precision import wide_dtype
@@ -75,12 +75,10 @@ class Gauge(NamedTuple):
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step."""
     zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
-    means = Means(zero(), zero(), zero(), zero())
-    alignment = AlignmentMeans(zero(), zero(), zero(), zero())
-    none = jnp.full(shape, -1, jnp.float32)
+    zeros = lambda kind: kind(*(zero() for _ in kind._fields))
+    means, alignment, cross = zeros(Means), zeros(AlignmentMeans), zeros(CrossTerms)
     uncounted = Uncounted(*(jnp.zeros(shape, jnp.int32) for _ in Uncounted._fields))
-    cross = CrossTerms(zero(), zero())
-    return Gauge(none, zero(), zero(), zero(), means, alignment, cross, uncounted)
+    return Gauge(zero() - 1, zero(), zero(), zero(), means, alignment, cross, uncounted)
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
@@ -103,25 +101,18 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     totals = dict.fromkeys(sorted(set(labels.values())), zero)
     for path, sums in by_leaf:
         if keystr(path) not in labels:
-            raise ValueError(
-                "`per_leaf` must be False for an `inner` that changes the tree of params, got one"
-                f" with an array at {keystr(path) or 'its root'}"
-            )
+            at = keystr(path) or "its root"
+            raise ValueError(f"`per_leaf` must be False if `inner` changes the tree, got {at}")
         label = labels[keystr(path)]
         totals[label] = add(totals[label], sums)
     return jax.tree.map(lambda *sums: jnp.stack(sums), *totals.values(), whole)
 
 
 def update_gauge(
-    gauge: Gauge,
-    step: Step,
-    sums: Sums,
-    is_measured: Bool[Array, ""],
-    is_first: Bool[Array, ""],
-    decay: float,
-    every: int,
+    gauge: Gauge, step: Step, sums: Sums, count: Int[Array, ""], decay: float, every: int
 ) -> Gauge:
     """The gauge after a step."""
+    is_measured = count % every == 0
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
     eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
     # r is the same for all dtypes, unless momentum restarts for some.
@@ -152,7 +143,7 @@ def update_gauge(
     b = c * eta + delta
     square = jnp.maximum(c**2 * sq_d - 2 * c * b * g_d + b**2 * sq_g, 0)
     gradient = jnp.where(is_known, sq_g, gauge.gradient)
-    before = jnp.where(is_first & is_known, sq_d, r**2 * gauge.spread)
+    before = jnp.where((count == 0) & is_known, sq_d, r**2 * gauge.spread)
     noise = c**2 * before + b**2 * gradient
     spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
     # In units of η²c, unless η or c is 0.
@@ -164,7 +155,7 @@ def update_gauge(
     is_rounded = c**2 * sq_rounding > 0.1 * square  # it may be only rounding error
     has_unit = is_measured & fits & ~is_zero & ~is_rounded
     reasons = Uncounted(~fits, fits & is_zero, fits & ~is_zero & is_rounded)
-    count = lambda number, reason: number + (is_measured & reason).astype(jnp.int32)
+    counted = lambda number, reason: number + (is_measured & reason).astype(jnp.int32)
 
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
     slow = jnp.maximum(decay, (1 - c) ** (2 * every))
@@ -179,5 +170,5 @@ def update_gauge(
         means=means,
         alignment=alignment,
         cross=cross,
-        uncounted=jax.tree.map(count, gauge.uncounted, reasons),
+        uncounted=jax.tree.map(counted, gauge.uncounted, reasons),
     )

@@ -17,13 +17,12 @@ OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
 
 def averaging_of(state: PyTree, averaging: float | None) -> Any:
     """The c = 1 − β of Optax's own momentum, as given or injected."""
+    if averaging is not None:
+        return averaging
     beta = _injected(state, ("momentum", "b1"), None)
-    if averaging is None and beta is None:
-        raise ValueError(
-            "`averaging` must be given for an `inner` with Optax's own momentum, whose state does"
-            " not hold β: it is 1 − β, got None"
-        )
-    return 1 - jnp.asarray(beta) if averaging is None else averaging
+    if beta is None:
+        raise ValueError("`averaging` must be 1 − β if `inner` does not hold β, got None")
+    return 1 - jnp.asarray(beta)
 
 
 def _injected(state: PyTree, names: tuple[str, ...], otherwise: Any) -> Any:
@@ -33,10 +32,6 @@ def _injected(state: PyTree, names: tuple[str, ...], otherwise: Any) -> Any:
     return values[0] if values else otherwise
 
 
-def _rsqrt(v: Array) -> Array:
-    return jnp.where(v > 0, v, jnp.inf) ** -0.5
-
-
 def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: float) -> Step:
     """The step of `optax.trace` or `optax.scale_by_adam` as one of SPA with η = 1.
 
@@ -44,10 +39,7 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
     if not find(before, OPTAX_MOMENTUM):
-        raise ValueError(
-            "`inner` must pass extra arguments of `update` on to its member, as"
-            " `optax.GradientTransformationExtraArgs` does, got a wrapper that drops them"
-        )
+        raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
     (old,), (new,) = find(before, OPTAX_MOMENTUM), find(after, OPTAX_MOMENTUM)
     c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
@@ -58,7 +50,8 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
         m, m_next, weight = old.mu, new.mu, c
         b2 = _injected(after, ("b2",), b2)
         unbiased = 1 - jnp.asarray(b2, jnp.float32) ** jnp.asarray(new.count).astype(jnp.float32)
-        scale = jax.tree.map(lambda v: _rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
+        rsqrt = lambda v: jnp.where(v > 0, v, jnp.inf) ** -0.5
+        scale = jax.tree.map(lambda v: rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
 
     def gradient(m: Array, m_next: Array, s: Array) -> Array:
         m, m_next = wide(m), wide(m_next)

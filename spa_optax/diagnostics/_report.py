@@ -32,16 +32,13 @@ class MomentumReport(NamedTuple):
     t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
 
     def verdict(self) -> str:
-        """The report in words: whether steps add up, do not, or do as they would in pure noise.
+        """Whether steps add up, do not, or do as they would in pure noise, in words.
 
-        The first two need |t| ≥ 3, which pure noise has in about 0.3 % of reports, and a gain on
-        the same side of the noise level.
-
-        Raises:
-          ValueError: if the report is a batch, as under `jax.vmap`.
+        The first two need |t| ≥ 3 and a gain on the same side of the noise level. Raises ValueError
+        for a batch of reports, as from `jax.vmap`.
         """
-        if shape := _batch_of(self):
-            raise ValueError(f"`verdict` must be called on the report of one run, got {shape}")
+        if shape := np.shape(self.gain):
+            raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
         times, t = float(self.gain / self.noise_level), float(self.t)
         if not np.isfinite(times):
             reasons = {
@@ -58,15 +55,11 @@ class MomentumReport(NamedTuple):
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
-            text = (
-                f"No difference from pure noise: {of_noise}, with t = {t:.1f}. (A difference has"
-                " |t| ≥ 3, and a gain on the same side.)"
-            )
+            text = f"No difference from pure noise: {of_noise}, with t = {t:.1f}."
+            text += " (A difference has |t| ≥ 3, and a gain on the same side.)"
         if np.isnan(float(self.alignment)):
-            text += (
-                " Alignment is unknown: it needs z − x above 100 times the rounding error of x and"
-                " z, and no Nesterov steps."
-            )
+            text += " Alignment is unknown: it needs z − x above 100 times the rounding error of x"
+            text += " and z, and no Nesterov steps."
         return text
 
 
@@ -85,10 +78,9 @@ def momentum_report(
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
 
-    Each term is a moving average. If gain / noise level is above 1, steps add up. At or below 1
-    they do not, which is no reason to drop momentum. The noise level is 2/(2 − c) for a constant c,
-    1.053 at c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the
-    gradients' size.
+    Each term is a moving average. Steps add up if gain / noise level is above 1. Otherwise they do
+    not, which is no reason to drop momentum. The noise level is 2/(2 − c) for constants, 1.053 at
+    c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the gradients' size.
 
     t tells a difference from chance. It is the sum of −⟨g_k, z_k − x_k⟩/η_k over the root of its
     sum of squares, with weights that fall like those of the averages, or like (1 − c)^2k if that is
@@ -103,14 +95,13 @@ def momentum_report(
       by_label: under `per_leaf`, whether to return a report for each label.
 
     Returns:
-      With `by_label`, a dict of reports in alphabetical order of the labels; the label of an array
-      is its path. Else one report, of scalars, NaN until something has been
-      measured; under `per_leaf` over all params together. May be called under `jax.jit`, to return
-      it from the training step. `verdict()` puts it into a sentence, outside of it.
+      One report of scalars, over all params, NaN until something has been measured. With
+      `by_label`, a dict of them in alphabetical order of the labels; an array's label is its path.
+      Works under `jax.jit`, as in a training step, but `verdict()`, a sentence, does not.
 
     Raises:
-      ValueError: if `opt_state` does not hold exactly one `TrackMomentumState`, or, with
-        `by_label`, one without labels.
+      ValueError: if `opt_state` does not hold one `TrackMomentumState`, or, with `by_label`, one
+        without labels.
 
     Examples:
       If all gradients are equal, every step tends to −ηg and the gain to 2/c:
@@ -141,33 +132,24 @@ def momentum_report(
       ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
       ...     updates, state = tx.update(gradients, state, params)
       ...     params = optax.apply_updates(params, updates)
-      >>> for label, report in momentum_report(state, by_label=True).items():
-      ...     print(label, bool(report.gain > report.noise_level))
-      b True
-      w False
+      >>> by_label = momentum_report(state, by_label=True)
+      >>> print({label: bool(r.gain > r.noise_level) for label, r in by_label.items()})
+      {'b': True, 'w': False}
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
-    gauge, state = _gauge_of(opt_state), only(opt_state, TrackMomentumState, "opt_state")
-    report = _report(gauge)
+    state = only(opt_state, "opt_state", TrackMomentumState)
+    check_one_run("opt_state", state.count)
+    leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
+    report = _report(jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves))
     if not by_label:
         return jax.tree.map(lambda values: values[-1] if values.ndim else values, report)
     if not state.groups:
-        raise ValueError(
-            "`opt_state` must come from `track_momentum` with `per_leaf`, got one without"
-        )
+        raise ValueError("`opt_state` must be of a gauge with `per_leaf`, got one without")
     of_label = lambda i: MomentumReport(*(values[i] for values in report))
     return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
-
-
-def _gauge_of(opt_state: PyTree) -> Gauge:
-    state = only(opt_state, TrackMomentumState, "opt_state")
-    leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
-    gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
-    check_one_run("opt_state", state.count)
-    return gauge
 
 
 def _report(gauge: Gauge) -> MomentumReport:
@@ -186,12 +168,6 @@ def _report(gauge: Gauge) -> MomentumReport:
         num_rounded=gauge.uncounted.rounded,
         t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
     )
-
-
-def _batch_of(report: MomentumReport) -> str:
-    """The shape of a batch of reports, in words; empty for a single one."""
-    shape = np.broadcast_shapes(*map(np.shape, report))
-    return f"a batch of shape {shape}: take one with `jax.tree.map`" if shape else ""
 
 
 def plot_momentum(
@@ -225,43 +201,32 @@ def plot_momentum(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    if not isinstance(reports, Mapping):
-        raise ValueError(f"`reports` must be a mapping from steps, got a {type(reports).__name__}")
     as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))
     if not labels or any(list(of_step) != labels for of_step in by_step.values()):
-        raise ValueError(
-            f"`reports` must hold the same labels at every step, at least one, got {labels!r} first"
-        )
-    for step, of_step in by_step.items():
-        for report in of_step.values():
-            if shape := _batch_of(report):
-                raise ValueError(f"`reports` must be of one run, got {shape} at step {step}")
+        raise ValueError(f"`reports` must hold the same labels at every step, got {labels} first")
+    values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
+    if shape := values.shape[3:]:
+        raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
     for i, label in enumerate(labels):
-        of_label = [of_step[label] for of_step in by_step.values()]
-        gains, levels = (
-            np.array([float(getattr(report, field)) for report in of_label])
-            for field in ("gain", "noise_level")
-        )
-        ratio = np.divide(gains, levels, np.full(len(gains), np.nan), where=levels > 0)
+        report = MomentumReport(*values[:, i].T)
+        undefined, levels = np.full(len(values), np.nan), report.noise_level
+        ratio = np.divide(report.gain, levels, undefined, where=levels > 0)
         # From blue to yellow, in the order of the labels.
         color = "black" if label in ("", "all") else plt.get_cmap("plasma")(i / len(labels))
         style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
         top.plot(list(by_step), ratio, **style)
-        bottom.plot(list(by_step), [float(report.alignment) for report in of_label], **style)
+        bottom.plot(list(by_step), report.alignment, **style)
+    top.set(ylabel="gain / noise level", yscale="log")
     top.set_title("Steps add up where gain over noise level is above 1")
-    top.set_ylabel("gain / noise level")
-    top.set_yscale("log")
     top.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     top.yaxis.set_major_formatter("{x:g}")
     top.yaxis.set_minor_formatter("")
-    top.axhline(1, color="C3", linestyle="--")
-    bottom.set_ylabel("alignment, cos(−g, last step)")
-    bottom.axhline(0, color="C3", linestyle="--")
-    bottom.set_xlabel("step")
-    for axis in (top, bottom):
+    bottom.set(ylabel="alignment, cos(−g, last step)", xlabel="step")
+    for axis, level in ((top, 1), (bottom, 0)):
+        axis.axhline(level, color="C3", linestyle="--")
         axis.grid(alpha=0.3)
     if labels != [""]:
         figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)

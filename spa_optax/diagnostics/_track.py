@@ -1,5 +1,6 @@
 """The gauge around an optimizer."""
 
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import check, is_surely
+from spa_optax._convert import z_or_m
 from spa_optax._core import SPAState, Update
-from spa_optax._trees import behind_a_barrier, find, is_float
+from spa_optax._trees import behind_a_barrier, by_path, find, is_float, only
 from spa_optax._wrappers import SKIPS_UPDATES
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
@@ -52,22 +54,22 @@ def track_momentum(
 
         v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
-    `inner` is any transformation that holds one member of the family: `spa`, `spa_from_sgdm`, `gpa`
-    (its x is measured, not its params), `spa_adamw`, `gpa_adamw`, or a chain with one of them. g_k
-    is the update that the member receives, after clipping, preconditioning and decay: under the
-    Adam forms, their direction. `optax.sgd` with momentum, `optax.adamw` and others with a state of
-    `optax.trace` or `optax.scale_by_adam` are measured as SPA of directions with the same momentum
-    and a rate of 1, without Adam's ε and Nesterov's further step. (Adamax and Adopt store something
-    else in that state, and cannot be measured.) Wrappers that skip updates, such as
-    `optax.MultiSteps`, go around `track_momentum`.
+    `inner` holds one member of the family, alone or in a chain. g_k is the update that the member
+    receives: the gradient after clipping and decay, or the direction of the Adam forms. Under
+    `gpa`, x is measured, not its params. `optax.sgd` with momentum, `optax.adamw` and others with a
+    state of `optax.trace` or `optax.scale_by_adam` are measured as SPA of directions with the same
+    momentum and a rate of 1, without Adam's ε and Nesterov's further step. (Adamax and Adopt store
+    something else in that state, and cannot be measured.) Put `optax.MultiSteps` and other wrappers
+    that skip updates around `track_momentum`.
 
     A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
     16-bit params. The gain is NaN if no step counts.
 
-    The updates have the formulas of `inner`. If `update` is compiled apart from the gradients, they
-    are the same to the bit (with `params_of_base="z"` on CPU, to an ulp). In one jit with the
-    gradients XLA may fuse both in another way, and rounds in other places: a step then differs by
-    some ulps.
+    The updates are those of `inner`, to the bit if `update` is compiled apart from the gradients
+    (with `params_of_base="z"` on CPU, to an ulp). In one jit with the gradients XLA may fuse both
+    in another way and round in other places: a step then differs by some ulps.
+
+    Under `optax.inject_hyperparams` name all arguments but `inner` in its `static_args`.
 
     Args:
       inner: the transformation to measure.
@@ -78,10 +80,7 @@ def track_momentum(
         strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
       averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from
         `optax.inject_hyperparams` (`momentum` or `b1`).
-      b2: β₂ in [0, 1), for `inner` with Adam's state, to correct the bias of ν. An injected `b2`
-        takes precedence.
-
-    Under `optax.inject_hyperparams` name all but `inner` in its `static_args`.
+      b2: β₂ in [0, 1) of Adam's state, unless it is injected.
 
     Returns:
       A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge.
@@ -114,21 +113,19 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    check(inner=inner)
-    tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Update)
-    check(decay=decay, every=every, b2=b2)
+    check(inner=inner, decay=decay, every=every, b2=b2)
     if averaging is not None:
         check(averaging=averaging)
-        if callable(averaging) or is_surely(averaging == 0):
-            raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
+    if callable(averaging) or is_surely(averaging == 0):
+        raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
+    tx = optax.with_extra_args_support(inner)
+    is_member = isinstance(inner.update, Update)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
         _check_watchable(state, params, averaging)
         labels = _labels(per_leaf, params)
-        names = sorted(set(labels.values())) if labels else []
-        groups = {name: optax.EmptyState() for name in names}
+        groups = {name: optax.EmptyState() for name in sorted(set((labels or {}).values()))}
         gauge = new_gauge(() if labels is None else (len(groups) + 1,))
         return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
 
@@ -149,24 +146,20 @@ def track_momentum(
 
         given = (updates, state.inner, params)
         count = jnp.asarray(state.count)
-        is_measured = count % every == 0
         separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
+        separate = lambda: sums_of(separate_step(), labels)
         if is_member and every == 1:  # the sums fuse into the update's kernels
             u, now, step = observe_update(*given)
             fused = lambda: sums_of(step, labels)
-            separate = lambda: sums_of(separate_step(), labels)
             # On a GPU such a kernel cannot write x and z in place, but copies them.
             sums = jax.lax.platform_dependent(cuda=separate, rocm=separate, default=fused)
         else:  # from a separate update, so that the real one compiles as without
             u, now = tx.update(*given, **extra_args)
             step = separate_step()
-            if every == 1:
-                sums = sums_of(step, labels)
-            else:
-                measure = lambda: sums_of(separate_step(), labels)
-                zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(measure))
-                sums = jax.lax.cond(is_measured, measure, zeros)
-        gauge = update_gauge(state.gauge, step, sums, is_measured, count == 0, decay, every)
+            zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(separate))
+            at_some = lambda: jax.lax.cond(count % every == 0, separate, zeros)
+            sums = sums_of(step, labels) if every == 1 else at_some()
+        gauge = update_gauge(state.gauge, step, sums, count, decay, every)
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
@@ -177,32 +170,15 @@ def track_momentum(
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
     for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState)):
-        raise ValueError(
-            "`inner` must not hold gauges or wrappers that skip updates, which go around"
-            f" `track_momentum`, got a `{type(wrapper).__name__}`"
-        )
-    members, of_optax = find(state, SPAState), find(state, OPTAX_MOMENTUM)
-    if members:
-        of_optax = []  # the momentum of a direction
-    if len(members) + len(of_optax) != 1:
-        raise ValueError(
-            "`inner` must contain one momentum state (SPAState, TraceState or ScaleByAdamState),"
-            f" got {len(members) + len(of_optax)}"
-        )
-    in_optax = lambda s: s.trace if isinstance(s, optax.TraceState) else s.mu
-    (buffer,) = [*(s.z for s in members), *map(in_optax, of_optax)]
-    num_watched, num_params = (sum(map(is_float, jax.tree.leaves(t))) for t in (buffer, params))
-    if num_watched != num_params:
-        raise ValueError(
-            "`inner` must hold a momentum of all params, got one of"
-            f" {num_watched} of {num_params} arrays: watch that part of it alone"
-        )
-    if members and averaging is not None:
-        raise ValueError(
-            f"`averaging` must be left out for an `inner` that has its own c, got {averaging!r}"
-        )
-    if of_optax:
+        raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
+    momentum = only(state, "inner", SPAState, OPTAX_MOMENTUM)
+    count = lambda tree: sum(map(is_float, jax.tree.leaves(tree)))
+    if (got := count(z_or_m(momentum))) != (num := count(params)):
+        raise ValueError(f"`inner` must hold a momentum of all {num} arrays of params, got {got}")
+    if not isinstance(momentum, SPAState):
         averaging_of(state, averaging)
+    elif averaging is not None:
+        raise ValueError(f"`averaging` must be None for an `inner` with its own c, got {averaging}")
 
 
 def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
@@ -215,21 +191,16 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
         return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
-    if not callable(per_leaf):
-        raise ValueError(
-            f"`per_leaf` must be a bool or a function from params to labels, got {per_leaf!r}"
-        )
-    of_subtree = lambda label, subtree: jax.tree.map(lambda _: label, subtree)
     tree = per_leaf(params)
     try:
-        labelled = jax.tree.map(of_subtree, tree, params)
-    except ValueError as error:
+        labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
+    except ValueError:  # `tree` is no prefix
+        labelled = {}
+    found = by_path(labelled)
+    labels: dict[str, Any] = {keystr(path): found.get(keystr(path)) for path in paths}
+    if not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(
             "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
-            f" got {jax.tree.structure(tree)}"
-        ) from error
-    labels = {keystr(path): label for path, label in jax.tree_util.tree_leaves_with_path(labelled)}
-    for path, label in labels.items():
-        if not isinstance(label, str):
-            raise ValueError(f"`per_leaf` must return strings as labels, got {label!r} for {path}")
-    return {keystr(path): labels[keystr(path)] for path in paths}
+            f" got {reprlib.repr(tree)}"
+        )
+    return labels
