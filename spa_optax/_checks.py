@@ -17,7 +17,7 @@ def check(**arguments: Any) -> None:
     for name, value in arguments.items():
         for each in value if name == "boundaries" else (value,):
             _check(name, each)
-    if 0.8 <= _plain(c := arguments.get("averaging")) < 1:
+    if 0.8 <= _plain(c := arguments.get("averaging", nan)) < 1:
         warnings.warn(
             f"`averaging` {c} means a momentum of {1 - c:g}. For a momentum of {c} pass {1 - c:g}.",
             stacklevel=3,
@@ -54,8 +54,8 @@ def _check(name: str, value: Any) -> None:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if holds(value):
             return
-    is_long = isinstance(value, int) and value.bit_length() > 100  # Python may refuse to print it
-    got = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
+    bits = value.bit_length() if isinstance(value, int) else 0  # Python may refuse to print many
+    got = f"an integer of {bits} bits" if bits > 100 else repr(value)
     if is_jax and value.shape == ():
         how = "set `hyperparam_dtype=jnp.float32`" if name == "b2" else "name it in `static_args`"
         got += f": in `optax.inject_hyperparams`, {how}"
