@@ -399,7 +399,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     if old_leaves and all(old is new for old, new in zip(old_leaves, new_leaves, strict=True)):
-        raise ValueError("`new_params` must not be `old_params` itself: call before `nnx.update`")
+        raise ValueError("`new_params` must not be the arrays of `old_params`: nnx.state is live")
     old, new = by_path(old_params), by_path(new_params)
 
     def shifted(key: str, z: Array) -> Array:
