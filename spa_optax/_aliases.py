@@ -11,7 +11,6 @@ from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 from spa_optax._checks import check
 from spa_optax._family import gpa, spa
 from spa_optax._second_moment import scale_by_factored_second_moment, scale_by_second_moment
-from spa_optax._trees import is_array
 from spa_optax._wrappers import in_float32
 
 SecondMoment = Literal["full", "bfloat16", "factored"]
@@ -37,12 +36,9 @@ def spa_adamw(
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
         d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ x_k
 
-    and `spa` does the rest. AdamW scales an average of gradients; this averages scaled gradients.
-    Its momentum starts from 0 without bias correction. Rates and momenta are on AdamW's scale:
-    averaging is 1 − b1, and a step is the learning rate times the mean of the last 1/c directions.
-
-    It is a chain of the package's pieces, to take apart and change (Adafactor's clipping and decay
-    rate, say):
+    AdamW scales an average of gradients; this averages scaled gradients, without bias correction.
+    Rates and momenta are on AdamW's scale: averaging is 1 − b1, and a step is the learning rate
+    times the mean of the last 1/c directions. It is a chain of pieces, to take apart and change:
 
         optax.chain(
             in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ))),
@@ -50,15 +46,13 @@ def spa_adamw(
         )
 
     z replaces the first moment and the float32 master copy. Bytes per parameter for bfloat16 params
-    and their state, with a `rounding_key`:
+    and their state, with a `rounding_key` (AdamW takes 14 with a master copy, 12 with float32
+    params, and 10 with those and `mu_dtype=jnp.bfloat16`):
 
         10    z and ν in float32
         8     `state_dtype=jnp.bfloat16`
         6     and `second_moment="bfloat16"`
         4     or `second_moment="factored"`
-
-    AdamW takes 14 with a master copy, 12 with float32 params, and 10 with float32 params and
-    `mu_dtype=jnp.bfloat16`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -67,24 +61,19 @@ def spa_adamw(
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
         decoupled and multiplied by the learning rate, as in `optax.adamw`.
-      mask: which params to decay, as for `optax.adamw`: a tree of booleans, or a function of the
-        params that returns one.
+      mask: which params to decay: a tree of booleans, or a function of the params. None means all.
       second_moment: ν is "full", in 32 bits or more; "bfloat16", which needs a `rounding_key`; or
         "factored" as in `optax.adafactor`, with almost no memory, where √ν + ε is √(ν + ε²).
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`.
-
-    Under `optax.inject_hyperparams`, list `rounding_key`, `state_dtype` and a `mask` that is a
-    function in `static_args`. For 16-bit params also set `hyperparam_dtype` to
-    float32, as for `optax.adamw`: in bfloat16 a β₂ of 0.999 is 1.
+      rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` also
+        name a `mask` that is a function in `static_args`, and for 16-bit params set
+        `hyperparam_dtype` to float32: in bfloat16 a β₂ of 0.999 is 1.
 
     Returns:
-      An optax chain whose `update` needs `params`; its updates have the params' dtype. Evaluate and
-      save the params.
+      An optax chain whose `update` needs `params` and keeps their dtype. Evaluate and save these.
 
     Raises:
-      ValueError: if an argument is out of range, or, in `update`, `params` is missing or the trees
-        differ.
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
       The first direction is the gradient's sign: z goes from 10 to 9, and x a tenth of the way.
@@ -104,8 +93,7 @@ def spa_adamw(
       2018, arXiv:1804.04235, Sections 3 and 7.
     """
     average = spa(learning_rate, averaging, state_dtype=state_dtype, rounding_key=rounding_key)
-    direction = _direction(b2, eps, weight_decay, mask, second_moment, rounding_key)
-    return optax.chain(direction, average)
+    return _after_adam(average, b2, eps, weight_decay, mask, second_moment, rounding_key)
 
 
 def gpa_adamw(
@@ -127,36 +115,30 @@ def gpa_adamw(
     averaging it is `optax.contrib.schedule_free_adamw` with b1 = μ_y.
 
     The authors' GPA-AdamW also has Adam's first moment, one more buffer, and decays z:
-    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`, except that their code
-    leaves the decay out of y's own step. Their x is then too large, in a steady state by
-    (1 − c)/c · (1 − μ_y)/μ_y · γλ of itself.
+    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code leaves
+    the decay out of y's own step, which makes their x too large.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. The part of each
         direction that enters y at once is 1 − μ_y (1 − c), as 1 − b1 in AdamW.
-      b2: β₂ in [0, 1), of the second moment.
-      eps: ε ≥ 0.
+      b2: β₂ in [0, 1), as for `spa_adamw`.
+      eps: ε ≥ 0, as for `spa_adamw`.
       weight_decay: λ ≥ 0, as for `spa_adamw`.
       mask: which params to decay, as for `spa_adamw`.
       second_moment: "full", "bfloat16" or "factored", as for `spa_adamw`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, which 16-bit params need here: see `gpa`.
 
-    For bytes per parameter and `optax.inject_hyperparams`, see `spa_adamw`.
-
     Returns:
-      An optax chain whose `update` needs `params`; its updates have the params' dtype.
-      `eval_params` gives the point to evaluate and to save.
+      An optax chain whose `update` needs `params`. Evaluate and save x, from `eval_params`.
 
     Raises:
-      ValueError: if an argument is out of range, or, in `update`, `params` is missing or the trees
-        differ.
+      ValueError: as for `spa_adamw`.
 
     Examples:
-      The first direction is the gradient's sign: z goes from 10 to 9, x half of the way to z, and y
-      is midway between x and z.
+      The first direction is the gradient's sign: z goes from 10 to 9, x half as far, y in between.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -169,22 +151,16 @@ def gpa_adamw(
       9.000 9.500 9.250
 
     References:
-      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
-      arXiv:2512.17131. Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019,
-      arXiv:1711.05101.
+      As for `gpa` and `spa_adamw`. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
     """
     average = gpa(
-        learning_rate,
-        averaging,
-        interpolation,
-        state_dtype=state_dtype,
-        rounding_key=rounding_key,
+        learning_rate, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key
     )
-    direction = _direction(b2, eps, weight_decay, mask, second_moment, rounding_key)
-    return optax.chain(direction, average)
+    return _after_adam(average, b2, eps, weight_decay, mask, second_moment, rounding_key)
 
 
-def _direction(
+def _after_adam(
+    average: optax.GradientTransformation,
     b2: ArrayLike,
     eps: ArrayLike,
     weight_decay: optax.ScalarOrSchedule,
@@ -199,22 +175,18 @@ def _direction(
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    return in_float32(optax.chain(scale, add_decay))
+    return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
 
 
 def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
     """A mask as a function of the params that raises ValueError unless it fits them."""
-    rule = "`mask` must be a tree of booleans with the structure of `params`, or a prefix of it"
 
     def mask_of(params: PyTree) -> PyTree:
         tree = mask(params) if callable(mask) else mask
-        for leaf in jax.tree.leaves(tree):
-            if not (is_array(leaf) and jnp.result_type(leaf) == jnp.bool_):
-                raise ValueError(f"{rule}, got a leaf {leaf!r}")
         try:
-            jax.tree.map(lambda _, leaf: leaf, tree, params)
+            jax.tree.map(lambda leaf, _: check(mask=leaf), tree, params)
         except ValueError as error:
-            raise ValueError(f"{rule}, got another structure: {error}") from None
+            raise ValueError(f"`mask` must be a tree of booleans like `params`: {error}") from None
         return tree
 
     return None if mask is None else mask_of

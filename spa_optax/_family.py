@@ -44,42 +44,35 @@ def spa(
         z_{k+1} = z_k − η_k g_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
 
-    For constants this is `optax.sgd(η c, momentum=1 − c)`, the same iterates x_k. For schedules it
-    is SGD+M with α_k = η_k c_{k+1} and β_k = (η_{k−1}/η_k)(1 − c_k): see `hyperparams_to_sgdm`.
-    To keep the hyper-parameters of SGD+M instead, use `spa_from_sgdm`.
-
-    The params are the point to evaluate and to save; z is in the state.
+    For constants this is `optax.sgd(η c, momentum=1 − c)`, the same iterates x_k. For schedules see
+    `hyperparams_to_sgdm`. To keep the hyper-parameters of SGD+M instead, use `spa_from_sgdm`. The
+    params are the point to evaluate and to save; z is in the state.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They
     must keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss
-    climbs, and nothing warns. Do not place anything that modifies the update after it or around it
+    climbs, and nothing warns. Do not modify the update after `spa` or around it
     (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would pull x
     back. After editing params outside the optimizer, call `reanchor`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
         rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k. It is 1 − momentum; at 1
-        there is no momentum, and z = x.
+      averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then both their master copy and the momentum. A narrower z needs a
-        `rounding_key` to keep small steps.
+        fewer: z is then also their master copy. A narrower z needs a `rounding_key` to keep small
+        steps. Under `optax.inject_hyperparams` name both in `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
-        lower precision. None rounds to nearest; complex values always are. The random bits depend
-        on the key, k and the position in the array, and not on the sharding under `jax.jit`. Under
-        `jax.vmap` and inside `jax.shard_map` positions start at 0 in each replica and shard, which
-        therefore share their bits. If that matters, give each its own key (for shards
-        `jax.random.fold_in(key, jax.lax.axis_index(axis))`), but never along an axis on which
-        params are replicated. Under `optax.inject_hyperparams` name `rounding_key` and
-        `state_dtype` in `static_args`.
+        lower precision. None rounds to nearest; complex values always are. The random bits do not
+        depend on the sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
+        `jax.shard_map`, share theirs. If that matters, give each its own key, such as
+        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which
+        params are replicated.
 
     Returns:
-      A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
-      the params' dtype.
+      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
 
     Raises:
-      ValueError: if a number is out of range, `state_dtype` is not a real floating-point dtype, or,
-        in `update`, `params` is missing or the trees differ.
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
       With η = 1, c = 0.5 and a gradient of 2: z goes from 10 to 8, and x half of the way to it.
@@ -129,49 +122,36 @@ def spa_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     so that z_k is the point at which x would come to rest if every later gradient were zero. For
-    constants, and β > 0, η = α/(1 − β) and c = 1 − β. (The recursion of the paper's Theorem 1 gives
-    the same iterates through an η_k that blows up; this is the one solution that stays bounded.)
-    With Nesterov momentum, a_k = α_k β_k replaces α_k, η_k is larger by α_k, and x takes a further
-    step of −α_k (1 − c_{k+1}) g_k.
+    constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, a_k = α_k β_k
+    replaces α_k, η_k is larger by α_k, and x takes a further step of −α_k (1 − c_{k+1}) g_k.
 
-    Schedules are evaluated ahead of time. Where that is impossible (`optax.inject_hyperparams`, a
-    schedule edited before a run is resumed), z − x is rescaled; the iterates are unchanged. Then z
-    need not be the resting point. After an injected rate falls, w keeps its size, so that a later
-    rise does not magnify rounding errors. If β or all later α are 0, z is not a resting point
-    either; it only stores m.
-
-    With 16-bit params w follows an injected rate down, and each rescaling also scales the rounding
-    error of x in z − x: prefer schedules there. Where an unforeseen rise would magnify that error
-    more than 1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from zero instead.
-
-    For the place in a chain, and for params edited outside the optimizer, see `spa`.
+    Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
+    a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
+    point. (If β or all later α are 0, z only stores m.) Rescaling also scales the rounding error of
+    x in z − x, so for 16-bit params prefer schedules. Where a rise of the rate would magnify that
+    error more than 1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from zero.
+    For the place in a chain, and for edited params, see `spa`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
         `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
-      horizon: how many steps to look ahead, at least 1. None means as many as matter where momentum
-        is a Python number (β^horizon < 1e-8: 175 steps at β = 0.9, 18,412 at 0.999, at most 32,768)
-        and 2,000 where it is a schedule or an array (enough up to β = 0.99). With fewer steps the
-        iterates remain exact, but z is rescaled. Under `optax.inject_hyperparams` name it in
-        `static_args`.
-      state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then both their master copy and the momentum. A narrower z needs a
-        `rounding_key` to keep small steps.
+      horizon: how many steps to look ahead, at least 1. None means until β^horizon < 1e-8 for a
+        Python number (175 steps at β = 0.9, at most 32,768), and 2,000 for a schedule or an array
+        (enough up to β = 0.99). With fewer steps the iterates remain exact, but z is rescaled.
+        Under `optax.inject_hyperparams` name it in `static_args`.
+      state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
     Returns:
-      A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
-      the params' dtype.
+      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
 
     Raises:
-      ValueError: if a number is out of range, `state_dtype` is not a real floating-point dtype, or,
-        in `update`, `params` is missing or the trees differ.
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      α = 1, β = 0.5 and a gradient of 2, then none: x goes from 10 to 8, then half as far per step.
-      z is at 6, the end point, from the first step.
+      α = 1, β = 0.5, a gradient of 2, then none: x goes from 10 towards 6, where z is from step 1.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -188,8 +168,8 @@ def spa_from_sgdm(
       6.0 6.5
 
     References:
-      Defazio, Momentum via Primal Averaging: Theoretical Insights and Learning Rate Schedules for
-      Non-Convex Optimization, 2020, arXiv:2010.00406, Theorem 1. The look-ahead is this package's.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its recursion gives
+      the same iterates, but its η_k can blow up; the look-ahead is this package's.
     """
     check(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov, horizon=horizon)
     check(state_dtype=state_dtype, rounding_key=rounding_key)
@@ -211,15 +191,14 @@ def gpa(
 ) -> optax.GradientTransformationExtraArgs:
     """Generalized primal averaging (GPA): gradients at y, between the average x and z.
 
-    Let c = 1 − μ_x, with μ_x and μ_y as in the paper, and let d_k be the incoming update, taken at
-    y_k. Step k = 0, 1, 2, … is
+    With c = 1 − μ_x of the paper, and d_k the incoming update, taken at y_k, step k = 0, 1, … is
 
         z_{k+1} = z_k − γ_k d_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    The params are y; the point to evaluate is x = `eval_params(opt_state, params)`. In terms of y
-    this is the update of `spa` with one more scalar, for the same memory:
+    The params are y; the point to evaluate is x = `eval_params(opt_state, params)`. Only y and z
+    are stored, as by `spa`:
 
         y_{k+1} = y_k + c_{k+1} (z_{k+1} − y_k) − δ_k d_k      δ_k = γ_k (1 − c_{k+1}) (1 − μ_y)
 
@@ -232,20 +211,18 @@ def gpa(
     - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
 
     GPA is a smooth form of DiLoCo with one worker, whose slow weights take a step with momentum μ
-    every H steps. A decay by μ in H steps is μ_x = μ^(1/H). With the usual μ = 0.9:
+    every H steps: μ_x = μ^(1/H). With the usual μ = 0.9:
 
         H               1        4        8        16       32       64
         averaging       0.1      0.026    0.013    0.0066   0.0033   0.0016
 
-    The defaults are those of the authors' code, H = 32 and μ_y = 0.7, for directions with their own
-    momentum, such as `optax.scale_by_adam`'s. x is then the mean of some 300 values of z: for runs
-    of a few thousand steps, average over fewer. A fraction 1 − μ_y (1 − c) of each direction enters
-    y at once. If the direction has no momentum, μ_y must smooth it: `gpa_adamw` and Schedule-Free
-    use 0.9.
+    The defaults are the authors', H = 32 and μ_y = 0.7, for directions with their own momentum,
+    such as `optax.scale_by_adam`'s. x is then the mean of some 300 values of z: for runs of a few
+    thousand steps, average over fewer. A fraction 1 − μ_y (1 − c) of each direction enters y at
+    once. If the direction has no momentum, μ_y must smooth it: `gpa_adamw` uses 0.9.
 
-    Directions come from `optax.scale_by_adam()` and the like. After a finished optimizer, such as
-    `optax.adam(1e-3)`, which has the minus sign already, the loss climbs, and nothing warns. For
-    the place in a chain, and for params edited outside the optimizer, see `spa`.
+    After a finished optimizer, such as `optax.adam(1e-3)`, the loss climbs, and nothing warns: use
+    `primal_averaging`. For the place in a chain, and for edited params, see `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
@@ -257,16 +234,13 @@ def gpa(
         nearest, y does not change if c (z − y) − δ d is less than half an ulp.
 
     Returns:
-      A transformation whose `update` needs `params`. Its state is an `SPAState`; its updates have
-      the params' dtype.
+      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
 
     Raises:
-      ValueError: if a number is out of range, `state_dtype` is not a real floating-point dtype, or,
-        in `update`, `params` is missing or the trees differ.
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      With γ = 1, c = 0.5, μ_y = 0.5 and a gradient of 4: z goes from 10 to 6, x half of the way to
-      z, and y is midway between x and z.
+      γ = 1, c = μ_y = 0.5, a gradient of 4: z goes from 10 to 6, x half as far, y midway between.
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -279,10 +253,9 @@ def gpa(
       6.0 8.0 7.0
 
     References:
-      Defazio, Mishchenko, Raman, Shi, Lin, Smoothing DiLoCo with Primal Averaging for Faster
-      Training of LLMs, 2025, arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024,
-      arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum and Adam for deep learning, 2019,
-      arXiv:1810.06801.
+      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
+      arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
+      Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
     """
     check(learning_rate=learning_rate, averaging=averaging, interpolation=interpolation)
     check(state_dtype=state_dtype, rounding_key=rounding_key)
@@ -323,7 +296,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
     Under `spa`, `spa_from_sgdm` and `stochastic_rounding`, x is `params`. Leaves handled by another
-    optimizer, or by none, are returned unchanged. (μ_y is stored in float32.)
+    optimizer, or by none, are returned unchanged.
 
     With Flax nnx, evaluate a clone. `nnx.state` and `nnx.split` return live variables, so the model
     itself could not go back from x to y:
@@ -334,17 +307,15 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         average.eval()
 
     Args:
-      opt_state: a state that holds one of the family, or several that divide the params among them,
-        in any chain or wrapper that keeps the tree of params (`optax.masked`, `optax.partition`,
-        `optax.MultiSteps`, but not `optax.flatten`). For Flax nnx, `optimizer.opt_state`.
+      opt_state: a state that holds one of the family, or several that divide the params, in any
+        chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
       params: y_k, the current params of that run.
 
     Returns:
       x_k, shaped like `params` and of their dtype.
 
     Raises:
-      ValueError: if `opt_state` holds no state of the family or is a batch of states, or if its z
-        does not match `params`.
+      ValueError: if `opt_state` holds no `SPAState` or a batch of them, or z does not fit `params`.
 
     Examples:
       Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.
@@ -362,19 +333,11 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       7.5 8.0
 
     References:
-      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
-      arXiv:2512.17131.
+      Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
-    states = find(opt_state, SPAState)
-    if not states and find(opt_state, StochasticRoundingState):
+    if find(opt_state, StochasticRoundingState) and not find(opt_state, SPAState):
         return params
-    if not states and find(params, SPAState):
-        raise ValueError("`opt_state` comes first and `params` second, got them swapped")
-    if not states:
-        raise ValueError(
-            "`opt_state` must hold a state of `spa`, `spa_from_sgdm`, `gpa` or an alias of theirs,"
-            f" got {kinds_of(opt_state)}. Most other optimizers are evaluated at their params"
-        )
+    states = _states("opt_state", opt_state)
     check_one_run("opt_state", [(state.count, state.mu_y) for state in states])
     x = by_path(params)
     keys = keys_of("opt_state", [state.z for state in states], params)
@@ -385,6 +348,13 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             if is_float(x[key]):
                 x[key] = _x(x[key], jnp.asarray(z), state)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
+
+
+def _states(name: str, state: PyTree) -> list[SPAState]:
+    states = find(state, SPAState)
+    if not states:
+        raise ValueError(f"`{name}` must hold an `SPAState`, got {kinds_of(state)}")
+    return states
 
 
 def _x(y: Array, z: Array, state: SPAState) -> Array:
@@ -401,15 +371,12 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
 
         z ← z + (x_new − x_old)
 
-    With `optax.sgd`, params may be pruned, projected, averaged or reloaded between steps. Here z
-    would pull them back to their old values.
-
-    With Flax nnx, call it before `nnx.update`: `nnx.state` returns live variables, which then hold
-    the new params.
+    Use it after params were pruned, projected, averaged or reloaded: z would pull them back to
+    their old values. With Flax nnx, call it before `nnx.update`, which changes the variables that
+    `nnx.state` returned.
 
     Args:
-      spa_state: a state that holds one of the family, or several that divide the params among them,
-        in any chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+      spa_state: a state that holds one of the family, as for `eval_params`.
       old_params: the params as the last update left them.
       new_params: the params that replace them.
 
@@ -417,8 +384,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       `spa_state` with z shifted; momentum is unchanged.
 
     Raises:
-      ValueError: if `spa_state` holds no state of the family, the trees differ, or both params are
-        the very same arrays.
+      ValueError: if `spa_state` holds no `SPAState`, the trees differ, or both are the same arrays.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -429,17 +395,11 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       [3. 0.]
     """
     check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
-    zs = [state.z for state in find(spa_state, SPAState)]
-    if not zs:
-        raise ValueError("`spa_state` must hold an `SPAState`, got none")
+    zs = [state.z for state in _states("spa_state", spa_state)]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     if old_leaves and all(old is new for old, new in zip(old_leaves, new_leaves, strict=True)):
-        raise ValueError(
-            "`new_params` must not be the arrays of `old_params` themselves. `nnx.state` and"
-            " `nnx.split` return live variables: call this before `nnx.update`, or copy the old"
-            " params first"
-        )
+        raise ValueError("`new_params` must not be the arrays of `old_params`: nnx.state is live")
     old, new = by_path(old_params), by_path(new_params)
 
     def shifted(key: str, z: Array) -> Array:

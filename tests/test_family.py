@@ -395,14 +395,12 @@ def test_eval_params_of_a_foreign_state(opt_state: Any) -> None:
 
 
 def test_eval_params_names_the_optimizer_found() -> None:
-    with pytest.raises(
-        ValueError, match=r"got EmptyState, ScaleByAdamState\. Most other optimizers"
-    ):
+    with pytest.raises(ValueError, match="an `SPAState`, got EmptyState, ScaleByAdamState"):
         eval_params(optax.adamw(0.1).init(PARAMS), PARAMS)
 
 
 def test_eval_params_with_swapped_arguments() -> None:
-    with pytest.raises(ValueError, match="got them swapped"):
+    with pytest.raises(ValueError, match="`opt_state` must hold an `SPAState`, got dict"):
         eval_params(PARAMS, gpa(0.1).init(PARAMS))
 
 
