@@ -184,7 +184,8 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
             name = topology or (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError) as error:
-        of_cards = "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}".format(jax.__version__)
+        version = jax.__version__
+        of_cards = f"--no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
         package = of_cards if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
 

@@ -162,16 +162,17 @@ OF_MANY_LEAVES = {
 @pytest.mark.parametrize("name", OF_MANY_LEAVES)
 def test_leaves_share_kernels_on_a_card(name: str) -> None:
     """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for each leaf."""
-    shapes, devices = [(64, 96)] * 30, compiled.devices_of("h100")
     dtype = jnp.bfloat16 if name in ("rounding", "8 bytes", "6 bytes") else jnp.float32
-    found = compiled.analyse(compiled.compile_update(OF_MANY_LEAVES[name](), shapes, dtype, devices))
+    of_30_leaves = lambda tx: compiled.analyse(
+        compiled.compile_update(tx, [(64, 96)] * 30, dtype, compiled.devices_of("h100"))
+    )
+    found = of_30_leaves(OF_MANY_LEAVES[name]())
     large = [size for size in found.kernels if size > 10_000]
     assert len(large) <= math.ceil(30 / (96 // 7)) + (name == "6 bytes")
     assert len(found.kernels) <= len(large) + 11
     assert found.temporary <= 0.01 * 30 * 64 * 96
     assert found.aliased > 0.999
-    peer = compiled.analyse(compiled.compile_update(optax.sgd(0.1, 0.9), shapes, dtype, devices))
-    assert len(peer.kernels) >= 30
+    assert len(of_30_leaves(optax.sgd(0.1, 0.9)).kernels) >= 30
 
 
 # ------------------------------------------------------------------------------- without a compiler
