@@ -60,7 +60,7 @@ def seeds_like(
         return structure.unflatten([None] * len(leaves))
     key = jax.random.fold_in(jax.random.fold_in(key, count), stream)
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
-    words = jax.lax.optimization_barrier(jax.random.bits(key, len(leaves), jnp.uint32))
+    words = jax.lax.optimization_barrier(jax.random.bits(key, (len(leaves),), jnp.uint32))
     return structure.unflatten(list(words))
 
 
