@@ -66,19 +66,25 @@ class Records:
         for i, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                self.found[tuple(record[key] for key in keys)] = record
+                self.found[self.identity(record)] = record
             except (ValueError, KeyError, TypeError) as error:
                 raise command_line.UserError(
                     f"--json must be new or of this benchmark, but line {i} of {path} is no record"
                     f" with {', '.join(keys)}"
                 ) from error
 
+    def identity(self, record: dict[str, Any]) -> str:
+        """Its keys, as text, since they may be lists and dictionaries."""
+        return json.dumps([record[key] for key in self.keys], sort_keys=True)
+
     def get(self, key: tuple[Any, ...], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The record of a run, which is run if it is not there."""
-        if key not in self.found:
-            self.found[key] = dict(zip(self.keys, key, strict=True)) | run()
+        record = dict(zip(self.keys, key, strict=True))
+        identity = self.identity(record)
+        if identity not in self.found:
+            self.found[identity] = record | run()
             if self.path:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as file:
-                    file.write(json.dumps(self.found[key]) + "\n")
-        return self.found[key]
+                    file.write(json.dumps(self.found[identity]) + "\n")
+        return self.found[identity]

@@ -1,20 +1,18 @@
 r"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
 
-    python benchmarks/vision_transformer.py --data-dir DIR
+    python benchmarks/vision_transformer.py --data-dir DIR --json benchmarks/results/images.jsonl
 
 Trains a transformer to classify the 50,000 images for training, in patches of 8×8, without
-augmentation, and validates it by the cross-entropy of the 10,000 others. Schemes, tuning and tables
-are those of language_model.py. CIFAR-10 is downloaded to DIR if it is not there.
-
-With --json a run that is in OUT, a line each, is not run again.
+augmentation, and validates it by the cross-entropy of the 10,000 others. What is compared
+is in optimizers.py, how it is tuned in grid.py. CIFAR-10 is downloaded to DIR if it is not there.
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
+import grid
 import jax
 import jax.numpy as jnp
 import language_model
@@ -46,22 +44,23 @@ class VisionTransformer(nnx.Module):
         return self.classes(self.norm(self.blocks(x)).mean(1))
 
 
-def make_task(arguments: argparse.Namespace) -> language_model.Task:
+def make_task(sizes: dict[str, int], folder: Path) -> grid.Task:
     """To classify CIFAR-10."""
 
-    def batches(names: list[str]) -> Callable[[jax.Array], language_model.Batch]:
-        files = [read_cifar10(arguments.data_dir, name) for name in names]
+    def batches(names: list[str]) -> Callable[[jax.Array], grid.Batch]:
+        files = [read_cifar10(folder, name) for name in names]
         images, labels = map(jnp.asarray, map(np.concatenate, zip(*files, strict=True)))
 
-        def batch(key: jax.Array) -> language_model.Batch:
-            i = jax.random.randint(key, (arguments.batch,), 0, len(labels))
+        def batch(key: jax.Array) -> grid.Batch:
+            i = jax.random.randint(key, (sizes["batch"],), 0, len(labels))
             return scaled(images[i]), labels[i].astype(jnp.int32)
 
         return batch
 
-    sizes = (arguments.width, arguments.heads, arguments.layers)
-    return language_model.Task(
-        lambda rngs: VisionTransformer(*sizes, BF16, rngs),
+    shape = {name: sizes[name] for name in ("width", "heads", "layers")}
+    return grid.Task(
+        "images",
+        lambda rngs: VisionTransformer(**shape, dtype=BF16, rngs=rngs),
         batches(BATCHES),
         batches(["test_batch.bin"]),
         rate_scale=1 / 4,
@@ -71,9 +70,9 @@ def make_task(arguments: argparse.Namespace) -> language_model.Task:
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10")
-    sizes = language_model.NETWORK | {"batch": (64, "images at a step")}
-    arguments = language_model.parse(parser, argv, sizes)
-    return language_model.compare(make_task(arguments), arguments)
+    sizes = grid.NETWORK | {"batch": (64, "images at a step")}
+    arguments = grid.parse(parser, argv, sizes)
+    return grid.compare(make_task(arguments.sizes, arguments.data_dir), arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,423 @@
+"""Optimizers as base × form: a finished Optax optimizer, and a wrapper of the package around it.
+
+A base is an optimizer of other people. A form says how its params are stored and averaged. Every
+base has every form, through `stochastic_rounding` and `primal_averaging` alone.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spa_optax import (
+    eval_params,
+    primal_averaging,
+    scale_by_factored_second_moment,
+    scale_by_second_moment,
+    schedule_free_averaging,
+    stochastic_rounding,
+)
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+B2, DECAY = 0.99, 0.1
+MIN_SIZE = 32  # of the axes of what is factored: the heads of attention
+Tx = optax.GradientTransformation
+Hypers = dict[str, Any]
+
+# Tuning moves over these grids. Names are those of the hyper-parameters of a base or a form.
+GRIDS = {
+    "rate": tuple(0.00025 * 2.0**i for i in range(-6, 14)),
+    "momentum": (0.0, 0.4, 0.6, 0.8, 0.9, 0.95, 0.975, 0.99),
+    "c": (1.0, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625),
+    "mu_y": (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99),
+    "decay": (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998),
+    "warm_ups": (0, 1, 2),
+    "r": (0, 1, 2, 4, 8),
+}
+
+
+# ------------------------------------------------------------------------------------------- bases
+
+
+class Base(NamedTuple):
+    """An optimizer, from its rate, its momentum, a dtype for its state and a key."""
+
+    make: Callable[[optax.Schedule, Any, Any, jax.Array], Tx]
+    rate: float  # to begin tuning with
+    momentum: float | None = None
+
+
+def finished(direction: Tx, rate: optax.Schedule) -> Tx:
+    decay = optax.add_decayed_weights(DECAY)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
+
+
+def adam_full(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """Adam's direction without its first moment."""
+    del momentum
+    return finished(scale_by_second_moment(B2, dtype=dtype, rounding_key=key), rate)
+
+
+def adam_factored(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """With momentum it is that of the directions, as in Adafactor."""
+    del key
+    scale = scale_by_factored_second_moment(B2, min_dim_size_to_factor=MIN_SIZE)
+    if momentum is not None:
+        scale = optax.chain(scale, optax.ema(momentum, debias=False, accumulator_dtype=dtype))
+    return finished(scale, rate)
+
+
+def adamw(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    del key
+    return optax.adamw(rate, momentum, B2, mu_dtype=dtype, weight_decay=DECAY)
+
+
+def lion(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """The momentum is b2, of what is stored. Rates are smaller than Adam's, so decay is larger."""
+    del key
+    return optax.lion(rate, b1=0.9, b2=momentum, mu_dtype=dtype, weight_decay=5 * DECAY)
+
+
+def sgd(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """Rates are far larger than Adam's, so decay is smaller."""
+    del key
+    decay = optax.add_decayed_weights(DECAY / 1000)
+    return optax.chain(decay, optax.sgd(rate, momentum, accumulator_dtype=dtype))
+
+
+def fan_in(path: Any, x: jax.Array) -> int | None:
+    """How many axes of a kernel are its inputs; None for all else."""
+    *_, layer, name = (entry.key for entry in path)
+    if name != "kernel":
+        return None
+    return x.ndim - 1 if layer == "out" else 1  # "out" joins the heads of attention
+
+
+def matrices(params: Any) -> Any:
+    """The same for Muon."""
+
+    def leaf(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        axes, n = tuple(range(x.ndim)), fan_in(path, x)
+        return None if n is None else optax.contrib.MuonDimensionNumbers(axes[:n], axes[n:])
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def labels(label: Callable[[Any, jax.Array], str]) -> Callable[[Any], Any]:
+    return functools.partial(jax.tree_util.tree_map_with_path, label)
+
+
+muon_like_adam = functools.partial(
+    optax.contrib.muon, muon_weight_dimension_numbers=matrices, consistent_rms=0.2
+)
+
+
+def muon(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """With steps of Adam's size, and AdamW for what is no kernel of a layer."""
+    del key
+    adam: dict[str, Any] = {"adam_b1": 0.8, "adam_b2": B2, "adam_weight_decay": DECAY}
+    return muon_like_adam(rate, beta=momentum, weight_decay=DECAY, mu_dtype=dtype, **adam)
+
+
+def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """And Adam's factored direction for what is no kernel."""
+    tx = muon_like_adam(-1.0, beta=0.0, nesterov=False)
+    first_step = lambda updates, params: tx.update(updates, tx.init(params), params)[0]
+    rules: dict[Any, Tx] = {
+        "kernel": finished(optax.stateless(first_step), rate),
+        "other": adam_factored(rate, momentum, dtype, key),
+    }
+    kind = lambda path, x: "kernel" if fan_in(path, x) else "other"
+    return optax.partition(rules, labels(kind))
+
+
+def scale(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """Columns of gradients, scaled to a mean square of 1. Only the last layer has momentum.
+
+    Vectors have Adam's direction. Glentis et al., 2025, arXiv:2506.16659, Algorithm 1.
+    """
+
+    def columns(path: Any, g: jax.Array) -> jax.Array:
+        inputs = fan_in(path, g) or 1
+        axes = -1 if path[-2].key == "tokens" else tuple(range(inputs))  # used transposed
+        return g / (jnp.sqrt(jnp.mean(g * g, axes, keepdims=True)) + 1e-12)
+
+    def kind(path: Any, x: jax.Array) -> str:
+        if x.ndim == 1 or path[-1].key == "bias":
+            return "vector"
+        return "last" if path[-2].key in ("tokens", "classes") else "matrix"
+
+    ema = optax.ema(momentum, debias=False, accumulator_dtype=dtype)
+    normalized = optax.stateless(
+        lambda updates, _: jax.tree_util.tree_map_with_path(columns, updates)
+    )
+    rules: dict[Any, Tx] = {
+        "matrix": normalized,
+        "last": optax.chain(ema, normalized),
+        "vector": scale_by_second_moment(B2, dtype=dtype, rounding_key=key),
+    }
+    return finished(optax.partition(rules, labels(kind)), rate)
+
+
+def apollo_mini(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """A gradient times one number: how Adam would scale it, seen through a random projection.
+
+    Of kernels. The rest has AdamW. Zhu et al., 2024, arXiv:2412.05270, Algorithm 1, with rank 1,
+    α = √128, a new projection every 200 steps, and norms that grow by 1 % at most.
+    """
+    adam = optax.scale_by_adam(momentum, B2)
+
+    def project(path: Any, g: jax.Array, key: jax.Array) -> jax.Array:
+        n = fan_in(path, g)
+        matrix = g.reshape(math.prod(g.shape[:n]), -1)
+        short = matrix if len(matrix) <= matrix.shape[1] else matrix.T
+        return jax.random.normal(key, short.shape[:1]) @ short
+
+    def init(params: Any) -> Any:
+        rows = jax.tree_util.tree_map_with_path(lambda p, x: project(p, x, key), params)
+        return adam.init(rows), jax.tree.map(lambda x: jnp.zeros([]), params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        of_adam, before = state
+        now = jax.random.fold_in(key, of_adam.count // 200)
+        keys = optax.tree.split_key_like(now, updates)
+        rows = jax.tree_util.tree_map_with_path(project, updates, keys)
+        scaled, of_adam = adam.update(rows, of_adam)
+        norm = lambda x: jnp.sqrt(jnp.sum(x * x)) + 1e-12
+        scale = lambda g, s, r: math.sqrt(128) * norm(s) / norm(r) * g
+        u = jax.tree.map(scale, updates, scaled, rows)
+        limit = lambda u, n: u * jnp.where(n > 0, jnp.minimum(1, 1.01 * n / norm(u)), 1)
+        u = jax.tree.map(limit, u, before)
+        return u, (of_adam, jax.tree.map(norm, u))
+
+    rules: dict[Any, Tx] = {
+        "kernel": finished(Tx(init, update), rate),  # pyright: ignore[reportArgumentType]
+        "other": adamw(rate, momentum, dtype, key),
+    }
+    kind = lambda path, x: "kernel" if fan_in(path, x) else "other"
+    return optax.partition(rules, labels(kind))
+
+
+def codes(signed: bool) -> np.ndarray:
+    """256 numbers up to 1, evenly spaced within a decade, and twice as many in each larger one."""
+
+    def decade(i: int) -> np.ndarray:
+        edges = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
+        return 10.0 ** (i - 6) * (edges[1:] + edges[:-1]) / 2
+
+    above = np.concatenate([decade(i) for i in range(7)])
+    return np.sort(np.concatenate([-above if signed else [], [0, 1], above])).astype(np.float32)
+
+
+def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
+    """Moments in 8 bits, in blocks of 256 with their largest value as the scale.
+
+    Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861.
+    """
+    del dtype, key
+    adam = optax.scale_by_adam(momentum, B2)
+
+    def pack(x: jax.Array, signed: bool) -> Any:
+        blocks = jnp.pad(x.ravel(), (0, -x.size % 256)).reshape(-1, 256)
+        largest = jnp.max(jnp.abs(blocks), 1, keepdims=True)
+        code = codes(signed)
+        between = (code[1:] + code[:-1]) / 2
+        scaled = blocks / jnp.where(largest > 0, largest, 1)
+        packed = jnp.searchsorted(between, scaled).astype(jnp.uint8)
+        return packed.ravel()[: x.size], largest.ravel()
+
+    def unpack(packed: Any, like: jax.Array, signed: bool) -> jax.Array:
+        values, largest = packed
+        scale = jnp.repeat(largest, 256, total_repeat_length=256 * len(largest))[: like.size]
+        return (jnp.asarray(codes(signed))[values] * scale).reshape(like.shape)
+
+    def store(state: Any) -> Any:
+        pack_tree = lambda tree, signed: jax.tree.map(lambda x: pack(x, signed), tree)
+        return state.count, pack_tree(state.mu, True), pack_tree(state.nu, False)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        count, mu, nu = state
+        unpack_tree = lambda tree, signed: jax.tree.map(
+            lambda g, packed: unpack(packed, g, signed), updates, tree
+        )
+        moments = optax.ScaleByAdamState(count, unpack_tree(mu, True), unpack_tree(nu, False))
+        d, moments = adam.update(updates, moments, params)
+        return d, store(moments)
+
+    direction = Tx(lambda params: store(adam.init(params)), update)  # pyright: ignore[reportArgumentType]
+    return finished(direction, rate)
+
+
+BASES = {
+    "Adam, full": Base(adam_full, 0.004),
+    "Adam, factored": Base(adam_factored, 0.004),
+    "AdamW": Base(adamw, 0.004, 0.8),
+    "AdamW, factored": Base(adam_factored, 0.004, 0.8),
+    "AdamW, 8 bits": Base(adamw_8_bits, 0.004, 0.8),
+    "Lion": Base(lion, 0.001, 0.95),
+    "Muon": Base(muon, 0.016, 0.8),
+    "Muon without momentum": Base(muon_without_momentum, 0.032),
+    "SCALE": Base(scale, 0.004, 0.9),
+    "APOLLO-Mini": Base(apollo_mini, 0.004, 0.8),
+    "SGD": Base(sgd, 0.256, 0.9),
+}
+
+
+# ------------------------------------------------------------------------------------------- forms
+
+
+class Run(NamedTuple):
+    """What a form needs of a run."""
+
+    num_steps: int
+    key: jax.Array
+
+    @property
+    def warm_up(self) -> int:
+        """In steps."""
+        return self.num_steps // 10
+
+
+def cosine(run: Run) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(0.0, 1.0, run.warm_up, run.num_steps)
+
+
+def constant(run: Run) -> optax.Schedule:
+    return optax.warmup_constant_schedule(0.0, 1.0, run.warm_up)
+
+
+class Form(NamedTuple):
+    """How the params of a base are stored, averaged and evaluated."""
+
+    dtype: Any  # of the params, and of the state where the base can
+    wrap: Callable[[Tx, Hypers, Run], Tx]
+    start: Hypers = {}  # noqa: RUF012  # its hyper-parameters, to begin tuning with
+    schedule: Callable[[Run], optax.Schedule] = cosine
+    faster: float = 1.0  # the rate to begin with, over that of the base
+    evaluate: Callable[[Any, Any], Any] = eval_params
+
+
+def averaged(c: Any, mu_y: Any, base: Tx, run: Run, **options: Any) -> Tx:
+    return primal_averaging(base, c, mu_y, state_dtype=BF16, rounding_key=run.key, **options)
+
+
+def schedule_free(base: Tx, h: Hypers, run: Run) -> Tx:
+    c = schedule_free_averaging(constant(run), run.warm_up)
+    return averaged(c, h["mu_y"], base, run)
+
+
+def schedule_free_plus(base: Tx, h: Hypers, run: Run) -> Tx:
+    """Weights k^r after some warm-ups of c = 1, and μ_y from 0.9 to 0.965.
+
+    Without its Polyak step. Defazio, ScheduleFree+, 2026, arXiv:2605.19095.
+    """
+    k = jnp.arange(run.num_steps)
+    weights = ((k + 1) / run.num_steps) ** h["r"] * (k >= h["warm_ups"] * run.warm_up)
+    total = jnp.cumsum(weights)
+    c = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 1)
+    mu_y = optax.linear_schedule(0.9, 0.965, run.num_steps)
+    return averaged(lambda k: c[jnp.minimum(k, run.num_steps - 1)], mu_y, base, run)
+
+
+def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
+    """Beside the params, e ← e + (1 − decay)(x − e), which training does not see."""
+    mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
+
+    def init(params: Any) -> Any:
+        e = optax.tree.cast(params, dtype)
+        return base.init(params), mean.init(e), e
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        of_base, of_mean, e = state
+        u, of_base = base.update(updates, of_base, params)
+        x = optax.apply_updates(params, u)
+        towards = lambda x, e: (1 - decay) * (x.astype(F32) - e.astype(F32))
+        step, of_mean = mean.update(jax.tree.map(towards, x, e), of_mean, e)
+        return u, (of_base, of_mean, optax.apply_updates(e, step))
+
+    return Tx(init, update)
+
+
+itself = lambda state, params: params
+FORMS = {
+    "float32": Form(F32, lambda base, h, run: base, evaluate=itself),
+    "bfloat16": Form(BF16, lambda base, h, run: stochastic_rounding(base, run.key)),
+    "averaged": Form(
+        BF16,
+        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run),
+        {"c": 0.1, "mu_y": 0.9},
+        faster=2,
+    ),
+    "Schedule-Free": Form(BF16, schedule_free, {"mu_y": 0.9}, constant, faster=2),
+    "ScheduleFree+": Form(BF16, schedule_free_plus, {"r": 0, "warm_ups": 1}, constant, faster=2),
+    "GPA": Form(
+        BF16,
+        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, params_of_base="z"),
+        {"c": 0.1, "mu_y": 0.7},
+    ),
+    "EMA": Form(
+        F32,
+        lambda base, h, run: with_average(base, h["decay"], F32, run.key),
+        {"decay": 0.98},
+        constant,
+        evaluate=lambda state, params: state[2],
+    ),
+    "EMA, bfloat16": Form(
+        BF16,
+        lambda base, h, run: with_average(
+            stochastic_rounding(base, run.key), h["decay"], BF16, run.key
+        ),
+        {"decay": 0.98},
+        constant,
+        evaluate=lambda state, params: state[2],
+    ),
+}
+
+# What is compared, the most telling first.
+CELLS = list(
+    dict.fromkeys(
+        [
+            *[("AdamW", "float32"), ("Muon", "float32")],
+            *[("Adam, factored", "averaged"), ("Adam, factored", "Schedule-Free")],
+            *[("Muon", "bfloat16"), ("Muon", "Schedule-Free"), ("AdamW", "bfloat16")],
+            *[("AdamW", "EMA"), ("Muon", "EMA"), ("Lion", "bfloat16"), ("Lion", "Schedule-Free")],
+            *[("AdamW", "EMA, bfloat16"), ("Muon", "EMA, bfloat16")],
+            *[("Adam, factored", "ScheduleFree+"), ("Muon", "ScheduleFree+")],
+            ("AdamW, factored", "GPA"),
+            *[
+                (base, form)
+                for form in ("bfloat16", "Schedule-Free", "averaged", "float32")
+                for base in BASES
+            ],
+        ]
+    )
+)
+
+
+class Scheme(NamedTuple):
+    """What is trained: an optimizer from its hyper-parameters and a run."""
+
+    dtype: Any  # of the params
+    make: Callable[[Hypers, Run], Tx]
+    start: Hypers = {}  # noqa: RUF012
+    evaluate: Callable[[Any, Any], Any] = itself
+
+
+def scheme(base_name: str, form_name: str, rate_scale: float = 1.0) -> Scheme:
+    """A base in a form. Rates begin at `rate_scale` times what they do on text."""
+    base, form = BASES[base_name], FORMS[form_name]
+    rate = base.rate * form.faster * rate_scale
+    momentum = {} if base.momentum is None else {"momentum": base.momentum}
+
+    def make(h: Hypers, run: Run) -> Tx:
+        shape = form.schedule(run)
+        dtype = None if form.dtype == F32 else form.dtype
+        tx = base.make(lambda k: h["rate"] * shape(k), h.get("momentum"), dtype, run.key)
+        return form.wrap(tx, h, run)
+
+    return Scheme(form.dtype, make, {"rate": rate, **momentum, **form.start}, form.evaluate)
