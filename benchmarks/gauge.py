@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import common
+import grid
 import jax
 import jax.numpy as jnp
 import language_model
 import low_precision
 import numpy as np
 import optax
+import optimizers
 from paper.until_noise import until_noise
 from tqdm import tqdm
 
-from spa_optax import momentum_drop, spa, spa_adamw
+from spa_optax import momentum_drop, scale_by_second_moment, spa, spa_adamw
 from spa_optax.diagnostics import (
     MomentumReport,
     momentum_report,
@@ -53,12 +55,13 @@ def train(task: str, make: Make, seed: int, watch: Watch, arguments: argparse.Na
         scheme = low_precision.Scheme(jnp.float32, lambda a, b, key: make(eta(a), 1 - beta))
         run = low_precision.make_train(of_task, scheme, beta, "cosine", watch)
         return run(TASKS[task], seed)["loss"]
-    scheme = language_model.Scheme(
-        jnp.float32, (C[task],), lambda rate, c, key: make(rate, C[task])
+    rate = lambda h, run: lambda k: h["rate"] * optimizers.cosine(run)(k)
+    scheme = optimizers.Scheme(jnp.float32, lambda h, run: make(rate(h, run), C[task]))
+    of_text = language_model.make_task(
+        {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
     )
-    sizes = argparse.Namespace(width=128, heads=4, layers=2, length=128, batch=8)
-    run = language_model.Trainer(scheme, language_model.make_task(sizes), arguments.steps, watch)
-    return language_model.final(run(TASKS[task], C[task], seed))
+    run = grid.make_train(scheme, of_text, arguments.steps, watch)
+    return grid.final(run({"rate": TASKS[task]}, seed))
 
 
 def optimizer(task: str, way: str, num_steps: int) -> Make:
@@ -75,8 +78,8 @@ def optimizer(task: str, way: str, num_steps: int) -> Make:
             last = spa(*momentum_drop(eta, c, min(150, num_steps), step_factor=1.01))
         if task != "text":
             return last
-        decay = optax.add_decayed_weights(language_model.ADAM["weight_decay"])
-        return optax.chain(language_model.rms(), decay, last)
+        decay = optax.add_decayed_weights(optimizers.DECAY)
+        return optax.chain(scale_by_second_moment(optimizers.B2), decay, last)
 
     return make
 
@@ -88,7 +91,7 @@ def layer_of(params: Any) -> Any:
 
 
 def gauged(task: str, eta: optax.Schedule, c: float) -> optax.GradientTransformation:
-    adam = {name: language_model.ADAM[name] for name in ("b2", "weight_decay")}
+    adam: dict[str, Any] = {"b2": optimizers.B2, "weight_decay": optimizers.DECAY}
     tx = spa_adamw(eta, c, **adam) if task == "text" else spa(eta, c)
     return track_momentum(tx, 0.9, every=5, per_leaf=layer_of)
 
@@ -130,6 +133,11 @@ def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
     return tuple(np.nanmean(values, axis=0).tolist())
 
 
+def mean_and_error(values: list[float]) -> str:
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return common.command_line.plus_minus(statistics.mean(values), error).replace("-", "−")
+
+
 def layer_table(runs: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for task, records in runs.items():
@@ -151,7 +159,7 @@ def drop_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
             losses = [record["loss"] for record in records]
             less_kept = [loss - before for loss, before in zip(losses, kept, strict=True)]
             at = [str(record["dropped"]) for record in records if record["dropped"] is not None]
-            cells = map(language_model.mean_and_error, (losses, less_kept))
+            cells = map(mean_and_error, (losses, less_kept))
             rows.append([task, way, *cells, ", ".join(at)])
     return common.markdown(["task", "momentum", "final loss", "− kept", "dropped at"], rows)
 

@@ -1,18 +1,9 @@
-r"""Optimizers of today, each as it is, in bfloat16 and averaged, on a small language model.
+r"""The optimizers of today, as they are, in bfloat16 and averaged, on a small language model.
 
     python benchmarks/language_model.py --json benchmarks/results/text.jsonl
 
 Trains a decoder of bytes on the modules of Python's own standard library, an eighth of whose files
-are held out. Bases and forms are those of optimizers.py. All cells have the same networks, batches
-and β₂, and compute in bfloat16. The hyper-parameters of each are tuned by the validation loss of
-seed 0: from a start, to a neighbour in the grid that is better, until none is. Then other seeds
-run. The rate is warmed up, then decays by a cosine to 0 or, where a form says so, stays.
-
-OUT gets a line for each run; none is run twice, so a stopped command goes on where it was, and
-tuning for other sizes begins at the best setting of the nearest sizes in OUT. On a CPU it is
-cheapest to run cells side by side, each in one thread:
-
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks/language_model.py --jobs 2 ...
+are held out. What is compared is in optimizers.py, how it is tuned in grid.py.
 
 On a GPU, with 25 million params:
 
@@ -20,39 +11,20 @@ On a GPU, with 25 million params:
         --steps 10000
 """
 
-import argparse
 import functools
-import math
-import statistics
 import sysconfig
-import time
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import common
+import grid
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-import optax
 from flax import nnx
-from optimizers import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
-from scipy import stats
-
-NUM_EVALUATIONS = 10
-EVALUATION_BATCHES = 32
-REFERENCE = ("AdamW", "float32")
-CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
-BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
-KEYS = ("task", "sizes", "base", "form", "h", "seed")
-Record = dict[str, Any]
-Cell = tuple[str, str]
-
-
-# -------------------------------------------------------------------------------- text and network
+from optimizers import BF16
 
 
 @functools.cache
@@ -107,375 +79,28 @@ class Decoder(nnx.Module):
         return self.tokens.attend(self.norm(self.blocks(x)))
 
 
-Batch = tuple[jax.Array, jax.Array]  # inputs of the network, and what its logits are for
-
-
-class Task(NamedTuple):
-    """What to train, and batches from a key: to train on, and held out."""
-
-    name: str
-    make_network: Callable[[nnx.Rngs], nnx.Module]
-    seen: Callable[[jax.Array], Batch]
-    unseen: Callable[[jax.Array], Batch]
-    rate_scale: float = 1.0  # of the rates with which tuning begins
-
-
-def make_task(sizes: dict[str, int]) -> Task:
+def make_task(sizes: dict[str, int]) -> grid.Task:
     """To foresee the next byte."""
 
-    def batches(text: jax.Array) -> Callable[[jax.Array], Batch]:
+    def batches(text: jax.Array) -> Callable[[jax.Array], grid.Batch]:
         last = text.size - sizes["length"] - 1
 
-        def batch(key: jax.Array) -> Batch:
+        def batch(key: jax.Array) -> grid.Batch:
             starts = jax.random.randint(key, (sizes["batch"], 1), 0, last)
             tokens = text[starts + jnp.arange(sizes["length"] + 1)].astype(jnp.int32)
             return tokens[:, :-1], tokens[:, 1:]
 
         return batch
 
-    shape = [sizes[name] for name in ("width", "heads", "layers", "length")]
+    shape = {name: sizes[name] for name in ("width", "heads", "layers", "length")}
     seen, unseen = (batches(jnp.asarray(text)) for text in read_text())
-    return Task("text", lambda rngs: Decoder(*shape, BF16, rngs), seen, unseen)
-
-
-def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, Batch], Any]:
-    """The mean cross-entropy, in nats, from params and a batch."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_network(nnx.Rngs(0))))
-
-    def loss(params: Any, batch: Batch) -> jax.Array:
-        inputs, labels = batch
-        logits = nnx.merge(graphdef, params)(inputs).astype(F32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    return loss
-
-
-# ---------------------------------------------------------------------------------------- training
-
-
-def make_train(
-    scheme: Scheme,
-    task: Task,
-    num_steps: int,
-    watch: Callable[[int, Any], None] = lambda count, state: None,
-) -> Callable[[Hypers, int], Record]:
-    """From hyper-parameters and a seed to validation losses, and bytes per parameter.
-
-    Bytes are those of the arrays of params and state. `watch` is shown the optimizer's state after
-    every step. A run ends when its loss is not finite.
-    """
-    loss = make_loss(task.make_network)
-    make_tx = lambda h, key: scheme.make(h, Run(num_steps, key))
-
-    @jax.jit
-    def init(h: Hypers, key: jax.Array) -> Any:
-        params = nnx.to_pure_dict(nnx.state(task.make_network(nnx.Rngs(key)), nnx.Param))
-        params = optax.tree.cast(optax.tree.cast(params, BF16), scheme.dtype)  # same for all
-        return params, make_tx(h, key).init(params)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(carry: Any, k: Any, h: Hypers, key: jax.Array) -> Any:
-        params, state = carry
-        grads = jax.grad(loss)(params, task.seen(jax.random.fold_in(key, k)))
-        updates, state = make_tx(h, key).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def validation_loss(carry: Any) -> Any:
-        params, state = carry
-        x = scheme.evaluate(state, params)
-        keys = jax.random.split(jax.random.key(0), EVALUATION_BATCHES)  # the same for all
-        return jax.lax.map(lambda key: loss(x, task.unseen(key)), keys).mean()
-
-    def train(h: Hypers, seed: int) -> Record:
-        key, curve = jax.random.key(seed), []
-        carry = init(h, key)
-        size = optax.tree.size(carry[0])
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
-        every = max(1, num_steps // NUM_EVALUATIONS)
-        for k in range(num_steps):
-            carry = step(carry, k, h, key)
-            watch(k, carry[1])
-            if (k + 1) % every == 0 or k + 1 == num_steps:
-                value = float(validation_loss(carry))
-                curve.append((k + 1, round(value, 6) if math.isfinite(value) else None))
-                if curve[-1][1] is None:
-                    break
-        return {"bytes": num_bytes / size, "params": size, "curve": curve}
-
-    return train
-
-
-def final(record: Record) -> float:
-    """The validation loss at the end; what has diverged is worse than anything."""
-    loss = record["curve"][-1][1]
-    return math.inf if loss is None else loss
-
-
-def neighbours(h: Hypers, fixed: Hypers) -> Iterator[Hypers]:
-    """A step up or down in one of the grids."""
-    for name in h:
-        grid, i = GRIDS[name], GRIDS[name].index(h[name])
-        for j in (i + 1, i - 1):
-            if name not in fixed and 0 <= j < len(grid):
-                yield {**h, name: grid[j]}
-
-
-def tune(start: Hypers, run: Callable[[Hypers], Record], fixed: Hypers | None = None) -> Hypers:
-    """To a better neighbour, until none is better. `run` is asked again for what it has run."""
-    fixed = fixed or {}
-    best = {**start, **fixed}
-    while True:
-        loss = final(run(best))
-        better = (h for h in neighbours(best, fixed) if final(run(h)) < loss)
-        if (h := next(better, None)) is None:
-            return best
-        best = h
-
-
-# ------------------------------------------------------------------------------- tables and picture
-
-
-def best_of(records: list[Record]) -> Hypers | None:
-    """The hyper-parameters with the lowest loss of seed 0."""
-    tuning = [record for record in records if record["seed"] == 0]
-    return min(tuning, key=final)["h"] if tuning else None
-
-
-def by_seed(records: list[Record]) -> dict[int, Record]:
-    """The runs at the best hyper-parameters."""
-    h = best_of(records)
-    return {record["seed"]: record for record in records if record["h"] == h}
-
-
-def mean_and_error(values: list[float]) -> str:
-    """With the standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return common.command_line.plus_minus(statistics.mean(values), error).replace("-", "−")
-
-
-def interval(values: list[float]) -> str:
-    """The mean, and its 95 % interval by Student's t."""
-    mean = f"{statistics.mean(values):+.4f}"
-    if len(values) > 1 and all(map(math.isfinite, values)) and len(set(values)) > 1:
-        low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        mean += f" [{low:+.4f}, {high:+.4f}]"
-    return mean.replace("-", "−")
-
-
-def less(runs: dict[int, Record], other: dict[int, Record]) -> str:
-    """Losses less those of another cell, seed by seed."""
-    of_both = [final(runs[seed]) - final(other[seed]) for seed in runs.keys() & other.keys()]
-    return interval(of_both) if of_both else ""
-
-
-Runs = dict[Cell, dict[int, Record]]
-
-
-def mean_loss(runs: dict[int, Record]) -> float:
-    return statistics.mean(map(final, runs.values()))
-
-
-def num_bytes(runs: dict[int, Record]) -> float:
-    return next(iter(runs.values()))["bytes"]
-
-
-def telling(runs: Runs) -> list[Cell]:
-    """The best two of every class of bytes, and the controls."""
-    chosen = [cell for cell in CONTROLS if cell in runs]
-    for low, high in zip((0, *BYTE_CLASSES), BYTE_CLASSES, strict=False):
-        of_class = [cell for cell in runs if low < num_bytes(runs[cell]) <= high]
-        chosen += sorted(of_class, key=lambda cell: mean_loss(runs[cell]))[:2]
-    return list(dict.fromkeys(chosen))
-
-
-def table(runs: Runs, cells: list[Cell]) -> str:
-    """By bytes, each compared with AdamW and with its base in bfloat16, not averaged."""
-    rows = []
-    by_bytes = lambda cell: (round(num_bytes(runs[cell])), mean_loss(runs[cell]))
-    for cell in sorted(cells, key=by_bytes):
-        of_cell = runs[cell]
-        h = next(iter(of_cell.values()))["h"]
-        plain = runs.get((cell[0], "bfloat16"), {})
-        rows.append(
-            [
-                *cell,
-                f"{num_bytes(of_cell):.1f}",
-                ", ".join(f"{name} {value:g}" for name, value in h.items()),
-                f"{mean_loss(of_cell):.4f}",
-                str(len(of_cell)),
-                less(of_cell, runs.get(REFERENCE, {})),
-                "" if cell[1] in ("bfloat16", "float32") else less(of_cell, plain),
-            ]
-        )
-    header = ["base", "form", "bytes", "tuned to", "loss", "seeds", "− AdamW", "− base in bfloat16"]
-    return common.markdown(header, rows)
-
-
-def tuning_table(tried: dict[Cell, list[Record]], name: str = "rate") -> str:
-    """The lowest loss of seed 0 at each value of one hyper-parameter."""
-    rows = []
-    for cell, records in tried.items():
-        losses: dict[float, float] = {}
-        for record in records:
-            if record["seed"] == 0 and name in record["h"]:
-                value = record["h"][name]
-                losses[value] = min(losses.get(value, math.inf), final(record))
-        if losses:
-            cells = ", ".join(f"{value:g}: {losses[value]:.4f}" for value in sorted(losses))
-            rows.append([*cell, cells])
-    return common.markdown(["base", "form", f"lowest loss by {name}"], rows)
-
-
-def draw(runs: Runs, path: Path) -> None:
-    """Loss by bytes: a line from each base in bfloat16 to its averages, and the frontier."""
-    at = {cell: (num_bytes(of_cell), mean_loss(of_cell)) for cell, of_cell in runs.items()}
-    at = {cell: point for cell, point in at.items() if math.isfinite(point[1])}
-    frontier: list[Cell] = []
-    for cell in sorted(at, key=lambda cell: at[cell]):
-        if not frontier or at[cell][1] < at[frontier[-1]][1]:
-            frontier.append(cell)
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for base in BASES:
-        for form in ("averaged", "Schedule-Free"):
-            if (base, "bfloat16") in at and (base, form) in at:
-                ends = zip(at[base, "bfloat16"], at[base, form], strict=True)
-                axes.plot(*ends, color="0.7", linewidth=1, zorder=1)
-    colors = dict(zip(FORMS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    for form, color in colors.items():
-        points = [point for cell, point in at.items() if cell[1] == form]
-        if points:
-            axes.scatter(*zip(*points, strict=True), color=color, label=form, s=24, zorder=2)
-    steps = [at[cell] for cell in frontier]
-    axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
-    named = dict.fromkeys([*frontier[-5:], *(cell for cell in CONTROLS if cell in at)])
-    for base, form in named:
-        axes.annotate(
-            f"{base}, {form}", at[base, form], (4, 4), textcoords="offset points", fontsize=8
-        )
-    axes.set_xscale("log", base=2)
-    ticks = [2, 3, 4, 6, 8, 12, 16]
-    axes.set_xticks(ticks, map(str, ticks))
-    axes.set_xlabel("bytes per parameter, of params and optimizer state")
-    axes.set_ylabel("validation loss (nats), lower is better")
-    worst = max(at[cell][1] for cell in named)
-    axes.set_ylim(top=worst + 0.5 * (worst - min(y for _, y in at.values())) + 0.01)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-# ------------------------------------------------------------------------------------ command line
-
-# Of a transformer on the command line: default and help.
-NETWORK = {
-    "width": (128, "of the network"),
-    "heads": (4, "of attention"),
-    "layers": (2, "how many"),
-}
-
-
-def parse(
-    parser: argparse.ArgumentParser, argv: list[str] | None, sizes: dict[str, tuple[int, str]]
-) -> argparse.Namespace:
-    """The command line, with `sizes` of the run: its steps, the network and the batches."""
-    add = parser.add_argument
-    add("--base", nargs="+", choices=BASES, default=list(BASES), help="of the cells")
-    add("--form", nargs="+", choices=FORMS, default=list(FORMS), help="of the cells")
-    add("--first", type=int, default=len(CELLS), help="only so many cells, of the most telling")
-    add("--best", action="store_true", help="only the best two of each class of bytes in OUT")
-    add("--fix", nargs="+", default=[], metavar="NAME=VALUE", help="what is not tuned")
-    add("--seeds", type=int, default=5, help="how many, with that of tuning; 0 for no runs")
-    add("--jobs", type=int, default=1, help="cells to train at a time")
-    sizes = {"steps": (1_000, "of each run"), **sizes}
-    for name, (default, about) in sizes.items():
-        add(f"--{name}", type=int, default=default, help=about)
-    add("--picture", type=Path, help="where to draw the losses")
-    arguments = common.parse(parser, argv, "first", "jobs", *sizes)
-    common.command_line.check_writable(parser, arguments, "picture")
-    if arguments.seeds < 0:
-        parser.error(f"--seeds must be >= 0, got {arguments.seeds}")
-    if arguments.width % arguments.heads:
-        parser.error(f"--width must be a multiple of --heads, got {arguments.width}")
-    arguments.fixed = {}
-    arguments.sizes = {name: getattr(arguments, name) for name in sizes}
-    for pair in arguments.fix:
-        name, _, value = pair.partition("=")
-        fits = [number for number in GRIDS.get(name, ()) if f"{number:g}" == value]
-        if not fits:
-            parser.error(f"--fix must be NAME=VALUE of the grids {GRIDS}, got {pair}")
-        arguments.fixed[name] = fits[0]
-    return arguments
-
-
-def compare(task: Task, arguments: argparse.Namespace) -> str:
-    """Tunes and runs the cells, and prints the table."""
-    records = common.Records(arguments.json, KEYS)
-    sizes, fixed = arguments.sizes, arguments.fixed
-
-    def tried(cell: Cell, sizes: dict[str, int]) -> list[Record]:
-        wanted = task.name, sizes, *cell
-        return [r for r in list(records.found.values()) if tuple(r[k] for k in KEYS[:4]) == wanted]
-
-    def nearest(cell: Cell) -> Hypers | None:
-        """The best of the sizes in OUT with the most similar number of steps."""
-        known = [r["sizes"] for r in list(records.found.values())]
-        distance = lambda other: abs(math.log(other["steps"] / sizes["steps"]))
-        bests = (best_of(tried(cell, other)) for other in sorted(known, key=distance))
-        return next(filter(None, bests), None)
-
-    def run_cell(cell: Cell) -> None:
-        of_cell = scheme(*cell, task.rate_scale)
-        train = make_train(of_cell, task, sizes["steps"])
-
-        def run(h: Hypers, seed: int = 0) -> Record:
-            def new() -> Record:
-                start = time.time()
-                record = train(h, seed)
-                what = f"{task.name} {sizes['steps']} × {sizes['batch']}, {' × '.join(cell)}"
-                cost = f"{record['bytes']:.1f} B, {time.time() - start:.0f} s"
-                print(f"{what}, {h}, seed {seed}: {final(record):.4f} ({cost})", flush=True)
-                return record
-
-            return records.get((task.name, sizes, *cell, h, seed), new)
-
-        start = best_of(tried(cell, sizes)) or nearest(cell) or of_cell.start
-        h = tune(start, run, {name: fixed[name] for name in fixed.keys() & start.keys()})
-        for seed in range(1, arguments.seeds):
-            run(h, seed)
-
-    def found() -> dict[Cell, list[Record]]:
-        of_cells = {cell: tried(cell, sizes) for cell in cells}
-        keeps = lambda h: all(h.get(name, value) == value for name, value in fixed.items())
-        kept = {cell: [r for r in of if keeps(r["h"])] for cell, of in of_cells.items()}
-        return {cell: of for cell, of in kept.items() if best_of(of)}
-
-    cells = [(b, f) for b, f in CELLS if b in arguments.base and f in arguments.form]
-    cells = cells[: arguments.first]
-    if arguments.best:
-        shorter = {"steps": 1_000}
-        at_1000 = {cell: tried(cell, {**sizes, **shorter}) for cell in cells}
-        cells = telling({cell: by_seed(of) for cell, of in at_1000.items() if best_of(of)})
-    if arguments.seeds:
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(run_cell, cells))
-    runs = {cell: by_seed(of) for cell, of in found().items()}
-    if not runs:
-        raise common.command_line.UserError("--seeds 0 needs runs of these sizes in --json")
-    if arguments.picture:
-        draw(runs, arguments.picture)
-    whole = table(runs, list(runs))
-    tuning = "\n\n".join(tuning_table(found(), name) for name in GRIDS)
-    text = f"{table(runs, telling(runs))}\n\nAll:\n\n{whole}\n\nTuning, by seed 0:\n\n{tuning}"
-    print(f"{common.device()}; {sizes}\n\n{text}")
-    return text
+    return grid.Task("text", lambda rngs: Decoder(**shape, dtype=BF16, rngs=rngs), seen, unseen)
 
 
 def main(argv: list[str] | None = None) -> str:
-    of_text = {"length": (128, "of a text, in bytes"), "batch": (8, "texts at a step")}
-    arguments = parse(common.parser(__doc__), argv, NETWORK | of_text)
-    return compare(make_task(arguments.sizes), arguments)
+    sizes = grid.NETWORK | {"length": (128, "of a text, in bytes"), "batch": (8, "texts at a step")}
+    arguments = grid.parse(common.parser(__doc__), argv, sizes)
+    return grid.compare(make_task(arguments.sizes), arguments)
 
 
 if __name__ == "__main__":

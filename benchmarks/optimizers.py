@@ -103,7 +103,7 @@ def matrices(params: Any) -> Any:
 
     def leaf(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         axes, n = tuple(range(x.ndim)), fan_in(path, x)
-        return n and optax.contrib.MuonDimensionNumbers(axes[:n], axes[n:])
+        return None if n is None else optax.contrib.MuonDimensionNumbers(axes[:n], axes[n:])
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 
@@ -120,7 +120,7 @@ muon_like_adam = functools.partial(
 def muon(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
     """With steps of Adam's size, and AdamW for what is no kernel of a layer."""
     del key
-    adam = {"adam_b1": 0.8, "adam_b2": B2, "adam_weight_decay": DECAY}
+    adam: dict[str, Any] = {"adam_b1": 0.8, "adam_b2": B2, "adam_weight_decay": DECAY}
     return muon_like_adam(rate, beta=momentum, weight_decay=DECAY, mu_dtype=dtype, **adam)
 
 
@@ -128,7 +128,7 @@ def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: 
     """And Adam's factored direction for what is no kernel."""
     tx = muon_like_adam(-1.0, beta=0.0, nesterov=False)
     first_step = lambda updates, params: tx.update(updates, tx.init(params), params)[0]
-    rules = {
+    rules: dict[Any, Tx] = {
         "kernel": finished(optax.stateless(first_step), rate),
         "other": adam_factored(rate, momentum, dtype, key),
     }
@@ -156,7 +156,7 @@ def scale(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx
     normalized = optax.stateless(
         lambda updates, _: jax.tree_util.tree_map_with_path(columns, updates)
     )
-    rules = {
+    rules: dict[Any, Tx] = {
         "matrix": normalized,
         "last": optax.chain(ema, normalized),
         "vector": scale_by_second_moment(B2, dtype=dtype, rounding_key=key),
@@ -195,7 +195,7 @@ def apollo_mini(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array)
         u = jax.tree.map(limit, u, before)
         return u, (of_adam, jax.tree.map(norm, u))
 
-    rules = {
+    rules: dict[Any, Tx] = {
         "kernel": finished(Tx(init, update), rate),  # pyright: ignore[reportArgumentType]
         "other": adamw(rate, momentum, dtype, key),
     }

@@ -3,8 +3,8 @@ r"""The optimizers of language_model.py on images: a small vision transformer on
     python benchmarks/vision_transformer.py --data-dir DIR --json benchmarks/results/images.jsonl
 
 Trains a transformer to classify the 50,000 images for training, in patches of 8×8, without
-augmentation, and validates it by the cross-entropy of the 10,000 others. Cells, tuning, records and
-tables are those of language_model.py. CIFAR-10 is downloaded to DIR if it is not there.
+augmentation, and validates it by the cross-entropy of the 10,000 others. What is compared
+is in optimizers.py, how it is tuned in grid.py. CIFAR-10 is downloaded to DIR if it is not there.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import grid
 import jax
 import jax.numpy as jnp
 import language_model
@@ -43,23 +44,23 @@ class VisionTransformer(nnx.Module):
         return self.classes(self.norm(self.blocks(x)).mean(1))
 
 
-def make_task(sizes: dict[str, int], folder: Path) -> language_model.Task:
+def make_task(sizes: dict[str, int], folder: Path) -> grid.Task:
     """To classify CIFAR-10."""
 
-    def batches(names: list[str]) -> Callable[[jax.Array], language_model.Batch]:
+    def batches(names: list[str]) -> Callable[[jax.Array], grid.Batch]:
         files = [read_cifar10(folder, name) for name in names]
         images, labels = map(jnp.asarray, map(np.concatenate, zip(*files, strict=True)))
 
-        def batch(key: jax.Array) -> language_model.Batch:
+        def batch(key: jax.Array) -> grid.Batch:
             i = jax.random.randint(key, (sizes["batch"],), 0, len(labels))
             return scaled(images[i]), labels[i].astype(jnp.int32)
 
         return batch
 
-    shape = [sizes[name] for name in ("width", "heads", "layers")]
-    return language_model.Task(
+    shape = {name: sizes[name] for name in ("width", "heads", "layers")}
+    return grid.Task(
         "images",
-        lambda rngs: VisionTransformer(*shape, BF16, rngs),
+        lambda rngs: VisionTransformer(**shape, dtype=BF16, rngs=rngs),
         batches(BATCHES),
         batches(["test_batch.bin"]),
         rate_scale=1 / 4,
@@ -69,9 +70,9 @@ def make_task(sizes: dict[str, int], folder: Path) -> language_model.Task:
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10")
-    sizes = language_model.NETWORK | {"batch": (64, "images at a step")}
-    arguments = language_model.parse(parser, argv, sizes)
-    return language_model.compare(make_task(arguments.sizes, arguments.data_dir), arguments)
+    sizes = grid.NETWORK | {"batch": (64, "images at a step")}
+    arguments = grid.parse(parser, argv, sizes)
+    return grid.compare(make_task(arguments.sizes, arguments.data_dir), arguments)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,29 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import compiled
 import digits
 import equivalence
 import gauge
+import grid
 import jax
+import jax.numpy as jnp
 import language_model
 import low_precision
 import memory
 import numpy as np
+import optax
+import optimizers
 import pytest
 import update_cost
 import vision_transformer
+from flax import nnx
+
+from spa_optax import eval_params
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -105,10 +114,10 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("memory", ["--target", "abacus"], "invalid choice: 'abacus'"),
         ("memory", ["--picture", "FOLDER"], "--picture must be a file that can be written, got"),
         ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
-        ("language_model", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
-        ("language_model", ["--rounds", "-1"], "--rounds must be >= 0, got -1"),
+        ("language_model", ["--seeds", "-1"], "--seeds must be >= 0, got -1"),
+        ("language_model", ["--jobs", "0"], "--jobs must be finite and > 0, got 0"),
         ("language_model", ["--heads", "3"], "--width must be a multiple of --heads, got 128"),
-        ("language_model", ["--scheme", "gpa_adamw, 8 bytes"], "the reference, got ["),
+        ("language_model", ["--fix", "c=0.3"], "--fix must be NAME=VALUE of the grids"),
     ],
 )
 def test_bad_arguments(
@@ -205,38 +214,56 @@ def test_images_of_low_precision(tmp_path: Path) -> None:
         assert (labels[4], labels.sum()) == (7, 7)
 
 
+SMALL = ["--width", "16", "--heads", "2", "--layers", "1"]
+
+
+@pytest.fixture
+def standard_in_threads() -> Iterator[None]:
+    """`standard_promotion` is that of one thread."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def losses(path: Path) -> dict[tuple[str, str, int], list[float]]:
+    records = map(json.loads, path.read_text().splitlines())
+    of = lambda record: (record["base"], record["form"], record["seed"])
+    return {of(record): [loss for _, loss in record["curve"]] for record in records}
+
+
 @pytest.mark.slow
-def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_model, "tune", lambda scheme, run: [run(*scheme.start)])
-    out = tmp_path / "runs"
-    schemes = ["AdamW, float32", "gpa_adamw, 8 bytes"]
-    sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--length", "16", "--steps", "60"]
-    arguments = ["--scheme", *schemes, "--seeds", "2", "--rounds", "1", "--json", str(out), *sizes]
-    text = language_model.main(arguments)
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(records) == 2 * (1 + 2)  # two more seeds
-    for record in records:
-        first, last = record["curve"][0], record["curve"][-1]
-        assert (first[0], last[0], len(record["curve"])) == (3, 60, 20)
-        assert last[1] < first[1]
-        assert last[1] < math.log(256)
-    num_bytes = {record["scheme"]: round(record["bytes"], 1) for record in records}
-    assert num_bytes == dict(zip(schemes, (12, 8), strict=True))
+@pytest.mark.usefixtures("standard_in_threads")
+def test_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trains, is not run again, and draws; tuning is one neighbour in each direction."""
+    out, picture = tmp_path / "runs", tmp_path / "losses.png"
+    cells = ["--base", "AdamW", "Adam, factored", "--form", "float32", "bfloat16", "Schedule-Free"]
+    options = ["--seeds", "2", "--jobs", "2", "--json", str(out), "--fix", "rate=0.008"]
+    options += ["mu_y=0.9", "momentum=0.8"]
+    sizes = [*SMALL, "--length", "16", "--batch", "8", "--steps", "60"]
+    text = language_model.main([*cells, *options, *sizes])
+    runs = losses(out)
+    assert len(runs) == 2 * 3 * 2  # bases, forms, seeds
+    for curve in runs.values():
+        assert len(curve) == 10
+        assert curve[-1] < curve[0]
+        assert curve[-1] < math.log(256)
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    rows = {row[1]: row for row in rows if len(row) == 9}
-    assert rows["AdamW, float32"][5:8] == ["0.0000 ± 0.0000", "60", "1.00"]
-    assert set(schemes) < set(rows)
+    num_bytes = {tuple(row[1:3]): row[3] for row in rows if len(row) == 10}
+    assert num_bytes["AdamW", "float32"] == "12.0"
+    assert num_bytes["AdamW", "bfloat16"] == "8.0"
+    assert num_bytes["AdamW", "Schedule-Free"] == "10.0"
     lines = out.read_text()
-    picture = tmp_path / "losses.png"
-    language_model.main([*arguments, "--rounds", "0", "--picture", str(picture)])
-    assert out.read_text() == lines  # nothing is run again
+    capsys.readouterr()
+    again = language_model.main([*cells, *options, *sizes, "--picture", str(picture)])
+    assert (again, out.read_text()) == (text, lines)
+    assert " s)\n" not in capsys.readouterr().out  # nothing is run again
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_vision_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("standard_in_threads")
+def test_vision_transformer(tmp_path: Path) -> None:
     """Learns the brightness of a quarter of the image from other images than it is validated by."""
-    monkeypatch.setattr(language_model, "tune", lambda scheme, run: [run(*scheme.start)])
     rng = np.random.default_rng(0)
     for name in (*low_precision.BATCHES, "test_batch.bin"):
         labels = rng.integers(0, 2, 32, np.uint8)
@@ -245,13 +272,78 @@ def test_vision_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         records = np.concatenate([labels[:, None], images.reshape(32, -1)], 1)
         (tmp_path / name).write_bytes(records.tobytes())
     out = tmp_path / "runs"
-    schemes = ["AdamW, float32", "gpa_adamw, 4 bytes"]
-    sizes = ["--width", "16", "--heads", "2", "--layers", "1", "--batch", "16", "--steps", "120"]
-    options = ["--seeds", "1", "--rounds", "0", "--json", str(out), "--data-dir", str(tmp_path)]
-    text = vision_transformer.main(["--scheme", *schemes, *options, *sizes])
-    assert all(f"| {name} |" in text for name in schemes)
-    for record in map(json.loads, out.read_text().splitlines()):
-        assert record["curve"][-1][1] < math.log(2) / 2
+    options = ["--seeds", "1", "--json", str(out), "--data-dir", str(tmp_path)]
+    options += ["--base", "AdamW", "--form", "float32", "averaged", "--fix", "rate=0.002"]
+    options += ["momentum=0.8", "c=0.1", "mu_y=0.9", "--batch", "16", "--steps", "120"]
+    vision_transformer.main([*SMALL, *options])
+    assert len(losses(out)) == 2
+    assert all(curve[-1] < math.log(2) / 2 for curve in losses(out).values())
+
+
+def params_of_a_decoder() -> dict[str, Any]:
+    """With an axis to factor, a head of attention, vectors and the last layer."""
+    network = lambda: language_model.Decoder(32, 1, 1, 32, jnp.float32, nnx.Rngs(0))
+    return nnx.to_pure_dict(nnx.state(network(), nnx.Param))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", optimizers.BASES)
+def test_bases(base: str) -> None:
+    """Every base descends in the simplest bowl, plain and averaged, and takes its bytes."""
+    params = params_of_a_decoder()
+    num_bytes = {}
+    for form in ("bfloat16", "averaged"):
+        scheme = optimizers.scheme(base, form)
+        run = optimizers.Run(40, jax.random.key(0))
+        tx = scheme.make({**scheme.start, "rate": scheme.start["rate"] / 16}, run)
+        x = optax.tree.cast(params, scheme.dtype)
+        state = tx.init(x)
+        num_bytes[form] = sum(leaf.nbytes for leaf in jax.tree.leaves((x, state)))
+        update = jax.jit(tx.update)
+        for _ in range(40):
+            updates, state = update(x, state, x)  # the gradient of |x|²/2
+            x = optax.apply_updates(x, updates)
+        y = scheme.evaluate(state, x)
+        assert optax.tree.norm(optax.tree.cast(y, jnp.float32)) < optax.tree.norm(params)
+    size = optax.tree.size(params)
+    assert num_bytes["averaged"] - num_bytes["bfloat16"] == pytest.approx(2 * size, abs=64)  # z
+    of_base = {"Adam, full": 4, "AdamW": 8, "Lion": 4, "SGD": 4, "AdamW, 8 bits": 4}
+    if base in of_base:
+        assert num_bytes["bfloat16"] / size == pytest.approx(of_base[base], rel=0.03)
+
+
+def test_codes_of_8_bits() -> None:
+    for signed in (True, False):
+        codes = optimizers.codes(signed)
+        assert len(codes) == len(set(codes.tolist())) == 256
+        assert (codes[-1], 0 in codes, codes[0] < 0) == (1, True, signed)
+
+
+def test_average_of_weights() -> None:
+    """Beside float32 params it is the recursion itself, and training does not see it."""
+    tx = optimizers.with_average(optax.sgd(0.5), 0.75, jnp.float32, jax.random.key(0))
+    x, e = jnp.array(1.0), 1.0
+    state = tx.init(x)
+    for k in range(1, 4):
+        updates, state = tx.update(x, state, x)
+        x = optax.apply_updates(x, updates)
+        e += 0.25 * (0.5**k - e)
+        assert (float(x), float(state[2])) == (0.5**k, pytest.approx(e))
+
+
+def test_schedule_free_plus_is_schedule_free_after_its_warm_up() -> None:
+    """With r = 0: c = 1 for a warm-up, then 1/(k + 1) from there on."""
+    run = optimizers.Run(10, jax.random.key(0))
+    tx = optimizers.schedule_free_plus(optax.sgd(1.0), {"r": 0, "warm_ups": 1}, run)
+    y = jnp.array(8.0)
+    state, z, x = tx.init(y), 8.0, 8.0
+    for k in range(5):
+        updates, state = tx.update(jnp.array(1.0), state, y)
+        y = optax.apply_updates(y, updates)
+        z -= 1
+        c = 1 if k < 1 else 1 / k
+        x += c * (z - x)
+        assert float(eval_params(state, y)) == pytest.approx(x, rel=0.02)  # z is bfloat16
 
 
 @pytest.mark.slow
@@ -277,22 +369,41 @@ def test_gauge(tmp_path: Path) -> None:
     assert out.read_text() == lines  # nothing is run again
 
 
+def record_of(h: dict[str, float], loss: float | None, seed: int = 0) -> dict[str, Any]:
+    return {"h": h, "seed": seed, "bytes": 4.0, "curve": [(1, loss)]}
+
+
 def test_tuning_ends_where_no_neighbour_is_better() -> None:
-    """In a bowl, whose bottom is not in the middle; all neighbours of the best were tried."""
-    scheme = language_model.SCHEMES["AdamW, float32"]
+    """In a bowl, where large rates diverge; what is fixed stays, all neighbours were tried."""
+    found = {}
 
-    def run(rate: float, momentum: float) -> dict[str, object]:
-        loss = math.log2(rate / 0.001) ** 2 + 50 * (momentum - 0.4) ** 2
-        return {"rate": rate, "momentum": momentum, "curve": [(1, loss)]}
+    def run(h: dict[str, float]) -> dict[str, Any]:
+        loss = math.log2(h["rate"] / 0.001) ** 2 + 50 * (h["momentum"] - 0.4) ** 2
+        found[h["rate"], h["momentum"]] = h
+        return record_of(h, loss if h["rate"] < 0.01 else None)
 
-    records = language_model.tune(scheme, run)
-    best = records[-1]
-    assert (best["rate"], best["momentum"]) == (0.001, 0.4)
-    tried = {(record["rate"], record["momentum"]) for record in records}
-    assert tried > {(0.0005, 0.4), (0.002, 0.4), (0.001, 0.0), (0.001, 0.6)}
-    assert len(tried) == len(records) < 20
-    table = language_model.tuning_table({"AdamW, float32": records})
-    assert "| AdamW, float32 | 0.4 | 0.0005: 1.0000, 0.001: 0.0000, 0.002: 1.0000" in table
+    start = {"rate": 0.016, "momentum": 0.8}
+    assert grid.tune(start, run, {}) == {"rate": 0.001, "momentum": 0.4}
+    assert found.keys() > {(0.0005, 0.4), (0.002, 0.4), (0.001, 0.0), (0.001, 0.6)}
+    assert len(found) < 20
+    assert grid.tune(start, run, {"momentum": 0.8}) == {"rate": 0.001, "momentum": 0.8}
+
+
+def test_table_of_cells() -> None:
+    """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2 degrees."""
+    h, other = {"rate": 0.004}, {"rate": 0.008}
+    losses = {"float32": (2.0, 2.1, 2.2), "bfloat16": (1.9, 1.9, 2.2)}
+    tried = {
+        ("AdamW", form): [record_of(h, loss, seed) for seed, loss in enumerate(of_form)]
+        for form, of_form in losses.items()
+    }
+    tried["AdamW", "bfloat16"] += [record_of(other, None), record_of(other, 1.0, seed=1)]
+    runs = {cell: grid.by_seed(records) for cell, records in tried.items()}
+    text = grid.table(runs, grid.telling(runs))
+    error = 4.303 * 0.1 / 3**0.5
+    row = f"| rate 0.004 | 2.0000 | 3 | −0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}] |"
+    assert row in text
+    assert "| AdamW | bfloat16 | rate | 0.004: 1.9000, 0.008: inf |" in grid.tuning_table(tried)
 
 
 def test_language_model_is_validated_on_other_files() -> None:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from grid import make_loss
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from language_model import Decoder, make_loss
+from language_model import Decoder
 
 from spa_optax import spa_from_sgdm
 
