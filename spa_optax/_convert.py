@@ -72,8 +72,7 @@ def convert(
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
         `optimizer.opt_state`.
-      params: the run's current params; from AdamW, better their float32 master copy. For Flax nnx,
-        `nnx.state(model, nnx.Param)`.
+      params: the run's current params; from AdamW, better their float32 master copy.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.

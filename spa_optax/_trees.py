@@ -124,9 +124,10 @@ def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str
     leaves = [by_path(tree) for tree in trees]
     for key, leaf in (item for of_tree in leaves for item in of_tree.items()):
         if shapes.pop(key, None) != np.shape(leaf):
+            hint = "; `params` are `nnx.state(model, nnx.Param)`" if key.endswith(".value") else ""
             raise ValueError(
                 f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
-                f" once, got {np.shape(leaf)} at {key or 'its root'}"
+                f" once, got {np.shape(leaf)} at {key or 'its root'}{hint}"
             )
     return [list(of_tree) for of_tree in leaves]
 
