@@ -888,6 +888,14 @@ def test_bad_input() -> None:
             lambda: track_momentum(optax.sgd(0.1, 0.9), averaging=0.0),
             "`averaging` must be None or in (0, 1], got 0.0",
         ),
+        (
+            lambda: unchecked(plot_momentum)([1]),
+            "`reports` must be a mapping from steps, got [1]",
+        ),
+        (
+            lambda: unchecked(track_momentum)(spa(1.0), per_leaf="w"),
+            "`per_leaf` must be a bool or a function, got 'w'",
+        ),
         (lambda: track_momentum(spa(1.0), every=0), "`every` must be a concrete integer >= 1"),
         (
             lambda: track_momentum(spa(1.0), per_leaf=lambda params: 1).init(params),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from spa_optax._checks import check_one_run
+from spa_optax._checks import check, check_one_run
 from spa_optax._trees import only
 from spa_optax.diagnostics._gauge import Gauge, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
@@ -201,6 +201,7 @@ def plot_momentum(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
+    check(reports=reports)
     as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))

@@ -113,7 +113,7 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    check(inner=inner, decay=decay, every=every, b2=b2)
+    check(inner=inner, decay=decay, every=every, per_leaf=per_leaf, b2=b2)
     if averaging is not None:
         check(averaging=averaging)
     if callable(averaging) or is_surely(averaging == 0):
