@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bases
 import common
 import grid
 import jax
@@ -26,7 +27,6 @@ import language_model
 import low_precision
 import numpy as np
 import optax
-import optimizers
 from paper.until_noise import until_noise
 from tqdm import tqdm
 
@@ -55,8 +55,8 @@ def train(task: str, make: Make, seed: int, watch: Watch, arguments: argparse.Na
         scheme = low_precision.Scheme(jnp.float32, lambda a, b, key: make(eta(a), 1 - beta))
         run = low_precision.make_train(of_task, scheme, beta, "cosine", watch)
         return run(TASKS[task], seed)["loss"]
-    rate = lambda h, run: lambda k: h["rate"] * optimizers.cosine(run)(k)
-    scheme = optimizers.Scheme(jnp.float32, lambda h, run: make(rate(h, run), C[task]))
+    rate = lambda h, run: lambda k: h["rate"] * bases.cosine(run)(k)
+    scheme = bases.Scheme(jnp.float32, lambda h, run: make(rate(h, run), C[task]))
     of_text = language_model.make_task(
         {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
     )
@@ -78,8 +78,8 @@ def optimizer(task: str, way: str, num_steps: int) -> Make:
             last = spa(*momentum_drop(eta, c, min(150, num_steps), step_factor=1.01))
         if task != "text":
             return last
-        decay = optax.add_decayed_weights(optimizers.DECAY)
-        return optax.chain(scale_by_second_moment(optimizers.B2), decay, last)
+        decay = optax.add_decayed_weights(bases.DECAY)
+        return optax.chain(scale_by_second_moment(bases.B2), decay, last)
 
     return make
 
@@ -91,7 +91,7 @@ def layer_of(params: Any) -> Any:
 
 
 def gauged(task: str, eta: optax.Schedule, c: float) -> optax.GradientTransformation:
-    adam: dict[str, Any] = {"b2": optimizers.B2, "weight_decay": optimizers.DECAY}
+    adam: dict[str, Any] = {"b2": bases.B2, "weight_decay": bases.DECAY}
     tx = spa_adamw(eta, c, **adam) if task == "text" else spa(eta, c)
     return track_momentum(tx, 0.9, every=5, per_leaf=layer_of)
 

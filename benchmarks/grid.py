@@ -25,8 +25,8 @@ import common
 import jax
 import matplotlib.pyplot as plt
 import optax
+from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
 from flax import nnx
-from optimizers import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
 from scipy import stats
 
 NUM_EVALUATIONS = 10

@@ -3,7 +3,7 @@ r"""The optimizers of today, as they are, in bfloat16 and averaged, on a small l
     python benchmarks/language_model.py --json benchmarks/results/text.jsonl
 
 Trains a decoder of bytes on the modules of Python's own standard library, an eighth of whose files
-are held out. What is compared is in optimizers.py, how it is tuned in grid.py.
+are held out. What is compared is in bases.py, how it is tuned in grid.py.
 
 On a GPU, with 25 million params:
 
@@ -23,8 +23,8 @@ import grid
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bases import BF16
 from flax import nnx
-from optimizers import BF16
 
 
 @functools.cache

@@ -4,7 +4,7 @@ r"""The optimizers of language_model.py on images: a small vision transformer on
 
 Trains a transformer to classify the 50,000 images for training, in patches of 8×8, without
 augmentation, and validates it by the cross-entropy of the 10,000 others. What is compared
-is in optimizers.py, how it is tuned in grid.py. CIFAR-10 is downloaded to DIR if it is not there.
+is in bases.py, how it is tuned in grid.py. CIFAR-10 is downloaded to DIR if it is not there.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ from spa_optax import (
 )
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
-has_cuda = importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
+has_cuda = importlib.util.find_spec("jax_cuda12_plugin") is not None
 for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip install libtpu")
 for_cards = pytest.mark.skipif(not has_cuda, reason="needs XLA for NVIDIA: jax-cuda12-plugin")
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bases
 import compiled
 import digits
 import equivalence
@@ -19,7 +20,6 @@ import low_precision
 import memory
 import numpy as np
 import optax
-import optimizers
 import pytest
 import update_cost
 import vision_transformer
@@ -287,14 +287,14 @@ def params_of_a_decoder() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", optimizers.BASES)
+@pytest.mark.parametrize("base", bases.BASES)
 def test_bases(base: str) -> None:
     """Every base descends in the simplest bowl, plain and averaged, and takes its bytes."""
     params = params_of_a_decoder()
     num_bytes = {}
     for form in ("bfloat16", "averaged"):
-        scheme = optimizers.scheme(base, form)
-        run = optimizers.Run(40, jax.random.key(0))
+        scheme = bases.scheme(base, form)
+        run = bases.Run(40, jax.random.key(0))
         tx = scheme.make({**scheme.start, "rate": scheme.start["rate"] / 16}, run)
         x = optax.tree.cast(params, scheme.dtype)
         state = tx.init(x)
@@ -314,14 +314,14 @@ def test_bases(base: str) -> None:
 
 def test_codes_of_8_bits() -> None:
     for signed in (True, False):
-        codes = optimizers.codes(signed)
+        codes = bases.codes(signed)
         assert len(codes) == len(set(codes.tolist())) == 256
         assert (codes[-1], 0 in codes, codes[0] < 0) == (1, True, signed)
 
 
 def test_average_of_weights() -> None:
     """Beside float32 params it is the recursion itself, and training does not see it."""
-    tx = optimizers.with_average(optax.sgd(0.5), 0.75, jnp.float32, jax.random.key(0))
+    tx = bases.with_average(optax.sgd(0.5), 0.75, jnp.float32, jax.random.key(0))
     x, e = jnp.array(1.0), 1.0
     state = tx.init(x)
     for k in range(1, 4):
@@ -333,8 +333,8 @@ def test_average_of_weights() -> None:
 
 def test_schedule_free_plus_is_schedule_free_after_its_warm_up() -> None:
     """With r = 0: c = 1 for a warm-up, then 1/(k + 1) from there on."""
-    run = optimizers.Run(10, jax.random.key(0))
-    tx = optimizers.schedule_free_plus(optax.sgd(1.0), {"r": 0, "warm_ups": 1}, run)
+    run = bases.Run(10, jax.random.key(0))
+    tx = bases.schedule_free_plus(optax.sgd(1.0), {"r": 0, "warm_ups": 1}, run)
     y = jnp.array(8.0)
     state, z, x = tx.init(y), 8.0, 8.0
     for k in range(5):
