@@ -169,6 +169,11 @@ def _check_bool(name: str, value: Any) -> None:
         _fail(name, "True or False", value)
 
 
+def _check_function(name: str, value: Any) -> None:
+    if not callable(value):
+        _fail(name, "a function", value)
+
+
 def _check_transformation(name: str, value: Any) -> None:
     if not isinstance(value, optax.GradientTransformation):
         _fail(name, "a gradient transformation", value)
@@ -210,6 +215,8 @@ _RULES: dict[str, Check] = {
     "dtype": _optional(_choice(jnp.bfloat16, "bfloat16")),
     "rounding_key": _optional(_check_key),
     "key": _check_key,
+    "layer": _check_function,
+    "make_tx": _check_function,
     "base": _check_transformation,
     "inner": _check_transformation,
 }
