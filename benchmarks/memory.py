@@ -20,13 +20,16 @@ params and state. The decoder, and the update in the backward pass, are those of
 - *compile*: seconds.
 
 --largest is another table: the largest model that each optimizer trains on one card or chip. It
-compiles from the largest on until one fits, but nothing whose params and state alone do not.
+compiles from the largest on until one fits, but nothing whose params and state alone do not. The
+need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
+card's limit, and that for a v6e for a v5e.
 
 With --json a program that is in OUT, a line each, is not compiled again.
 """
 
 import argparse
 import functools
+import math
 import os
 import re
 import sys
@@ -193,28 +196,35 @@ class Target(NamedTuple):
     limit: float  # GiB of a device, as XLA has it
 
 
+class Device(NamedTuple):
+    """A card or a chip."""
+
+    name: str
+    limit: float  # GiB, as above
+    like: str  # compiled for that one, except where it is close
+
+
 V5E, V5P, V6E = 15.75, 95.73, 31.25
 # XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
-of_card = lambda name: (name, 0.95 * compiled.CARDS[name].memory / 2**30)
+card = lambda name: Device(name, 0.95 * compiled.CARDS[name].memory / 2**30, "H100")
 DEVICES = {
-    "v5e chip": ("v5e", V5E),
-    "L4": of_card("l4"),
-    "RTX 4090": of_card("rtx4090"),
-    "RTX 5090": of_card("rtx5090"),
-    "v6e chip": ("v6e", V6E),
-    "A100 of 40 GB": of_card("a100-40"),
-    "L40S": of_card("l40s"),
-    "H100": of_card("h100"),
-    "v5p chip": ("v5p", V5P),
+    "L4": card("l4"),
+    "RTX 4090": card("rtx4090"),
+    "RTX 5090": card("rtx5090"),
+    "A100 of 40 GB": card("a100-40"),
+    "L40S": card("l40s"),
+    "H100": card("h100"),
+    "v5e chip": Device("v5e", V5E, "v6e chip"),
+    "v6e chip": Device("v6e", V6E, "v6e chip"),
 }
 TARGETS = {
-    f"{model} on one {name}": Target(model, device, None, limit)
+    f"{model} on one {name}": Target(model, device.name, None, device.limit)
     for model in SIZES
-    for name, (device, limit) in DEVICES.items()
+    for name, device in DEVICES.items()
 }
 BY_OPTIMIZER = {
     "8B on v5e-8": Target("8B", "v5e", "v5e:2x4", V5E),
-    "8B on one v5p chip": TARGETS["8B on one v5p chip"],
+    "8B on one v5p chip": Target("8B", "v5p", None, V5P),
     "8B on one H100": TARGETS["8B on one H100"],
     "70B on v5p-64": Target("70B", "v5p", "v5p:2x4x4", V5P),  # of 64 cores, which are 32 devices
     "70B on v5e-256": Target("70B", "v5e", "v5e:16x16", V5E),
@@ -340,23 +350,36 @@ def table(records: list[dict[str, Any]]) -> str:
     return common.markdown(header, rows)
 
 
-def largest(cards: list[str], found: common.Records) -> str:
+def largest(names: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
+
+    def gibibytes(model: str, optimizer: str, name: str) -> float:
+        """More than the limit where it does not fit.
+
+        Nearly the same on all cards: the program is that for another, unless it is close.
+        """
+        device, size = DEVICES[name], None
+        for card in (device.like, name):
+            key = f"{model} on one {card}", optimizer
+            record = found.get(key, functools.partial(measure, *key))
+            size = math.inf if record["refused"] else record["GiB"]
+            if abs(size / device.limit - 1) > 0.05:
+                break
+        return size
+
+    optimizers = [name + update for name in OF_LARGEST for update in ("", IN_BACKWARD)]
     rows = []
-    names = [name + update for name in OF_LARGEST for update in ("", IN_BACKWARD)]
-    for name in (name for name in names if name in choices()):
+    for optimizer in (name for name in optimizers if name in choices()):
         cells = []
-        for card in cards:
-            for model in SIZES:
-                target = f"{model} on one {card}"
-                record = found.get((target, name), functools.partial(measure, target, name))
-                if fits(record):
-                    cells.append(f"{model}, {record['GiB']:.1f}")
-                    break
-            else:
-                cells.append("–")
-        rows.append([name, f"{record['bytes']:.1f}", *cells])
-    limits = [f"{card}, {DEVICES[card][1]:.1f}" for card in cards]
+        for name in names:
+            sizes = ((model, gibibytes(model, optimizer, name)) for model in SIZES)
+            fitting = (
+                f"{model}, {size:.1f}" for model, size in sizes if size <= DEVICES[name].limit
+            )
+            cells.append(next(fitting, "–"))
+        num_bytes = found.found[f"8B on one {DEVICES[names[0]].like}", optimizer]["bytes"]
+        rows.append([optimizer, f"{num_bytes:.1f}", *cells])
+    limits = [f"{name}, {DEVICES[name].limit:.1f}" for name in names]
     return common.markdown(["optimizer", "bytes/param", *limits], rows)
 
 
@@ -414,7 +437,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=list(optimizers()),
         help="those to compare",
     )
-    add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table by card, of these")
+    add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table of these")
     add("--picture", type=Path, help="where to draw it")
     arguments = common.parse(parser, argv)
     common.command_line.check_writable(parser, arguments, "picture")
