@@ -17,6 +17,7 @@ in `optimizers`, by the norm of each layer.
 
 import argparse
 import functools
+import math
 import signal
 import sysconfig
 from collections.abc import Callable
@@ -76,9 +77,9 @@ def optimizers(rate: Any) -> dict[str, Callable[[Any], optax.GradientTransformat
                 **options,
             ),
         ),
-        # 4 bytes: params and m
+        # 4 bytes: params and m. It wants a lower rate, such as --rate 0.0005.
         "lion": lambda i: stochastic_rounding(
-            optax.lion(0.1 * rate, mu_dtype=bf16, **options), key_of(i)
+            optax.lion(rate, mu_dtype=bf16, **options), key_of(i)
         ),
     }
 
@@ -121,7 +122,7 @@ def rotated(x: jax.Array) -> jax.Array:
 def in_chunks(function: Any, chunk: int, *arrays: jax.Array) -> Any:
     """`function` of some of the tokens (axis 1) at a time, recomputed for the gradient."""
     b, length = arrays[0].shape[:2]
-    chunk = min(chunk, length)
+    chunk = math.gcd(chunk, length)
     split = lambda x: x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
     return jax.lax.map(lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays)))
 
@@ -250,7 +251,7 @@ def train(options: argparse.Namespace) -> float:
     step = step.lower(params, state, *batch_of(training, 0)).compile()
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
-    memory = step.memory_analysis()
+    memory: Any = step.memory_analysis()
     print(f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with their state")
     print(f"{num_bytes / 2**30:.3f} GiB, and {memory.temp_size_in_bytes / 2**30:.3f} for a step")
 

@@ -116,29 +116,10 @@ def test_an_ordinary_step(name: str) -> None:
         np.testing.assert_allclose(found, losses, rtol=1e-3)
     assert losses[-1] < losses[0] - 0.3
     params, state, _ = runs[-1]
-    for leaf in jax.tree.leaves((params, state)):
-        if leaf.shape in {w.shape for w in jax.tree.leaves(params)} and leaf.ndim > 1:
-            assert leaf.sharding.is_equivalent_to(place(leaf, mesh).sharding, leaf.ndim)
-
-
-def test_only_the_inputs_of_layers_take_memory() -> None:
-    """With n layers more, a step holds n inputs more, and no gradients more."""
-
-    def temporary(num_layers: int) -> int:
-        model = MODEL._replace(layers=num_layers)
-        arguments = model.layers, embed, layer, one_card.cross_entropy, gpa_at_4_bytes
-        trainer = one_card.make_trainer(*arguments)
-        params = jax.eval_shape(lambda: one_card.start(model))
-        state = jax.eval_shape(trainer.init, params)
-        tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-        step = jax.jit(trainer.step, donate_argnums=(0, 1)).lower(params, state, tokens, tokens)
-        return step.compile().memory_analysis().temp_size_in_bytes
-
-    more = temporary(40) - temporary(20)
-    num_bytes = 2 * sum(w.size for w in jax.tree.leaves(start()["layers"])) // MODEL.layers
-    of_input = 2 * 32 * MODEL.width
-    assert num_bytes > 20 * of_input
-    assert 20 * of_input <= more < 20 * of_input + num_bytes
+    stacks = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.ndim == 3]
+    assert len(stacks) >= 14  # and as many of their state
+    for leaf in stacks:
+        assert leaf.sharding.is_equivalent_to(place(leaf, mesh).sharding, 3)
 
 
 def of_one_number(make_tx: Any) -> Any:
@@ -178,8 +159,8 @@ def test_x_of_each_layer() -> None:
     w = jnp.ones((2, 1))
     y, inputs = model.forward(w, jnp.array(1.0))
     w, state, _ = model.backward(w, model.init(w), inputs, y)
-    np.testing.assert_allclose(w, np.full((2, 1), 0.25), rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-6)
+    np.testing.assert_allclose(w, np.full((2, 1), 0.25), rtol=1e-4)
+    np.testing.assert_allclose(jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------ errors
