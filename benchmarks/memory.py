@@ -177,11 +177,21 @@ def choices() -> list[str]:
     return [*optimizers(), *(name + IN_BACKWARD for name in names)]
 
 
-OF_LARGEST = (
-    *("AdamW, float32", f"AdamW, float32{BF16_GRADIENTS}", "AdamW, float32, bfloat16 m"),
-    *("Adafactor, float32", "Lion, bfloat16", "Muon, bfloat16"),
-    *("gpa_adamw, bfloat16 z", "gpa_adamw, bfloat16 z and ν", "gpa_adamw, bfloat16 z, factored ν"),
-)
+# Only in the table by card, or by name.
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16", f"AdamW, float32{BF16_GRADIENTS}"]
+OF_LARGEST = [
+    "AdamW, float32",
+    f"AdamW, float32{IN_BACKWARD}",
+    f"AdamW, float32{BF16_GRADIENTS}",
+    "AdamW, float32, bfloat16 m",
+    f"AdamW, float32, bfloat16 m{IN_BACKWARD}",
+    *("Adafactor, float32", f"Adafactor, float32{IN_BACKWARD}"),
+    *("Lion, bfloat16", f"Lion, bfloat16{IN_BACKWARD}"),
+    *("Muon, bfloat16", f"Muon, bfloat16{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z", f"gpa_adamw, bfloat16 z{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z and ν", f"gpa_adamw, bfloat16 z and ν{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z, factored ν", f"gpa_adamw, bfloat16 z, factored ν{IN_BACKWARD}"),
+]
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -350,7 +360,7 @@ def table(records: list[dict[str, Any]]) -> str:
     return common.markdown(header, rows)
 
 
-def largest(names: list[str], found: common.Records) -> str:
+def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
 
     def gibibytes(model: str, optimizer: str, name: str) -> float:
@@ -367,9 +377,8 @@ def largest(names: list[str], found: common.Records) -> str:
                 break
         return size
 
-    optimizers = [name + update for name in OF_LARGEST for update in ("", IN_BACKWARD)]
     rows = []
-    for optimizer in (name for name in optimizers if name in choices()):
+    for optimizer in optimizers:
         cells = []
         for name in names:
             sizes = ((model, gibibytes(model, optimizer, name)) for model in SIZES)
@@ -434,8 +443,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=choices(),
         metavar="NAME",
-        default=list(optimizers()),
-        help="those to compare",
+        help="those to compare (default: all that the table is about)",
     )
     add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table of these")
     add("--picture", type=Path, help="where to draw it")
@@ -448,14 +456,15 @@ def main(argv: list[str] | None = None) -> str:
     arguments = parse_arguments(argv)
     found = common.Records(arguments.json, ("target", "optimizer"))
     if arguments.largest:
-        text = largest(arguments.largest, found)
+        text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
         print(text)
         return text
+    by_default = [name for name in optimizers() if name not in RIVALS]
     records, text = [], []
     for target in arguments.target:
         of_target = [
             found.get((target, optimizer), functools.partial(measure, target, optimizer))
-            for optimizer in tqdm(arguments.optimizer, desc=target, leave=False)
+            for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
         ]
         text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
         records += of_target
