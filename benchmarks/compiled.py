@@ -59,17 +59,26 @@ class Card(NamedTuple):
     """What XLA has to know of an NVIDIA card."""
 
     major: int  # compute capability
+    minor: int
     cores: int
     gigahertz: float
     bandwidth: int  # bytes per second
-    memory: int  # bytes
+    memory: int  # bytes that CUDA leaves
     l2_cache: int  # bytes
+    shared_memory: int = 232_448  # bytes of a block at most
+    threads: int = 2_048  # of a core
 
 
+SMALLER = {"shared_memory": 101_376, "threads": 1_536}
 CARDS = {
-    "h100": Card(9, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
-    "h200": Card(9, 132, 1.98, 4_800_000_000_000, 151_397_597_184, 52_428_800),
-    "b200": Card(10, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
+    "l4": Card(8, 9, 58, 2.04, 300_000_000_000, 23_650_000_000, 50_331_648, **SMALLER),
+    "rtx4090": Card(8, 9, 128, 2.52, 1_008_000_000_000, 25_393_692_672, 75_497_472, **SMALLER),
+    "rtx5090": Card(12, 0, 170, 2.41, 1_792_000_000_000, 33_670_000_000, 100_663_296, **SMALLER),
+    "a100-40": Card(8, 0, 108, 1.41, 1_555_200_000_000, 42_331_013_120, 41_943_040, 166_912),
+    "l40s": Card(8, 9, 142, 2.52, 864_000_000_000, 47_660_000_000, 100_663_296, **SMALLER),
+    "h100": Card(9, 0, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
+    "h200": Card(9, 0, 132, 1.98, 4_800_000_000_000, 151_397_597_184, 52_428_800),
+    "b200": Card(10, 0, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
 }
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
@@ -193,14 +202,15 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
 def _card_topology(card: Card) -> Any:
     config = f"""
         gpu_device_info {{
-          cuda_compute_capability {{ major: {card.major} }}
+          cuda_compute_capability {{ major: {card.major}  minor: {card.minor} }}
           core_count: {card.cores}  fpus_per_core: 128  clock_rate_ghz: {card.gigahertz}
           memory_bandwidth: {card.bandwidth}  device_memory_size: {card.memory}
           l2_cache_size: {card.l2_cache}
-          shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
-          shared_memory_per_core: 233472
+          shared_memory_per_block: 49152  shared_memory_per_block_optin: {card.shared_memory}
+          shared_memory_per_core: {card.shared_memory + 1024}
           registers_per_core_limit: 65536  registers_per_block_limit: 65536
-          threads_per_block_limit: 1024  threads_per_core_limit: 2048  threads_per_warp: 32
+          threads_per_block_limit: 1024  threads_per_core_limit: {card.threads}
+          threads_per_warp: 32
           block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
         }}
         platform_name: "CUDA"

@@ -1,13 +1,15 @@
 """The memory that training takes with each optimizer, by XLA, for decoders as large as Llama 3.
 
-    pip install libtpu        # or 'jax[cuda12]', some 5 GB, for the NVIDIA card
+    pip install libtpu        # or 'jax[cuda12]', some 5 GB, for NVIDIA cards
     python benchmarks/memory.py --target "8B on v5e-8" --json OUT --picture OUT.png
+    python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
 XLA's compilers run without the hardware, and refuse a program that does not fit. The program is a
 whole training step, with params, gradients and state split over all devices (FSDP), and a sequence
 of 2,048 tokens for each device. It computes in bfloat16. Each layer is recomputed for the gradient,
 and attention and the loss take 256 tokens or fewer at a time, so that activations are little beside
-params and state.
+params and state. The decoder, and the update in the backward pass, are those of
+`examples/one_card.py`.
 
 - *bytes/param*: params and state.
 - *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
@@ -17,13 +19,20 @@ params and state.
 - *collectives*: those of the whole step; in a loop each is one.
 - *compile*: seconds.
 
+--largest is another table: the largest model that each optimizer trains on one card or chip. It
+compiles from the largest on until one fits, but nothing whose params and state alone do not. The
+need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
+card's limit, and that for a v6e for a v5e.
+
 With --json a program that is in OUT, a line each, is not compiled again.
 """
 
 import argparse
 import functools
+import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -41,142 +50,148 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from low_precision import BF16, F32, with_master
 from tqdm import tqdm
 
-from spa_optax import gpa_adamw, spa_adamw
+from spa_optax import gpa_adamw, spa_adamw, stochastic_rounding
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import one_card
+from one_card import Model, Trainer, shapes
 
 LENGTH = 2_048  # tokens of a sequence, of which every device has one
-CHUNK = 256  # tokens of a sequence at a time in attention, and at most in the loss
+MODELS = {name: model for name, model in one_card.MODELS.items() if name != "tiny"}
+MODELS["70B"] = Model(80, 8_192, 64, 8, 28_672)
+SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
 
 
-class Model(NamedTuple):
-    """The sizes of a decoder."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocabulary: int = 128_256
-    head: int = 128
+# ------------------------------------------------------------------------------------------- steps
 
 
-MODELS = {
-    "8B": Model(32, 4_096, 32, 8, 14_336),
-    "70B": Model(80, 8_192, 64, 8, 28_672),
-}
+def narrow(w: Any) -> jax.Array:
+    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast.
 
-
-def shapes(model: Model) -> dict[str, Any]:
-    n, d, f, v = model.layers, model.width, model.hidden, model.vocabulary
-    q, kv = model.heads * model.head, model.kv_heads * model.head
-    layers = {
-        "attention_norm": (n, d),
-        "q": (n, d, q),
-        "k": (n, d, kv),
-        "v": (n, d, kv),
-        "o": (n, q, d),
-        "norm": (n, d),
-        "gate": (n, d, f),
-        "up": (n, d, f),
-        "down": (n, f, d),
-    }
-    return {"embedding": (v, d), "layers": layers, "norm": (d,), "head": (d, v)}
-
-
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(F32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * scale
-
-
-def rotated(x: jax.Array) -> jax.Array:
-    """Rotary embedding of (batch, length, heads, 2 n)."""
-    n = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None, None] * 500_000.0 ** (-jnp.arange(n) / n)
-    a, b, cos, sin = x[..., :n], x[..., n:], jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-def in_chunks(function: Any, chunk: int, *arrays: jax.Array) -> Any:
-    """`function` of some of the tokens (axis 1) at a time, recomputed for the gradient."""
-    b, length = arrays[0].shape[:2]
-    chunk = min(chunk, length)
-    split = lambda x: x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
-    return jax.lax.map(lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays)))
-
-
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-
-    def of_chunk(q: jax.Array, places: jax.Array) -> jax.Array:
-        mask = places[:, None, :, None] >= jnp.arange(k.shape[1])
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-    return in_chunks(of_chunk, CHUNK, q, places).swapaxes(0, 1).reshape(q.shape)
-
-
-def narrow(w: jax.Array) -> jax.Array:
-    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
+    Of a pair, the second is a bfloat16 zero: the gradient for it is in bfloat16.
+    """
+    if isinstance(w, tuple):
+        return narrow(w[0]) + w[1]
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
 
 
-def loss(params: Any, tokens: jax.Array, model: Model, sharding: Any) -> jax.Array:
-    """The mean cross-entropy of the next token, computed in bfloat16."""
-    b, length = tokens.shape
-    whole, by_token = (
-        NamedSharding(sharding.mesh, PartitionSpec(*axes)) for axes in ((), (None, None, "devices"))
+def narrowed(params: Any) -> Any:
+    return jax.tree.map(narrow, params, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """The example's functions, in bfloat16, with the sequences split over the devices."""
+    place = lambda x, *axes: jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, PartitionSpec(*axes))
     )
-    heads = lambda x: x.reshape(b, length, -1, model.head)
 
-    @jax.checkpoint
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
-        w = jax.tree.map(narrow, w)
-        x = jax.lax.with_sharding_constraint(x, sharding)
-        h = rms_norm(x, w["attention_norm"])
-        h = attention(rotated(heads(h @ w["q"])), rotated(heads(h @ w["k"])), heads(h @ w["v"]))
-        x += h.reshape(b, length, -1) @ w["o"]
-        h = rms_norm(x, w["norm"])
-        x += (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
-        return jax.lax.with_sharding_constraint(x, sharding), None
+    def layer(x: jax.Array, w: Any) -> jax.Array:
+        x = one_card.layer(place(x, "devices"), narrowed(w), model.head)
+        return place(x, "devices")
 
-    x = params["embedding"].astype(BF16)[tokens]
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    x = rms_norm(x, params["norm"].astype(BF16))
-    head = params["head"].astype(BF16)
+    embed = lambda embedding, tokens: narrow(embedding)[tokens]
+    loss = lambda x, top, labels: one_card.cross_entropy(x, narrowed(top), labels, place)
+    return embed, layer, loss
 
-    def of_chunk(x: jax.Array, labels: jax.Array) -> jax.Array:
-        # Of all sequences, for a part of the vocabulary on each device: the head stays split.
-        x, labels = (jax.lax.with_sharding_constraint(a, whole) for a in (x, labels))
-        logits = jax.lax.with_sharding_constraint((x @ head).astype(F32), by_token)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
 
-    chunk = min(CHUNK, 2_048 // b)
-    return in_chunks(of_chunk, chunk, x, jnp.roll(tokens, -1, 1)).sum() / tokens.size
+def ordinary(
+    tx: optax.GradientTransformation, model: Model, mesh: Mesh, narrow_gradients: bool = False
+) -> Trainer:
+    """All gradients first, in bfloat16 or in the params' dtype, then the update."""
+    embed, layer, loss_of = decoder(model, mesh)
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        x = embed(params["embedding"], tokens)
+        body = jax.checkpoint(lambda x, w: (layer(x, w), None))
+        x, _ = jax.lax.scan(body, x, params["layers"])
+        return loss_of(x, params["top"], labels)
+
+    def loss_with_zeros(zeros: Any, params: Any, *batch: jax.Array) -> jax.Array:
+        return loss(jax.tree.map(lambda w, zero: (w, zero), params, zeros), *batch)
+
+    def step(params: Any, state: Any, *batch: jax.Array) -> Any:
+        if narrow_gradients:
+            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, BF16), params)
+            value, grads = jax.value_and_grad(loss_with_zeros)(zeros, params, *batch)
+        else:
+            value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return Trainer(tx.init, step)
+
+
+def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
+    return one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
 
 
 # -------------------------------------------------------------------------------------- optimizers
 
 
-def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
-    """Each with the dtype of its params."""
-    key = jax.random.key(0)
-    narrow: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
+BF16_GRADIENTS = ", bfloat16 gradients"
+IN_BACKWARD = ", updated in the backward pass"
+
+
+def muon_dimensions(params: Any) -> Any:
+    """Matrices of layers, stacked or not, are Muon's; vectors, embedding and head are AdamW's."""
+
+    def leaf(path: Any, leaf: Any) -> Any:
+        name = path[-1].key if path else ""
+        is_matrix = name in shapes(MODELS["8B"])["layers"] and "norm" not in name
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, Any]]:
+    """Each with the dtype of its params; for the update in the backward pass, of a place."""
+    key = jax.random.fold_in(jax.random.key(0), place)
+    in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
+    muon = functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=muon_dimensions)
+    of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
     of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
     factored: dict[str, Any] = {"second_moment": "factored"}
     return {
         "AdamW, float32": (optax.adamw(1e-3), F32),
+        f"AdamW, float32{BF16_GRADIENTS}": (optax.adamw(1e-3), F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
         "AdamW, bfloat16, float32 master copy": (with_master(optax.adamw(1e-3)), BF16),
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
+        "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
+        "Muon, bfloat16": in_16_bits(muon(1e-3, mu_dtype=BF16)),
         "spa_adamw, bfloat16": (spa_adamw(1e-3, rounding_key=key), BF16),
-        "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **narrow), BF16),
-        "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **narrow, **of_16_bits), BF16),
-        "spa_adamw, bfloat16 z, factored ν": (spa_adamw(1e-3, **narrow, **factored), BF16),
+        "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **of_z), BF16),
+        "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **of_z, **of_16_bits), BF16),
+        "spa_adamw, bfloat16 z, factored ν": (spa_adamw(1e-3, **of_z, **factored), BF16),
         "gpa_adamw, bfloat16": (gpa_adamw(1e-3, rounding_key=key), BF16),
-        "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **narrow), BF16),
-        "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **narrow, **of_16_bits), BF16),
-        "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **narrow, **factored), BF16),
+        "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **of_z), BF16),
+        "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **of_z, **of_16_bits), BF16),
+        "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **of_z, **factored), BF16),
     }
+
+
+def choices() -> list[str]:
+    """All, and all but one with the update in the backward pass."""
+    names = [name for name in optimizers() if not name.endswith(BF16_GRADIENTS)]
+    return [*optimizers(), *(name + IN_BACKWARD for name in names)]
+
+
+# Only in the table by card, or by name.
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16", f"AdamW, float32{BF16_GRADIENTS}"]
+OF_LARGEST = [
+    "AdamW, float32",
+    f"AdamW, float32{IN_BACKWARD}",
+    f"AdamW, float32{BF16_GRADIENTS}",
+    "AdamW, float32, bfloat16 m",
+    f"AdamW, float32, bfloat16 m{IN_BACKWARD}",
+    *("Adafactor, float32", f"Adafactor, float32{IN_BACKWARD}"),
+    *("Lion, bfloat16", f"Lion, bfloat16{IN_BACKWARD}"),
+    *("Muon, bfloat16", f"Muon, bfloat16{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z", f"gpa_adamw, bfloat16 z{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z and ν", f"gpa_adamw, bfloat16 z and ν{IN_BACKWARD}"),
+    *("gpa_adamw, bfloat16 z, factored ν", f"gpa_adamw, bfloat16 z, factored ν{IN_BACKWARD}"),
+]
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -191,14 +206,40 @@ class Target(NamedTuple):
     limit: float  # GiB of a device, as XLA has it
 
 
-V5E, V5P, H100 = 15.75, 95.73, compiled.CARDS["h100"].memory / 2**30
+class Device(NamedTuple):
+    """A card or a chip."""
+
+    name: str
+    limit: float  # GiB, as above
+    like: str  # compiled for that one, except where it is close
+
+
+V5E, V5P, V6E = 15.75, 95.73, 31.25
+# XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
+card = lambda name: Device(name, 0.95 * compiled.CARDS[name].memory / 2**30, "H100")
+DEVICES = {
+    "L4": card("l4"),
+    "RTX 4090": card("rtx4090"),
+    "RTX 5090": card("rtx5090"),
+    "A100 of 40 GB": card("a100-40"),
+    "L40S": card("l40s"),
+    "H100": card("h100"),
+    "v5e chip": Device("v5e", V5E, "v6e chip"),
+    "v6e chip": Device("v6e", V6E, "v6e chip"),
+}
 TARGETS = {
+    f"{model} on one {name}": Target(model, device.name, None, device.limit)
+    for model in SIZES
+    for name, device in DEVICES.items()
+}
+BY_OPTIMIZER = {
     "8B on v5e-8": Target("8B", "v5e", "v5e:2x4", V5E),
     "8B on one v5p chip": Target("8B", "v5p", None, V5P),
-    "8B on one H100": Target("8B", "h100", None, H100),
+    "8B on one H100": TARGETS["8B on one H100"],
     "70B on v5p-64": Target("70B", "v5p", "v5p:2x4x4", V5P),  # of 64 cores, which are 32 devices
     "70B on v5e-256": Target("70B", "v5e", "v5e:16x16", V5E),
 }
+TARGETS |= BY_OPTIMIZER
 
 
 def split_params(model: Model, dtype: Any, devices: list[Any]) -> Any:
@@ -214,12 +255,12 @@ def split_params(model: Model, dtype: Any, devices: list[Any]) -> Any:
 
 
 @mock.patch.dict(os.environ, compiled.TPU_ENVIRONMENT)
-def split_state(tx: optax.GradientTransformation, model: Model, params: Any) -> tuple[Any, int]:
+def split_state(tx: Any, model: Model, params: Any) -> tuple[Any, int]:
     """The state, split as `jax.jit(tx.init)` does, and the bytes that it leaves whole.
 
-    Of these, arrays that are shaped like a parameter are then split like it.
+    Of these, arrays that are shaped like a parameter are then split like it. `tx` may be a trainer.
     """
-    mesh, dtype = params["norm"].sharding.mesh, params["norm"].dtype
+    mesh, dtype = params["embedding"].sharding.mesh, params["embedding"].dtype
     # Of one layer: with all, `init` itself may run out of memory, where it leaves the state whole.
     small = split_params(model._replace(layers=1, vocabulary=1_024), dtype, mesh.devices)
     shardings = jax.jit(tx.init).lower(small).compile().output_shardings
@@ -237,18 +278,14 @@ def split_state(tx: optax.GradientTransformation, model: Model, params: Any) -> 
 
 
 @mock.patch.dict(os.environ, compiled.TPU_ENVIRONMENT)
-def compile_step(
-    tx: optax.GradientTransformation, model: Model, params: Any, state: Any, length: int = LENGTH
-) -> Any:
+def compile_step(trainer: Trainer, params: Any, state: Any, length: int = LENGTH) -> Any:
     """A step of training, with a sequence for each device."""
-    mesh = params["norm"].sharding.mesh
+    mesh = params["embedding"].sharding.mesh
     batch = NamedSharding(mesh, PartitionSpec("devices"))
     tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32, sharding=batch)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens, model, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return trainer.step(params, state, tokens, jnp.roll(tokens, -1, 1))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
     out = (*shardings, NamedSharding(mesh, PartitionSpec()))
@@ -262,17 +299,26 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def measure(target_name: str, optimizer: str) -> dict[str, Any]:
-    target, (tx, dtype) = TARGETS[target_name], optimizers()[optimizer]
+    target, name = TARGETS[target_name], optimizer.removesuffix(IN_BACKWARD)
+    tx, dtype = optimizers()[name]
     devices = compiled.devices_of(target.device, topology=target.topology)
     model = MODELS[target.model]
     params = split_params(model, dtype, devices if target.topology else devices[:1])
+    mesh = params["embedding"].sharding.mesh
+    if name == optimizer:
+        trainer = ordinary(tx, model, mesh, narrow_gradients=name.endswith(BF16_GRADIENTS))
+    else:
+        trainer = in_backward(lambda place: optimizers(place)[name][0], model, mesh)
     start = time.perf_counter()
-    state, whole = split_state(tx, model, params)
+    state, whole = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     result = {"bytes": num_bytes / size, "whole": whole / 2**30}
+    result["versions"] = compiled.versions(target.device)
+    if num_bytes / mesh.size > target.limit * 2**30:  # needs no compiler
+        return result | {"refused": True, "GiB": None, "collectives": {}, "seconds": 0.0}
     try:
-        program = compile_step(tx, model, params, state).compile()
+        program = compile_step(trainer, params, state).compile()
         memory = program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
@@ -285,8 +331,7 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
         if "Ran out of memory" not in str(error):
             raise
         result |= {"refused": True, "GiB": gigabytes(str(error)), "collectives": {}}
-    seconds = time.perf_counter() - start
-    return result | {"seconds": seconds, "versions": compiled.versions(target.device)}
+    return result | {"seconds": time.perf_counter() - start}
 
 
 def gigabytes(message: str) -> float | None:
@@ -315,10 +360,42 @@ def table(records: list[dict[str, Any]]) -> str:
     return common.markdown(header, rows)
 
 
+def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
+    """The largest model on each card, with the GiB that its step takes."""
+
+    def gibibytes(model: str, optimizer: str, name: str) -> float:
+        """More than the limit where it does not fit.
+
+        Nearly the same on all cards: the program is that for another, unless it is close.
+        """
+        device, size = DEVICES[name], None
+        for card in (device.like, name):
+            key = f"{model} on one {card}", optimizer
+            record = found.get(key, functools.partial(measure, *key))
+            size = math.inf if record["refused"] else record["GiB"]
+            if abs(size / device.limit - 1) > 0.05:
+                break
+        return size
+
+    rows = []
+    for optimizer in optimizers:
+        cells = []
+        for name in names:
+            sizes = ((model, gibibytes(model, optimizer, name)) for model in SIZES)
+            fitting = (
+                f"{model}, {size:.1f}" for model, size in sizes if size <= DEVICES[name].limit
+            )
+            cells.append(next(fitting, "–"))
+        num_bytes = found.found[f"8B on one {DEVICES[names[0]].like}", optimizer]["bytes"]
+        rows.append([optimizer, f"{num_bytes:.1f}", *cells])
+    limits = [f"{name}, {DEVICES[name].limit:.1f}" for name in names]
+    return common.markdown(["optimizer", "bytes/param", *limits], rows)
+
+
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """A panel for each target, a bar for each optimizer."""
     num_bytes = {record["optimizer"]: record["bytes"] for record in records}
-    names = [name for name in optimizers() if name in num_bytes]
+    names = [name for name in choices() if name in num_bytes]
     targets = list(dict.fromkeys(record["target"] for record in records))
     figure, panels = plt.subplots(
         1,
@@ -353,14 +430,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
     add = parser.add_argument
-    add("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="what to train on what")
+    add(
+        "--target",
+        nargs="+",
+        choices=TARGETS,
+        metavar="NAME",
+        default=list(BY_OPTIMIZER),
+        help="what to train on what",
+    )
     add(
         "--optimizer",
         nargs="+",
-        choices=optimizers(),
-        default=list(optimizers()),
-        help="those to compare",
+        choices=choices(),
+        metavar="NAME",
+        help="those to compare (default: all that the table is about)",
     )
+    add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table of these")
     add("--picture", type=Path, help="where to draw it")
     arguments = common.parse(parser, argv)
     common.command_line.check_writable(parser, arguments, "picture")
@@ -370,11 +455,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> str:
     arguments = parse_arguments(argv)
     found = common.Records(arguments.json, ("target", "optimizer"))
+    if arguments.largest:
+        text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
+        print(text)
+        return text
+    by_default = [name for name in optimizers() if name not in RIVALS]
     records, text = [], []
     for target in arguments.target:
         of_target = [
             found.get((target, optimizer), functools.partial(measure, target, optimizer))
-            for optimizer in tqdm(arguments.optimizer, desc=target, leave=False)
+            for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
         ]
         text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
         records += of_target

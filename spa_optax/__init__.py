@@ -11,6 +11,7 @@ from spa_optax._family import (
     spa as spa,
     spa_from_sgdm as spa_from_sgdm,
 )
+from spa_optax._layers import update_in_backward as update_in_backward
 from spa_optax._schedules import (
     hyperparams_from_sgdm as hyperparams_from_sgdm,
     hyperparams_to_sgdm as hyperparams_to_sgdm,

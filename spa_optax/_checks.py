@@ -112,6 +112,7 @@ _TABLE = (
     ("True or False", "nesterov mask", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0),
     ("a signed floating-point dtype such as bfloat16", "state_dtype", _is_signed_float),
     ("one key of `jax.random`", "rounding_key key", _is_key),
+    ("a function", "layer make_tx", callable),
     ("a bool or a function", "per_leaf", lambda v: isinstance(v, bool) or callable(v)),
     ("a mapping from steps", "reports", lambda v: isinstance(v, Mapping)),
     ("a gradient transformation", "base inner", lambda v: isinstance(v, GradientTransformation)),

@@ -19,6 +19,7 @@ import language_model
 import low_precision
 import memory
 import numpy as np
+import one_card
 import optax
 import pytest
 import update_cost
@@ -58,10 +59,18 @@ def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "\nseeds: 1, epochs: 1, steps: 22\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("optimizer", ["gpa_adamw", "lion"])
+def test_one_card(optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = one_card.main(["--steps", "5", "--rate", "0.002", "--optimizer", optimizer])
+    assert loss < math.log(256) - 0.5
+    assert "918,656 params, 4.1 bytes each with their state" in capsys.readouterr().out
+
+
 SCRIPTS = {
     module.__name__: module
     for module in (
         digits,
+        one_card,
         *(compiled, equivalence, gauge, language_model, low_precision, memory, update_cost),
         vision_transformer,
     )

@@ -1,0 +1,300 @@
+"""Trains as large a language model as one card holds: each layer is updated in the backward pass.
+
+    pip install '.[examples]' && python examples/one_card.py
+
+Trains a small Llama on the modules of Python's own library, as bytes, with bfloat16 params and
+`gpa_adamw`: 4 bytes a parameter with its state. No gradient of the whole model ever exists, as
+`spa_optax.update_in_backward` updates each layer as soon as its gradient is known. After 500 steps,
+MINUTES on two CPU cores, the validation loss is LOSS nats a byte (one seed).
+
+`--model 8B` has the shapes of Llama 3 8B. By XLA's own figures a step, of one sequence of 2,048
+tokens, takes 32.0 GiB of an A100's 39.4 (`benchmarks/memory.py`). `--text FILE` trains on a file,
+whose last tenth is held out. To fork: replace `read_text`, and the vocabulary in MODELS.
+
+Gradients of several batches cannot be added up here, nor clipped by the norm of all of them. Clip
+in `optimizers`, by the norm of each layer.
+"""
+
+import argparse
+import functools
+import math
+import signal
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from spa_optax import eval_params, gpa_adamw, stochastic_rounding, update_in_backward
+
+CHUNK = 256  # tokens of a sequence at a time in attention, and at most in the loss
+VALIDATION_BATCHES = 16
+SEED = 0
+
+
+class Model(NamedTuple):
+    """The sizes of a decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = 128_256
+    head: int = 128
+
+
+MODELS = {  # 1B and 3B are Llama 3.2's layers, with a smaller vocabulary, not shared by the head
+    "tiny": Model(4, 128, 4, 4, 384, vocabulary=256, head=32),
+    "1B": Model(16, 2_048, 32, 8, 8_192, vocabulary=32_000, head=64),
+    "3B": Model(28, 3_072, 24, 8, 8_192, vocabulary=32_000),
+    "8B": Model(32, 4_096, 32, 8, 14_336),
+}
+
+
+# -------------------------------------------------------------------------------------- optimizers
+
+
+def optimizers(rate: Any) -> dict[str, Callable[[Any], optax.GradientTransformation]]:
+    """For bfloat16 params: from the place of a layer to its optimizer, with a key of its own."""
+    bf16 = jnp.bfloat16
+    key_of = functools.partial(jax.random.fold_in, jax.random.key(SEED))
+    options: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
+    return {
+        "gpa_adamw": lambda i: optax.chain(  # 4 bytes: params and z
+            optax.clip_by_global_norm(1.0),  # of one layer
+            gpa_adamw(
+                rate,
+                averaging=0.05,
+                second_moment="factored",
+                state_dtype=bf16,
+                rounding_key=key_of(i),
+                **options,
+            ),
+        ),
+        # 4 bytes: params and m. It wants a lower rate, such as --rate 0.0005.
+        "lion": lambda i: stochastic_rounding(
+            optax.lion(rate, mu_dtype=bf16, **options), key_of(i)
+        ),
+    }
+
+
+# ----------------------------------------------------------------------------------------- decoder
+
+
+def shapes(model: Model) -> dict[str, Any]:
+    """Those of the params. The layers' have an axis of layers in front."""
+    n, d, f, v = model.layers, model.width, model.hidden, model.vocabulary
+    q, kv = model.heads * model.head, model.kv_heads * model.head
+    layers = {
+        "attention_norm": (n, d),
+        "q": (n, d, q),
+        "k": (n, d, kv),
+        "v": (n, d, kv),
+        "o": (n, q, d),
+        "norm": (n, d),
+        "gate": (n, d, f),
+        "up": (n, d, f),
+        "down": (n, f, d),
+    }
+    return {"embedding": (v, d), "layers": layers, "top": {"norm": (d,), "head": (d, v)}}
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * scale
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Rotary embedding of (batch, length, heads, 2 n)."""
+    n = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 500_000.0 ** (-jnp.arange(n) / n)
+    a, b, cos, sin = x[..., :n], x[..., n:], jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def in_chunks(function: Any, chunk: int, *arrays: jax.Array) -> Any:
+    """`function` of some of the tokens (axis 1) at a time, recomputed for the gradient."""
+    b, length = arrays[0].shape[:2]
+    chunk = math.gcd(chunk, length)
+    split = lambda x: x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+    return jax.lax.map(lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays)))
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+
+    def of_chunk(q: jax.Array, places: jax.Array) -> jax.Array:
+        mask = places[:, None, :, None] >= jnp.arange(k.shape[1])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+    return in_chunks(of_chunk, CHUNK, q, places).swapaxes(0, 1).reshape(q.shape)
+
+
+def layer(x: jax.Array, w: dict[str, jax.Array], head: int) -> jax.Array:
+    """From (batch, length, width) to the same, with heads of that size."""
+    heads = lambda x: x.reshape(*x.shape[:2], -1, head)
+    h = rms_norm(x, w["attention_norm"])
+    h = attention(rotated(heads(h @ w["q"])), rotated(heads(h @ w["k"])), heads(h @ w["v"]))
+    x += h.reshape(*x.shape[:2], -1) @ w["o"]
+    h = rms_norm(x, w["norm"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+
+def cross_entropy(
+    x: jax.Array, top: Any, labels: jax.Array, place: Any = lambda x, *axes: x
+) -> jax.Array:
+    """The mean over all tokens. `place` may split an array over devices, by the mesh's axes."""
+
+    def of_chunk(x: jax.Array, labels: jax.Array) -> jax.Array:
+        # Of all sequences, for a part of the vocabulary on each device: the head stays split.
+        logits = place((place(x) @ top["head"]).astype(jnp.float32), None, None, "devices")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, place(labels)).sum()
+
+    x = rms_norm(x, top["norm"])
+    return in_chunks(of_chunk, min(CHUNK, 2_048 // len(x)), x, labels).sum() / labels.size
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+class Trainer(NamedTuple):
+    """The two functions of `make_trainer`."""
+
+    init: Callable[[Any], Any]  # params → state
+    step: Callable[[Any, Any, jax.Array, jax.Array], Any]  # params, state, … → params, state, loss
+
+
+def make_trainer(num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: Any) -> Trainer:
+    """One step: forward, the head's update, back through the layers, the embedding's update.
+
+    `embed(embedding, tokens)` is x, `layer(x, w)` the next x, `loss(x, top, labels)` a number.
+    """
+    layers = update_in_backward(layer, make_tx)
+    place = {"top": num_layers, "embedding": num_layers + 1}
+
+    def init(params: Any) -> Any:
+        others = {name: make_tx(i).init(params[name]) for name, i in place.items()}
+        return {"layers": layers.init(params["layers"]), **others}
+
+    def updated(name: str, gradient: Any, params: Any, state: Any) -> Any:
+        updates, new = make_tx(place[name]).update(gradient, state[name], params[name])
+        return optax.apply_updates(params[name], updates), new
+
+    def step(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        x, back_to_embedding = jax.vjp(lambda e: embed(e, tokens), params["embedding"])
+        y, inputs = layers.forward(params["layers"], x)
+        value, (dy, g) = jax.value_and_grad(loss, (0, 1))(y, params["top"], labels)
+        new = {"top": updated("top", g, params, state)}
+        *of_layers, dx = layers.backward(params["layers"], state["layers"], inputs, dy)
+        (g,) = back_to_embedding(dx)
+        new |= {"layers": of_layers, "embedding": updated("embedding", g, params, state)}
+        params, state = ({name: pair[i] for name, pair in new.items()} for i in (0, 1))
+        return params, state, value
+
+    return Trainer(init, step)
+
+
+def start(model: Model) -> Any:
+    """Params in bfloat16: normal, scaled by the number of inputs; scales of norms are 1."""
+    is_shape = lambda node: isinstance(node, tuple)
+    leaves, structure = jax.tree.flatten(shapes(model), is_leaf=is_shape)
+    vectors = {shapes(model)["layers"]["norm"], (model.width,)}
+
+    def leaf(i: int, shape: tuple[int, ...]) -> jax.Array:
+        if shape in vectors:
+            return jnp.ones(shape, jnp.bfloat16)
+        key = jax.random.fold_in(jax.random.key(SEED), i)
+        num_inputs = model.width if shape[0] == model.vocabulary else shape[-2]
+        return jax.random.normal(key, shape, jnp.bfloat16) * num_inputs**-0.5
+
+    return structure.unflatten([leaf(i, shape) for i, shape in enumerate(leaves)])
+
+
+def read_text(path: Path | None) -> list[np.ndarray]:
+    """Bytes to train on, and those held out: the last tenth of a file, or an eighth of Python's."""
+    if path:
+        text = np.frombuffer(path.read_bytes(), np.uint8)
+        return np.split(text, [len(text) * 9 // 10])
+    files = [file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    training = [file for i, file in enumerate(files) if i % 8]
+    return [np.frombuffer(b"\0".join(part), np.uint8) for part in (training, files[::8])]
+
+
+def batch(text: np.ndarray, index: int, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random parts of a text and, as labels, the bytes that follow each; by the index alone."""
+    starts = np.random.default_rng((SEED, index)).integers(0, len(text) - length, (size, 1))
+    part = text[starts + np.arange(length + 1)].astype(np.int32)
+    return part[:, :-1], part[:, 1:]
+
+
+def train(options: argparse.Namespace) -> float:
+    """Trains, and returns the validation loss."""
+    model = MODELS[options.model]
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, options.steps // 10, options.steps)
+    of_layer = functools.partial(layer, head=model.head)
+    embed = lambda embedding, tokens: embedding[tokens]
+    make_tx = optimizers(rate)[options.optimizer]
+    trainer = make_trainer(model.layers, embed, of_layer, cross_entropy, make_tx)
+
+    training, validation = read_text(options.text)
+    batch_of = functools.partial(batch, size=options.batch, length=options.length)
+    params = jax.jit(functools.partial(start, model))()
+    state = jax.jit(trainer.init)(params)
+    step = jax.jit(trainer.step, donate_argnums=(0, 1))
+    step = step.lower(params, state, *batch_of(training, 0)).compile()
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
+    memory: Any = step.memory_analysis()
+    print(f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with their state")
+    print(f"{num_bytes / 2**30:.3f} GiB, and {memory.temp_size_in_bytes / 2**30:.3f} for a step")
+
+    @jax.jit
+    def validate(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        if optax.tree.get_all_with_path(state, "z"):  # train at y, evaluate at x
+            at_x = jax.vmap(eval_params)(state["layers"], params["layers"])
+            others = {name: eval_params(state[name], params[name]) for name in ("embedding", "top")}
+            params = {"layers": at_x, **others}
+        x = embed(params["embedding"], tokens)
+        x, _ = jax.lax.scan(lambda x, w: (of_layer(x, w), None), x, params["layers"])
+        return cross_entropy(x, params["top"], labels)
+
+    def validation_loss() -> float:
+        batches = (batch_of(validation, i) for i in range(VALIDATION_BATCHES))
+        return float(np.mean([validate(params, state, *each) for each in batches]))
+
+    bar = tqdm(range(1, options.steps + 1))
+    for k in bar:
+        params, state, value = step(params, state, *batch_of(training, k))
+        if k % max(1, options.steps // 10) == 0:
+            bar.set_postfix(loss=f"{value:.3f}", validation=f"{validation_loss():.3f}")
+    return validation_loss()
+
+
+def main(argv: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--model", choices=MODELS, default="tiny", help=f"its size {default}")
+    add("--optimizer", choices=optimizers(1.0), default="gpa_adamw", help=default)
+    add("--rate", type=float, default=0.008, help=f"learning rate at its peak {default}")
+    add("--batch", type=int, default=8, help=f"texts of a step {default}")
+    add("--length", type=int, default=128, help=f"bytes of a text {default}")
+    add("--steps", type=int, default=500, help=f"how many {default}")
+    add("--text", type=Path, help="a file to train on (default: Python's own library)")
+    loss = train(parser.parse_args(argv))
+    print(f"Validation loss: {loss:.4f} nats a byte")
+    return loss
+
+
+if __name__ == "__main__":
+    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a segmentation fault.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main()

@@ -1,0 +1,201 @@
+"""`update_in_backward` is an ordinary step, without its gradients in memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_card
+import optax
+import pytest
+from helpers import assert_apart_by_rounding, rounding_noise
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spa_optax import eval_params, gpa_adamw, spa_adamw, stochastic_rounding, update_in_backward
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+MODEL = one_card.Model(3, 128, 4, 4, 256, vocabulary=256, head=32)
+KEY = jax.random.key(1)
+TOKENS = jnp.arange(20 * 8 * 17).reshape(20, 8, 17) * 37 % 256
+
+
+def gpa_at_4_bytes(i: Any) -> optax.GradientTransformation:
+    key = jax.random.fold_in(KEY, i)
+    options: dict[str, Any] = {"second_moment": "factored", "state_dtype": jnp.bfloat16}
+    return gpa_adamw(3e-3, 0.1, rounding_key=key, **options)
+
+
+def adamw(i: Any) -> optax.GradientTransformation:
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 5, 20)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+
+def muon(i: Any) -> optax.GradientTransformation:
+    return optax.contrib.muon(3e-3)
+
+
+OPTIMIZERS = {make.__name__: make for make in (gpa_at_4_bytes, adamw, muon)}
+
+
+def start() -> Any:
+    return optax.tree.cast(one_card.start(MODEL), jnp.float32)
+
+
+def embed(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    return embedding[tokens]
+
+
+def layer(x: jax.Array, w: Any) -> jax.Array:
+    return one_card.layer(x, w, MODEL.head)
+
+
+def place(x: Any, mesh: Mesh) -> jax.Array:
+    """Split along the last axis, but one number for each layer is not."""
+    spec = [None] * (x.ndim - 1) + ["all" if x.shape[-1] % mesh.size == 0 else None]
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def trained(make_tx: Any, layer: Any = layer, mesh: Mesh | None = None) -> tuple[Any, Any, Any]:
+    trainer = one_card.make_trainer(MODEL.layers, embed, layer, one_card.cross_entropy, make_tx)
+    params = start()
+    if mesh:
+        params = jax.tree.map(lambda x: place(x, mesh), params)
+    state = jax.jit(trainer.init)(params)
+    step, losses = jax.jit(trainer.step, donate_argnums=(0, 1)), []
+    for tokens in TOKENS:
+        params, state, loss = step(params, state, tokens[:, :-1], tokens[:, 1:])
+        losses.append(float(loss))
+    return params, state, losses
+
+
+def trained_ordinarily(make_tx: Any, noise: Any = None) -> tuple[Any, list[float]]:
+    """Every layer apart; all gradients, then all updates."""
+    whole = start()
+    of_layer = lambda i: jax.tree.map(lambda w: w[i], whole["layers"])
+    params = [*map(of_layer, range(MODEL.layers)), whole["top"], whole["embedding"]]
+    txs = [make_tx(i) for i in range(len(params))]
+    if noise:
+        txs = [optax.chain(tx, noise) for tx in txs]
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        *layers, top, embedding = params
+        x = embed(embedding, tokens[:, :-1])
+        for w in layers:
+            x = layer(x, w)
+        return one_card.cross_entropy(x, top, tokens[:, 1:])
+
+    @jax.jit
+    def step(params: Any, states: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        new = []
+        for tx, g, state, w in zip(txs, grads, states, params, strict=True):
+            updates, state = tx.update(g, state, w)
+            new.append((optax.apply_updates(w, updates), state))
+        return *map(list, zip(*new, strict=True)), value
+
+    states, losses = [tx.init(w) for tx, w in zip(txs, params, strict=True)], []
+    for tokens in TOKENS:
+        params, states, value = step(params, states, tokens)
+        losses.append(float(value))
+    *layers, top, embedding = params
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return {"layers": stacked, "top": top, "embedding": embedding}, losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_ordinary_step(name: str) -> None:
+    """After 20 steps, also of a layer with `jax.checkpoint`, and over eight devices."""
+    make_tx = OPTIMIZERS[name]
+    expected, losses = trained_ordinarily(make_tx)
+    noisy, _ = trained_ordinarily(make_tx, rounding_noise(4))
+    mesh = Mesh(np.array(jax.devices()), "all")
+    runs = [trained(make_tx), trained(make_tx, jax.checkpoint(layer)), trained(make_tx, mesh=mesh)]
+    for params, _, found in runs:
+        assert_apart_by_rounding(params, expected, noisy, at_most=0.02)
+        np.testing.assert_allclose(found, losses, rtol=1e-3)
+    assert losses[-1] < losses[0] - 0.3
+    params, state, _ = runs[-1]
+    stacks = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.ndim == 3]
+    assert len(stacks) >= 14  # and as many of their state
+    for leaf in stacks:
+        assert leaf.sharding.is_equivalent_to(place(leaf, mesh).sharding, 3)
+
+
+def of_one_number(make_tx: Any) -> Any:
+    return update_in_backward(lambda x, w: x * jnp.sum(w), make_tx)
+
+
+def test_each_layer_has_a_key_of_its_own() -> None:
+    """Layers that are alike get the same gradient, and other bits."""
+    w = jnp.ones((4, 1000), jnp.bfloat16)
+
+    def updated(key_of: Any) -> np.ndarray:
+        tx = lambda i: stochastic_rounding(optax.sgd(2.0**-9), key_of(i))
+        model = update_in_backward(lambda x, w: x + jnp.sum(w), tx)
+        _, inputs = model.forward(w, jnp.zeros([], jnp.bfloat16))
+        new, *_ = model.backward(w, model.init(w), inputs, jnp.ones([], jnp.bfloat16))
+        return np.asarray(new, np.float32)
+
+    apart = updated(lambda i: jax.random.fold_in(KEY, i))
+    assert len(np.unique(apart, axis=0)) == 4
+    assert len(np.unique(updated(lambda i: KEY), axis=0)) == 1
+
+
+def test_a_rate_of_its_own_for_each_layer() -> None:
+    """By hand: all gradients are 1, and layer i has the rate i."""
+    model = update_in_backward(lambda x, w: x + w, lambda i: optax.sgd(1.0 * i))
+    w = jnp.zeros(3)
+    _, inputs = model.forward(w, jnp.array(0.0))
+    w, _, dx = model.backward(w, model.init(w), inputs, jnp.array(1.0))
+    np.testing.assert_array_equal(w, [0.0, -1.0, -2.0])
+    assert dx == 1
+
+
+def test_x_of_each_layer() -> None:
+    """z goes from 1 to 0 (the first direction is 1); y and x follow."""
+    tx = gpa_adamw(1.0, averaging=0.5, interpolation=0.5, eps=0.0, weight_decay=0.0)
+    model = of_one_number(lambda i: tx)
+    w = jnp.ones((2, 1))
+    y, inputs = model.forward(w, jnp.array(1.0))
+    w, state, _ = model.backward(w, model.init(w), inputs, y)
+    np.testing.assert_allclose(w, np.full((2, 1), 0.25), rtol=1e-4)
+    np.testing.assert_allclose(jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_what_needs_all_gradients_is_refused(wrap: Any) -> None:
+    model = of_one_number(lambda i: wrap(spa_adamw(0.1)))
+    with pytest.raises(ValueError, match="`make_tx` must not accumulate or skip updates, got a"):
+        model.init(jnp.ones((2, 1)))
+
+
+def test_another_number_of_layers() -> None:
+    """An index past the end would silently be that of the last layer."""
+    model = of_one_number(lambda i: optax.adam(0.1))
+    w = jnp.ones((3, 1))
+    y, inputs = model.forward(w, jnp.array(1.0))
+    state = model.init(w[:2])
+    with pytest.raises(ValueError, match=r"`state` must .* every array, 3, got \(2,\) at \[0\]"):
+        model.backward(w, state, inputs, y)
+    with pytest.raises(ValueError, match=r"`inputs` must .* every array, 3, got \(\) at its root"):
+        model.backward(w, model.init(w), y, y)
+    with pytest.raises(ValueError, match="`layers` must hold an array, got none"):
+        model.init({})
+
+
+def test_functions_are_functions() -> None:
+    with pytest.raises(ValueError, match="`make_tx` must be a function, got Gradient"):
+        update_in_backward(layer, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="`layer` must be a function, got 3"):
+        update_in_backward(3, lambda i: optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
