@@ -103,6 +103,7 @@ def trained_ordinarily(make_tx: Any, noise: Any = None) -> tuple[Any, list[float
     return {"layers": stacked, "top": top, "embedding": embedding}, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_ordinary_step(name: str) -> None:
     """After 20 steps, also of a layer with `jax.checkpoint`, and over eight devices."""
