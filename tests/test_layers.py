@@ -8,7 +8,7 @@ import numpy as np
 import one_card
 import optax
 import pytest
-from helpers import assert_apart_by_rounding, rounding_noise
+from helpers import assert_apart_by_rounding, rounding_noise, unchecked
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spa_optax import eval_params, gpa_adamw, spa_adamw, stochastic_rounding, update_in_backward
@@ -196,6 +196,6 @@ def test_another_number_of_layers() -> None:
 
 def test_functions_are_functions() -> None:
     with pytest.raises(ValueError, match="`make_tx` must be a function, got Gradient"):
-        update_in_backward(layer, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
+        unchecked(update_in_backward)(layer, optax.sgd(0.1))
     with pytest.raises(ValueError, match="`layer` must be a function, got 3"):
-        update_in_backward(3, lambda i: optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
+        unchecked(update_in_backward)(3, lambda i: optax.sgd(0.1))
