@@ -147,11 +147,10 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     """Each with the dtype of its params; for the update in the backward pass, of a place."""
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
-    muon = functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=muon_dimensions)
     of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
     of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
     factored: dict[str, Any] = {"second_moment": "factored"}
-    return {
+    result = {
         "AdamW, float32": (optax.adamw(1e-3), F32),
         f"AdamW, float32{BF16_GRADIENTS}": (optax.adamw(1e-3), F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
@@ -159,7 +158,6 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
-        "Muon, bfloat16": in_16_bits(muon(1e-3, mu_dtype=BF16)),
         "spa_adamw, bfloat16": (spa_adamw(1e-3, rounding_key=key), BF16),
         "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **of_z), BF16),
         "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **of_z, **of_16_bits), BF16),
@@ -169,6 +167,10 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **of_z, **of_16_bits), BF16),
         "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **of_z, **factored), BF16),
     }
+    if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
+        options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
+        result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
+    return result
 
 
 def choices() -> list[str]:

@@ -122,6 +122,9 @@ def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
         assert gradients <= many - few < 1.5 * gradients
 
 
+@pytest.mark.skipif(
+    not hasattr(optax.contrib, "MuonDimensionNumbers"), reason="needs optax 0.2.6 or newer"
+)
 def test_muon_takes_stacked_layers_for_adams() -> None:
     """Three axes are not a matrix: the benchmark's Muon says which two are."""
     model = memory.MODELS["8B"]
@@ -193,7 +196,7 @@ def test_the_largest_model_on_each_card(tmp_path: Path) -> None:
     eight, three, one = (f"{model} on one {{}}" for model in ("8B", "3B", "1B"))
     near, own = 0.97 * memory.DEVICES["L40S"].limit, 0.99 * memory.DEVICES["L40S"].limit
     records = []
-    for name in memory.choices():
+    for name in memory.OF_LARGEST:
         for target in (eight, three, one):
             records.append(record(target.format("H100"), name, GiB=10.0))
         if name == "Lion, bfloat16":
