@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check
 from spa_optax._precision import (
     Seed,
     has_narrow,
@@ -101,7 +100,6 @@ def transformation(
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
 ) -> optax.GradientTransformationExtraArgs:
     """The member of the family that consists of a rule, and of μ_y at a count."""
-    check(state_dtype=state_dtype, rounding_key=rounding_key)
     init_fn = functools.partial(
         init, state_dtype=state_dtype, rounding_key=rounding_key, mu_y_at=mu_y_at
     )

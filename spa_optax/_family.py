@@ -91,6 +91,7 @@ def spa(
       Non-Convex Optimization, 2020, arXiv:2010.00406, Section 2, "The averaging form of momentum".
     """
     check(learning_rate=learning_rate, averaging=averaging)
+    check(state_dtype=state_dtype, rounding_key=rounding_key)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
@@ -171,6 +172,7 @@ def spa_from_sgdm(
       the same iterates, but its η_k can blow up; the look-ahead is this package's.
     """
     check(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov, horizon=horizon)
+    check(state_dtype=state_dtype, rounding_key=rounding_key)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)
@@ -256,6 +258,7 @@ def gpa(
       Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
     """
     check(learning_rate=learning_rate, averaging=averaging, interpolation=interpolation)
+    check(state_dtype=state_dtype, rounding_key=rounding_key)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
 
