@@ -24,6 +24,7 @@ FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
     for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 # For long runs: these tests compile without optimization, which is no gain there.
 optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 NUM_STEPS = 2_000
