@@ -384,8 +384,11 @@ CELLS = list(
         [
             *[("AdamW", "float32"), ("Muon", "float32")],
             *[("Adam, factored", "averaged"), ("Adam, factored", "Schedule-Free")],
-            *[("Muon", "bfloat16"), ("Muon", "Schedule-Free"), ("AdamW", "bfloat16")],
-            *[("AdamW", "EMA"), ("Muon", "EMA"), ("Lion", "bfloat16"), ("Lion", "Schedule-Free")],
+            *[("Muon", "bfloat16"), ("Muon", "Schedule-Free"), ("AdamW", "EMA"), ("Muon", "EMA")],
+            *[("Muon without momentum", form) for form in ("bfloat16", "Schedule-Free")],
+            *[(base, "bfloat16") for base in ("Adam, factored", "AdamW", "Lion", "SCALE")],
+            *[("Lion", "Schedule-Free"), ("APOLLO-Mini", "bfloat16")],
+            *[("AdamW, 8 bits", "float32"), ("AdamW, factored", "bfloat16")],
             *[("AdamW", "EMA, bfloat16"), ("Muon", "EMA, bfloat16")],
             *[("Adam, factored", "ScheduleFree+"), ("Muon", "ScheduleFree+")],
             ("AdamW, factored", "GPA"),
