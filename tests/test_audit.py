@@ -19,6 +19,7 @@ from spa_optax import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
+    schedule_free_averaging,
     spa,
     spa_adamw,
     stagewise,
@@ -145,6 +146,20 @@ def test_a_recipe_past_the_end_of_its_schedule(nan: bool) -> None:
     np.testing.assert_allclose((audit.eta, audit.c), values(hyperparams, np.arange(80)), rtol=1e-5)
     assert "is NaN or out of range at step 61 and at 18 others" in audit.report()
     assert np.isfinite(audit.eta[:60]).all()
+
+
+@pytest.mark.parametrize(("averaging", "num_steps"), [(0.0033, 300), (0.0033, 1_000), (0.05, 80)])
+def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
+    """x_n holds x_0 with the weight that a gradient of 0 at x_0 = 1, z = 0 leaves."""
+    weight = (1 - averaging) ** num_steps
+    report = theory.audit(1.0, averaging, num_steps).report()
+    assert f"x ends with {100 * weight:.2g} % of x_0." in report
+    enough = float(report.split("constant c of ")[1].split()[0])
+    assert 0.003 < (1 - enough) ** num_steps < 0.01
+    assert "of x_0" not in theory.audit(1.0, enough, num_steps).report()
+    every = schedule_free_averaging(1.0)
+    assert "of x_0" not in theory.audit(1.0, every, num_steps).report()
+    assert "of x_0" in theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps).report()
 
 
 def test_one_step() -> None:
@@ -285,7 +300,7 @@ def test_conditions_come_in_the_order_of_the_report() -> None:
     report = audit.report(verbose=True)
     told = [line.removeprefix("- ").split(":")[0] for line in report.splitlines()]
     assert [line for line in told if line in breaches] == broken[2:]
-    assert [finding.kind for finding in audit.findings()] == ["beta", "spike"]
+    assert [finding.kind for finding in audit.findings()] == ["average", "beta", "spike"]
     assert "coefficient" not in audit.report()
     assert list(theory.audit(1.0, 0.1, 6).breaches()) == list(breaches)[:6]
 
@@ -403,7 +418,7 @@ def test_a_small_c() -> None:
     assert report.startswith("α is 0 at every step: the params do not move.")
     # Where x stands still, β = 1 for constants; z moves on, and x sets out after it.
     kinds = [f.kind for f in theory.audit(1.0, lambda k: jnp.where(k < 9, 0, 0.1), 50).findings()]
-    assert kinds == ["rise"]
+    assert kinds == ["average", "rise"]
 
 
 def step_at(start: int, before: float, after: float) -> optax.Schedule:
@@ -428,11 +443,12 @@ def test_every_jump_is_found(of: str, factor: float) -> None:
     for start, sign in itertools.product((1, 50, 99), (1, -1)):
         before, after = pairs(factor)[::sign]
         audit = make(*(step_at(start, *of) for of in zip(before, after, strict=True)), 100)
-        kinds = [f.kind for f in audit.findings() if f.steps == [start]]
+        found = [finding for finding in audit.findings() if finding.kind != "average"]
+        kinds = [finding.kind for finding in found if finding.steps == [start]]
         falls = ["beta", "drop"] if of == "η" else ["drop"]  # at a constant c
         assert kinds == (["rise"] if sign > 0 else falls)
         nothing = audit.report().startswith("Nothing to change")
-        assert nothing == (kinds == ["drop"])
+        assert nothing == (kinds == ["drop"] and found == audit.findings())
 
 
 @pytest.mark.parametrize("value", [1e-4, 1e-5])
@@ -443,15 +459,16 @@ def test_a_jump_from_a_tiny_rate(value: float) -> None:
 
 def test_ramps_are_no_jumps() -> None:
     """Over five steps or more. The report says how small a jump may be that it does not name."""
+    jumps = lambda audit: [f for f in audit.findings() if f.kind != "average"]
     for num_steps in (4, 5, 30):
         up = line((0, 0), (10, 0), (10 + num_steps, 0.1), (99, 0.1))
         down = line((0, 0.1), (10, 0.1), (10 + num_steps, 0), (99, 0))
         for audit in (theory.audit_sgdm(up, 0.9, 100), theory.audit_sgdm(down, 0.9, 100)):
-            assert bool(audit.findings()) == (num_steps < 5)
-    assert not theory.audit_sgdm(step_at(50, 0.1, 0.14), 0.9, 100).findings()
+            assert bool(jumps(audit)) == (num_steps < 5)
+    assert not jumps(theory.audit_sgdm(step_at(50, 0.1, 0.14), 0.9, 100))
     tiny = line((0, 1e-6), (49, 1e-6), (50, 9e-6), (60, 9e-6), (90, 0.1))
-    assert not theory.audit_sgdm(tiny, 0.9, 100).findings()
-    assert f"neither α nor η {JUMPS}" in theory.audit(1.0, 0.1, 9).report()
+    assert not jumps(theory.audit_sgdm(tiny, 0.9, 100))
+    assert f"neither α nor η {JUMPS}" in theory.audit(1.0, 0.1, 50).report()
 
 
 def test_a_spike_of_a_recipe_is_not_blamed_on_c() -> None:

@@ -233,7 +233,11 @@ def test_gradients_that_are_not_finite_are_skipped() -> None:
     assert after.num_skipped == 1
     chex.assert_trees_all_equal(
         after._replace(num_skipped=before.num_skipped),
-        before._replace(alignment=after.alignment, inner_product=after.inner_product),
+        before._replace(
+            alignment=after.alignment,
+            inner_product=after.inner_product,
+            num_steps=after.num_steps,
+        ),
     )
     # Params and z come back from a checkpoint, the averages stay.
     state = bad._replace(inner=state.inner)
@@ -244,6 +248,23 @@ def test_gradients_that_are_not_finite_are_skipped() -> None:
     assert report.num_skipped == 1
     assert all(np.isfinite(value) for value in report)
     assert 0.8 < report.gain / report.noise_level < 1.2
+
+
+@pytest.mark.parametrize("by_label", [False, True])
+def test_an_average_longer_than_the_run_is_said(by_label: bool) -> None:
+    said = {}
+    for name, averaging in (("short", 0.1), ("long", 0.01), ("mean", schedule_free_averaging(1.0))):
+        tx = track_momentum(gpa(1.0, averaging, 0.9), per_leaf=by_label)
+        params, state = {"w": jnp.zeros(5)}, tx.init({"w": jnp.zeros(5)})
+        for _ in range(20):
+            updates, state = tx.update({"w": jnp.ones(5)}, state, params)
+            params = optax.apply_updates(params, updates)
+        report = momentum_report(state, by_label=by_label)
+        report = report["w"] if isinstance(report, dict) else report
+        said[name] = report.verdict()
+        assert report.num_steps == 20
+    assert said["long"].endswith("The average is longer than the run: 1/c is 100, after 20 steps.")
+    assert "longer" not in said["short"] + said["mean"]
 
 
 def test_an_overflow_does_not_stay() -> None:

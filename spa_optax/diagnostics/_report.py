@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from spa_optax._checks import check, check_one_run
-from spa_optax._trees import only
+from spa_optax._core import SPAState
+from spa_optax._trees import find, only, scalar_of
 from spa_optax.diagnostics._gauge import Gauge, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -30,6 +31,8 @@ class MomentumReport(NamedTuple):
     num_zero: Int[Array, ""]  # measured steps that were 0, or underflow if squared
     num_rounded: Int[Array, ""]  # measured steps within the rounding error of params and z
     t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
+    average_length: Float[Array, ""]  # 1/c of the last step; NaN for Optax's own momentum
+    num_steps: Int[Array, ""]  # taken so far
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
@@ -60,6 +63,9 @@ class MomentumReport(NamedTuple):
         if np.isnan(float(self.alignment)):
             text += " Alignment is unknown: it needs z − x above 100 times the rounding error of x"
             text += " and z, and no Nesterov steps."
+        if (length := float(self.average_length)) > 1.01 * int(self.num_steps):
+            text += f" The average is longer than the run: 1/c is {length:.0f}, after"
+            text += f" {int(self.num_steps)} steps."
         return text
 
 
@@ -143,7 +149,9 @@ def momentum_report(
     state = only(opt_state, "opt_state", TrackMomentumState)
     check_one_run("opt_state", state.count)
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
-    report = _report(jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves))
+    gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
+    averages = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)]
+    report = _report(gauge, averages[0] if averages else jnp.nan, scalar_of(state.count))
     if not by_label:
         return jax.tree.map(lambda values: values[-1] if values.ndim else values, report)
     if not state.groups:
@@ -152,8 +160,9 @@ def momentum_report(
     return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
 
 
-def _report(gauge: Gauge) -> MomentumReport:
+def _report(gauge: Gauge, average_length: ArrayLike, num_steps: Array) -> MomentumReport:
     means, alignment = gauge.means, gauge.alignment
+    like_gain = lambda value: jnp.broadcast_to(jnp.asarray(value), means.iterate.shape)
     error = jnp.maximum(gauge.cross.error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
     cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
     return MomentumReport(
@@ -167,6 +176,8 @@ def _report(gauge: Gauge) -> MomentumReport:
         num_zero=gauge.uncounted.zero,
         num_rounded=gauge.uncounted.rounded,
         t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
+        average_length=like_gain(average_length),
+        num_steps=like_gain(num_steps),
     )
 
 

@@ -33,7 +33,7 @@ _REMEDY = (
 class Finding(NamedTuple):
     """An observation on a schedule: where, how large, and the remedy."""
 
-    kind: Literal["range", "beta", "spike", "rise", "drop"]
+    kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
     steps: list[int]
     text: str
     needs_change: bool = True
@@ -124,7 +124,22 @@ class Audit(NamedTuple):
             steps = list(range(len(self.alpha)))
             return [Finding("range", steps, "α is 0 at every step: the params do not move.")]
         spike = breaches[_SPIKE]
-        return [*self._high_beta(), *self._spike(spike), *self._jumps(spike)]
+        return [
+            *self._long_average(),
+            *self._high_beta(),
+            *self._spike(spike),
+            *self._jumps(spike),
+        ]
+
+    def _long_average(self) -> list[Finding]:
+        n, weight = len(self.c), np.prod(1 - self.c)  # of x_0 in x_n
+        if weight <= 0.01:
+            return []
+        text = (
+            f"Averages over 1/c steps are too long for {n:,}: x ends with {100 * weight:.2g} % of"
+            f" x_0. With a constant c of {5 / n:.2g} it would be less than 1 %."
+        )
+        return [Finding("average", [n - 1], text)]
 
     def _high_beta(self) -> list[Finding]:
         # Except in the tail of a decay to 0, where η is tiny, and at c = 0, where x stands still.
@@ -303,7 +318,9 @@ def audit(
     The verdict names jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor
     of 1.5 or more in one step, where the value is above 1e-4 of its largest. A ramp over five or
     more equal steps is gradual: a jump is 22 % or more of the change from four steps before it to
-    four steps after. (Theorem 1, Sections 3.1, 5, 6.) For SGD with momentum, use `audit_sgdm`.
+    four steps after. (Theorem 1, Sections 3.1, 5, 6.) The verdict also names averages that are too
+    long for the run: those that end with more than 1 % of x_0 in x. For SGD with momentum, use
+    `audit_sgdm`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
