@@ -79,10 +79,10 @@ def _is_count(value: Any, least: int = 1) -> bool:
     return not isinstance(value, bool) and least <= operator.index(value) < 2**31
 
 
-def _is_signed_float(value: Any) -> bool:
+def _is_state_dtype(value: Any) -> bool:
     is_dtype = isinstance(value, (str, type, np.dtype))  # `inject_hyperparams` makes it an array
-    # float8_e8m0fnu, which has no mantissa, holds powers of two only.
-    return is_dtype and jnp.issubdtype(value, jnp.floating) and jnp.finfo(value).nmant > 0
+    is_wide = is_dtype and jnp.issubdtype(value, jnp.floating) and jnp.finfo(value).bits >= 16
+    return is_wide or (is_dtype and jnp.dtype(value) in (jnp.float8_e4m3fn, jnp.float8_e5m2))
 
 
 def _is_key(value: Any) -> bool:
@@ -97,6 +97,7 @@ _SCHEDULES = {"learning_rate", "weight_decay", "averaging", "interpolation", "mo
 _SCALARS = {*_SCHEDULES, "b1", "b2", "eps", "power"}
 _OPTIONAL = {"power", "step_factor", "count", "horizon", "state_dtype", "dtype", "rounding_key"}
 _INTEGER = "a concrete integer >= {} and below 2^31, the limit of counts"
+_FLOAT = "a floating-point dtype of 16 bits or more, float8_e4m3fn or float8_e5m2"
 _COUNTS = "num_steps num_iterations boundaries step every horizon min_dim_size_to_factor"
 # Each rule, its arguments and its test. A test that raises has failed.
 _TABLE = (
@@ -110,7 +111,7 @@ _TABLE = (
     (_INTEGER.format(0), "count num_warmup_steps", lambda v: _is_count(v, 0)),
     (_INTEGER.format(1), _COUNTS, _is_count),
     ("True or False", "nesterov mask", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0),
-    ("a signed floating-point dtype such as bfloat16", "state_dtype", _is_signed_float),
+    (_FLOAT, "state_dtype", _is_state_dtype),
     ("one key of `jax.random`", "rounding_key key", _is_key),
     ("a function", "layer make_tx", callable),
     ("a bool or a function", "per_leaf", lambda v: isinstance(v, bool) or callable(v)),

@@ -12,7 +12,7 @@ from spa_optax._checks import check, check_one_run, is_surely
 from spa_optax._core import SPAState, times, z_0
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._precision import wide_dtype
+from spa_optax._precision import difference, holds_difference, restored, wide_dtype
 from spa_optax._second_moment import RMSState, factored_axes
 from spa_optax._trees import by_path, copy, find, is_float, keys_of, like, only, replace, scalar_of
 from spa_optax._wrappers import PrimalAveragingState
@@ -234,6 +234,7 @@ def _read_schedule_free(state: PyTree, node: Any, z: ByPath, given: Given) -> Sn
 def _read_spa(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
     k, w, eta, c, mu_y = _scalars(node.count, node.w, node.eta, node.c, node.mu_y)
     bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
+    z = {key: restored(leaf, given.x[key]) for key, leaf in z.items()}
     return Snapshot(k, z, w, eta, c, mu_y, _read_second_moment(state, given, k), *bases)
 
 
@@ -284,8 +285,15 @@ def _write_schedule_free(into: PyTree, given: Given, run: Snapshot) -> PyTree:
 
 
 def _write_spa(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    new = SPAState(run.count, list(run.z.values()), run.eta, run.c, run.w, run.mu_y)
-    into = replace(into, SPAState, lambda _: new)
+    def stored(z: Array, y: Array, old: Any) -> Array:
+        return difference(z, y, old.dtype) if holds_difference(old) else z
+
+    def new(node: SPAState) -> SPAState:
+        old = map(jnp.asarray, jax.tree.leaves(node.z))
+        z = [stored(z, given.x[key], of) for (key, z), of in zip(run.z.items(), old, strict=True)]
+        return SPAState(run.count, z, run.eta, run.c, run.w, run.mu_y)
+
+    into = replace(into, SPAState, new)
     if not find(into, PrimalAveragingState):
         return _with_second_moment(into, given, run)
     with_base = lambda node: node._replace(base=_with_base(node.base, given, run))

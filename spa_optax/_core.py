@@ -15,8 +15,12 @@ import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._precision import (
+    UNIT,
     Seed,
+    difference,
     has_narrow,
+    holds_difference,
+    num_saturated,
     round_update,
     rounded,
     rounds_to,
@@ -32,6 +36,7 @@ from spa_optax._trees import (
     leaves_with_path,
     map_floats,
     scalar_of,
+    sharded_like,
 )
 
 
@@ -42,7 +47,7 @@ class SPAState(NamedTuple):
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, shaped like the params
+    z: PyTree[Array]  # z_k, shaped like the params; in 8 bits it is 256 (z_k − y_k)
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
@@ -83,6 +88,7 @@ class Step(NamedTuple):
     gradient: PyTree[Array]  # g_k
     distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
     rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
+    saturated: PyTree[Array]  # how many elements of a z of 8 bits are at its limit
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
@@ -100,6 +106,8 @@ def transformation(
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
 ) -> optax.GradientTransformationExtraArgs:
     """The member of the family that consists of a rule, and of μ_y at a count."""
+    if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
+        raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
     init_fn = functools.partial(
         init, state_dtype=state_dtype, rounding_key=rounding_key, mu_y_at=mu_y_at
     )
@@ -160,12 +168,13 @@ def advance(
     z_next = _round_z(z, z_wide, seeds)
     # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
     u = _param_update(g, y, z_next, p, delta, seeds)
+    z_next = _as_difference(z, z_next, y, u, seeds)
 
     # Under jit this is computed only if observed.
     distance = map_floats(lambda z, y: z - y.astype(z.dtype), z_k, y)
-    eps = lambda y, z: float(max(jnp.finfo(y.dtype).eps, jnp.finfo(z.dtype).eps))
-    rounding = map_floats(lambda d, y, z: eps(y, z) * y.astype(d.dtype), distance, y, z)
-    step = Step(g, distance, rounding, eta, p, delta, r, state.c)
+    rounding = map_floats(_rounding_error, distance, y, z)
+    saturated = map_floats(num_saturated, z)
+    step = Step(g, distance, rounding, saturated, eta, p, delta, r, state.c)
     if now.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_floats(over_mu_y, tree) for tree in (distance, rounding))
@@ -258,8 +267,16 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         dtype = state_dtype
     if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update takes it from params
         return jnp.zeros(x.shape, dtype)
+    if is_float(x) and jnp.dtype(dtype).itemsize == 1:  # z_0 − x_0
+        return sharded_like(jnp.zeros_like(x, dtype=dtype), x)
     # A copy, so that params and state can both be donated; unlike zeros, it keeps the sharding.
     return jnp.array(x, dtype=dtype, copy=True)
+
+
+def _rounding_error(d: Array, y: Array, z: Array) -> Array:
+    """A bound on the error of d = z − y."""
+    eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in (y, z))
+    return eps * (d if holds_difference(z) else y.astype(d.dtype))
 
 
 def is_at_start(state: SPAState) -> Bool[Array, ""]:
@@ -268,9 +285,21 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
 
 
 def _round_z(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
-    """z_{k+1} in the dtypes of z_k."""
-    store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_float(z) else new
+    """z_{k+1} in the dtypes of z_k, except those of 8 bits, which need y_{k+1}."""
+    is_stored = lambda z: is_float(z) and not holds_difference(z)
+    store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_stored(z) else new
     return jax.tree.map(store, z, z_wide, seeds, is_leaf=is_none)
+
+
+def _as_difference(z: PyTree, z_next: PyTree, y: PyTree, u: PyTree, seeds: PyTree) -> PyTree:
+    """z_{k+1} − y_{k+1} where z has 8 bits."""
+
+    def leaf(z: Any, new: Any, y: Any, u: Any, seed: Seed | None) -> Any:
+        if not holds_difference(z):
+            return new
+        return z if u is None else difference(new, y + u, z.dtype, seed)
+
+    return jax.tree.map(leaf, z, z_next, y, u, seeds, is_leaf=is_none)
 
 
 def _param_update(
@@ -350,6 +379,9 @@ def _rescale(
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
         x_wide, z_wide = x.astype(dtype), z.astype(dtype)
+        if holds_difference(z):  # 0 at the start, from whatever params
+            distance = UNIT * z_wide
+            return x_wide + (times(r[str(x.dtype)], distance, dtype) if r else distance)
         new = x_wide + times(r[str(x.dtype)], z_wide - x_wide, dtype) if r else x_wide
         if x.dtype in (dtype, z.dtype):
             return new
@@ -373,6 +405,8 @@ def _select_z(
     """
 
     def keep(x: Array, z: Array, rescaled: Array) -> Array:
+        if holds_difference(z):
+            return rescaled
         # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller windows.
         moves = r[str(x.dtype)] != 1 if r else at_start
         return jnp.where(moves, rescaled, z.astype(rescaled.dtype))

@@ -15,7 +15,7 @@ from spa_optax._core import (
 )
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
-from spa_optax._precision import has_narrow, wide_dtype
+from spa_optax._precision import has_narrow, holds_difference, restored, wide_dtype
 from spa_optax._trees import (
     by_path,
     check_same_tree,
@@ -60,7 +60,8 @@ def spa(
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. A narrower z needs a `rounding_key` to keep small
-        steps. Under `optax.inject_hyperparams` name both in `static_args`.
+        steps. In 8 bits, float8_e4m3fn or float8_e5m2, the state has 256 (z − params) instead of z.
+        Under `optax.inject_hyperparams` name both in `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The random bits do not
         depend on the sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
@@ -346,7 +347,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             continue
         for key, z in zip(of_state, jax.tree.leaves(state.z), strict=True):
             if is_float(x[key]):
-                x[key] = _x(x[key], jnp.asarray(z), state)
+                x[key] = _x(x[key], restored(jnp.asarray(z), x[key]), state)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
@@ -405,6 +406,8 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     def shifted(key: str, z: Array) -> Array:
         if not is_float(z):
             return new[key]
+        if holds_difference(z):
+            return z
         dtype = wide_dtype(z, old[key])
         return (z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))).astype(z.dtype)
 

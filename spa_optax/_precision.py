@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 from spa_optax._trees import is_float
 
 Seed = UInt32[Array, ""]
+UNIT = 2.0**-8  # of z − y where it is stored in 8 bits
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -39,6 +40,33 @@ def widen(tree: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
 
     return jax.tree.map(leaf, tree)
+
+
+def holds_difference(z: Array) -> bool:
+    """Whether z is stored as (z − y) / UNIT, in 8 bits."""
+    return is_float(z) and z.dtype.itemsize == 1
+
+
+def restored(z: Array, y: Array) -> Array:
+    """What is stored as z itself."""
+    if not holds_difference(z):
+        return z
+    dtype = wide_dtype(y)
+    return y.astype(dtype) + UNIT * z.astype(dtype)
+
+
+def num_saturated(z: Array) -> Int[Array, ""]:
+    """How many differences in 8 bits are at the dtype's largest number."""
+    if not holds_difference(z):
+        return jnp.zeros([], jnp.int32)
+    return jnp.sum(jnp.abs(z.astype(jnp.float32)) == float(jnp.finfo(z.dtype).max), dtype=jnp.int32)
+
+
+def difference(z: Array, y: Array, dtype: Any, seed: Seed | None = None) -> Array:
+    """(z − y) / UNIT in 8 bits, at most the dtype's largest number."""
+    limit = float(jnp.finfo(dtype).max)
+    d = (z - y.astype(z.dtype)) / UNIT
+    return rounded(d if seed is not None else jnp.clip(d, -limit, limit), dtype, seed)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
@@ -80,21 +108,28 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
-    shift = None
+    as_bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{wide.bits}")
+    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, x.dtype)
+    sign = shift = None
+    bits = as_bits(x)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
-        tiny = jnp.asarray(float(narrow.tiny), x.dtype)
-        shift = jnp.where(jnp.abs(x) < tiny, jnp.copysign(tiny, x), 0)
-    on_grid = x if shift is None else x + shift
-    bits = jax.lax.bitcast_convert_type(on_grid, f"uint{wide.bits}")
+        sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
+        size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
+        if narrow.bits == 8:  # where NaN may be what is next
+            size = jnp.minimum(size, float(narrow.max))
+        shift = jnp.where(size < tiny, tiny, 0)
+        bits = as_bits(size + shift)
     num_random = min(num_extra, 32)
     random = random_bits(seed, x.shape)
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
     random = random.astype(bits.dtype)
     bits += random << (num_extra - 32) if num_extra > 32 else random
     bits &= jnp.array(2**wide.bits - 2**num_extra, bits.dtype)
-    result = jax.lax.bitcast_convert_type(bits, x.dtype)
-    result = result if shift is None else result - shift
-    return jnp.where(jnp.isfinite(x), result, x).astype(dtype)  # the bits of a NaN could overflow
+    if shift is not None:
+        bits = as_bits(as_float(bits) - shift) | sign
+    if narrow.bits == 8:
+        return as_float(bits).astype(dtype)
+    return jnp.where(jnp.isfinite(x), as_float(bits), x).astype(dtype)  # NaN's bits could overflow
 
 
 @_stochastic.defjvp

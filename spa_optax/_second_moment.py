@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check, is_plain_number
 from spa_optax._precision import rounded, seeds_like, wide_dtype
-from spa_optax._trees import check_same_tree, is_none
+from spa_optax._trees import check_same_tree, is_none, sharded_like
 
 # Optax does not export it. (To call `init` here would start JAX at import.)
 RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
@@ -66,7 +66,7 @@ def scale_by_second_moment(
 
     def init_fn(params: PyTree) -> Any:
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
-        nu = jax.tree.map(lambda x: _sharded_like(zeros(x), x), params)
+        nu = jax.tree.map(lambda x: sharded_like(zeros(x), x), params)
         return RMSState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
@@ -137,7 +137,7 @@ def scale_by_factored_second_moment(
 
     def init_fn(params: PyTree) -> Any:
         state: Any = init(params)
-        return state._replace(v=jax.tree.map(_sharded_like, state.v, params))
+        return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         _check_state(state, optax.FactoredState, "factored")
@@ -204,15 +204,3 @@ def factored_axes(x: Array) -> tuple[int, int]:
 def _mean(x: Array, axis: int, keepdims: bool = False) -> Float[Array, "..."]:
     """A mean whose sum does not overflow."""
     return jnp.sum(x * (1 / x.shape[axis]), axis, keepdims=keepdims)
-
-
-def _sharded_like(zeros: Array, x: Any) -> Array:
-    """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
-
-    Without it every device would hold all of ν. XLA would fold a constant predicate before it
-    propagates shardings, hence the barrier.
-    """
-    if not isinstance(x, jax.Array) or x.shape != zeros.shape:
-        return zeros
-    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return jnp.where(never, jnp.real(x).astype(zeros.dtype), zeros)

@@ -47,12 +47,12 @@ NAN, INF = float("nan"), float("inf")
         (lambda: spa(1.0, 1.5), "`averaging` must be in [0, 1], got 1.5"),
         (lambda: spa(1.0, -0.5), "`averaging` must be in [0, 1], got -0.5"),
         (lambda: spa(1.0, NAN), "`averaging` must be in [0, 1], got nan"),
-        (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be a signed float"),
-        (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be a signed float"),
-        (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be a signed"),
+        (lambda: spa(1.0, state_dtype="floaty"), "`state_dtype` must be a floating"),
+        (lambda: spa(1.0, state_dtype=jnp.int32), "`state_dtype` must be a floating"),
+        (lambda: spa(1.0, state_dtype=jnp.complex64), "`state_dtype` must be a floating"),
         (
             lambda: spa(1.0, state_dtype=jnp.float8_e8m0fnu),
-            "`state_dtype` must be a signed",
+            "`state_dtype` must be a floating",
         ),
         (
             lambda: spa(10**400),
@@ -94,7 +94,7 @@ NAN, INF = float("nan"), float("inf")
             lambda: spa_from_sgdm(0.1, horizon=0),
             "`horizon` must be a concrete integer >= 1",
         ),
-        (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be a signed"),
+        (lambda: spa_from_sgdm(0.1, state_dtype="int8"), "`state_dtype` must be a floating"),
         (lambda: hyperparams_from_sgdm(-1.0, 0.9), "`learning_rate` must be finite and >= 0"),
         (lambda: hyperparams_from_sgdm(0.1, 1.0), "`momentum` must be in [0, 1), got 1.0"),
         (lambda: hyperparams_from_sgdm(0.1, 0.9, horizon=-2), "`horizon` must be a concrete"),
@@ -337,7 +337,7 @@ def test_what_no_scalar_is() -> None:
 
 def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
-    with pytest.raises(ValueError, match="`state_dtype` must be a signed"):
+    with pytest.raises(ValueError, match="`state_dtype` must be a floating"):
         check(state_dtype=jnp.ones(3))
     named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}

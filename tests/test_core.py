@@ -185,7 +185,7 @@ def test_float8(make: Any, dtype: Any) -> None:
     params = jnp.array([1.0, -2.0], dtype)
     updates, state = make().update(params, make().init(params), params)
     assert (updates.dtype, optax.tree.get(state, "z").dtype) == (dtype, jnp.float32)
-    tx = make(state_dtype=dtype)
+    tx = make(state_dtype=dtype, rounding_key=jax.random.key(0))
     _, state = tx.update(params, tx.init(params), params)
     assert optax.tree.get(state, "z").dtype == dtype
 

@@ -57,6 +57,7 @@ class Sums(NamedTuple):
     sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
     inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
     sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
+    saturated: Int[Array, "*n"]  # elements of a z of 8 bits that are at its limit
 
 
 class Gauge(NamedTuple):
@@ -70,6 +71,7 @@ class Gauge(NamedTuple):
     alignment: AlignmentMeans
     cross: CrossTerms
     uncounted: Uncounted
+    saturated: Int[Array, "*n"]  # elements of z at the limit of 8 bits, at the last measured step
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
@@ -77,23 +79,24 @@ def new_gauge(shape: tuple[int, ...]) -> Gauge:
     zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
     zeros = lambda kind: kind(*(zero() for _ in kind._fields))
     means, alignment, cross = zeros(Means), zeros(AlignmentMeans), zeros(CrossTerms)
-    uncounted = Uncounted(*(jnp.zeros(shape, jnp.int32) for _ in Uncounted._fields))
-    return Gauge(zero() - 1, zero(), zero(), zero(), means, alignment, cross, uncounted)
+    *uncounted, saturated = (jnp.zeros(shape, jnp.int32) for _ in (*Uncounted._fields, ""))
+    uncounted = Uncounted(*uncounted)
+    return Gauge(zero() - 1, zero(), zero(), zero(), means, alignment, cross, uncounted, saturated)
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     """‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ over all params, or for each group and then over all."""
 
-    def of_leaf(d: Array, g: Array, rounding: Array) -> Sums:
+    def of_leaf(d: Array, g: Array, rounding: Array, saturated: Array) -> Sums:
         g = g.astype(wide_dtype(g, d))
         dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
-        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding))
+        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), saturated)
 
     by_leaf = jax.tree_util.tree_leaves_with_path(
-        map_floats(of_leaf, step.distance, step.gradient, step.rounding),
+        map_floats(of_leaf, step.distance, step.gradient, step.rounding, step.saturated),
         is_leaf=lambda n: isinstance(n, Sums),
     )
-    zero = Sums(*(jnp.zeros([], jnp.float32) for _ in Sums._fields))
+    zero = Sums(*[jnp.zeros([])] * 4, jnp.zeros([], jnp.int32))
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
     whole = functools.reduce(add, (sums for _, sums in by_leaf), zero)
     if labels is None:
@@ -117,7 +120,7 @@ def update_gauge(
     eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
     # r is the same for all dtypes, unless momentum restarts for some.
     r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
-    sq_g, sq_d, g_d, sq_rounding = sums
+    sq_g, sq_d, g_d, sq_rounding, saturated = sums
     is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
     is_known = is_measured & is_finite
     one = jnp.ones_like(sq_g)
@@ -171,4 +174,5 @@ def update_gauge(
         alignment=alignment,
         cross=cross,
         uncounted=jax.tree.map(counted, gauge.uncounted, reasons),
+        saturated=jnp.where(is_measured, saturated, gauge.saturated),
     )

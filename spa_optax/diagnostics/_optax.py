@@ -60,4 +60,5 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
     rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
     g, d = map_floats(gradient, m, m_next, scale), map_floats(distance, m, scale)
-    return Step(g, d, map_floats(rounding, m), jnp.ones([]), c, None, {}, c)
+    none = map_floats(lambda m: jnp.zeros([], jnp.int32), m)
+    return Step(g, d, map_floats(rounding, m), none, jnp.ones([]), c, None, {}, c)

@@ -33,6 +33,7 @@ class MomentumReport(NamedTuple):
     t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
     average_length: Float[Array, ""]  # 1/c of the last step; NaN for Optax's own momentum
     num_steps: Int[Array, ""]  # taken so far
+    num_saturated: Int[Array, ""]  # elements of z at the limit of 8 bits, when last measured
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
@@ -66,6 +67,9 @@ class MomentumReport(NamedTuple):
         if (length := float(self.average_length)) > 1.01 * int(self.num_steps):
             text += f" The average is longer than the run: 1/c is {length:.0f}, after"
             text += f" {int(self.num_steps)} steps."
+        if number := int(self.num_saturated):
+            text += f" Elements of z at the limit of its 8 bits: {number}. Use"
+            text += " `state_dtype=jnp.float8_e5m2` or `jnp.bfloat16`."
         return text
 
 
@@ -178,6 +182,7 @@ def _report(gauge: Gauge, average_length: ArrayLike, num_steps: Array) -> Moment
         t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
         average_length=like_gain(average_length),
         num_steps=like_gain(num_steps),
+        num_saturated=gauge.saturated,
     )
 
 

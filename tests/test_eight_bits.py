@@ -1,0 +1,308 @@
+"""A z of 8 bits: 256 (z − y), rounded stochastically."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from scipy import integrate, stats
+
+from spa_optax import (
+    convert,
+    eval_params,
+    gpa,
+    gpa_adamw,
+    primal_averaging,
+    reanchor,
+    spa,
+    spa_from_sgdm,
+)
+from spa_optax._core import SPAState
+from spa_optax._precision import restored
+from spa_optax.diagnostics import momentum_report, track_momentum
+
+KEY = jax.random.key(3)
+every_dtype = pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
+E4M3 = jnp.float8_e4m3fn
+MAKE: dict[str, Any] = {
+    "spa": functools.partial(spa, 0.5, 0.25),
+    "sgdm": functools.partial(spa_from_sgdm, 0.125, 0.5),
+    "nesterov": functools.partial(spa_from_sgdm, 0.125, 0.5, nesterov=True),
+    "gpa": functools.partial(gpa, 0.5, 0.25, 0.5),
+    "primal_averaging": lambda **kwargs: primal_averaging(optax.sgd(0.5), 0.25, 0.5, **kwargs),
+    "gpa_adamw": functools.partial(gpa_adamw, 0.01, 0.1),
+}
+every_member = pytest.mark.parametrize(
+    "make", [pytest.param(m, id=name) for name, m in MAKE.items()]
+)
+
+
+def spa_state(state: Any) -> SPAState:
+    is_spa = lambda node: isinstance(node, SPAState)
+    (found,) = [node for node in jax.tree.leaves(state, is_leaf=is_spa) if is_spa(node)]
+    return found
+
+
+def z_of(state: Any, params: Any) -> Any:
+    return jax.tree.map(restored, spa_state(state).z, params)
+
+
+def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@every_member
+@every_dtype
+def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> None:
+    """The first step makes z − y a power of two, and what follows halves or keeps it."""
+    if make is MAKE["gpa_adamw"]:
+        pytest.skip("its steps are no powers of two")
+    params = {"w": jnp.array([[1.0, -3.0], [0.25, 8.0]]), "b": jnp.array(2.0)}
+    grads = [jax.tree.map(lambda p: jnp.sign(p) * 2.0**-4, params)]
+    wide, narrow = (make(state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype))
+    expected, wide_state = run(wide, params, grads)
+    found, state = run(narrow, params, grads)
+    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal(z_of(state, found), spa_state(wide_state).z)
+    chex.assert_trees_all_equal(eval_params(state, found), eval_params(wide_state, expected))
+    assert spa_state(state).z["w"].dtype == dtype
+    moved = jax.tree.map(lambda z, y: jnp.all(z != y), z_of(state, found), found)
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
+@every_dtype
+def test_the_mean_of_a_step(dtype: Any, params_dtype: Any) -> None:
+    """Over places and steps, x and z are what NumPy has for them in float64."""
+    n, rng = 20_000, np.random.default_rng(0)
+    # η g from 1e-7 (subnormal in e4m3) to 0.1; for bfloat16, which then moves once in 400 times,
+    # from 1e-5
+    smallest = -7 if params_dtype == jnp.float32 else -5
+    eta_g = 10.0 ** np.linspace(smallest, -1, 8) * rng.choice([-1, 1], 8)
+    y_0 = jnp.asarray(rng.uniform(0.5, 1.5, 8), params_dtype)
+    params = jnp.broadcast_to(y_0[:, None], (8, n))
+    grads = jnp.broadcast_to(jnp.asarray(eta_g, jnp.float32)[:, None], (8, n))
+    tx = gpa(1.0, 0.25, 0.5, state_dtype=dtype, rounding_key=KEY)
+    found, state = run(tx, params, [grads] * 5)
+    x = z = np.asarray(y_0, np.float64)
+    for _ in range(5):
+        z = z - np.float64(np.float32(eta_g))
+        x = x + 0.25 * (z - x)
+    y = (x + z) / 2
+    for values, expected in ((found, y), (z_of(state, found), z)):
+        values = np.asarray(values, np.float64)
+        error = values.std(1) / np.sqrt(n) + 1e-7  # the last for float32
+        assert (np.abs(values.mean(1) - expected) < 5 * error).all()
+    # z has digits that bfloat16 has not: rounding of y does not enter it.
+    spread = np.asarray(z_of(state, found), np.float64).std(1)
+    assert (spread < 0.25 * np.abs(z - y) + 2.0**-8 * np.abs(y) / 4).all()
+
+
+def sq_rounding(dtype: Any, scale: float) -> float:
+    """κ²: the variance that rounding adds to normal numbers, over that of the numbers."""
+    info = jnp.finfo(dtype)
+
+    def added(v: float) -> float:
+        spacing = 2.0 ** (max(np.floor(np.log2(v)), float(info.minexp)) - info.nmant)
+        part = v / spacing % 1
+        return part * (1 - part) * spacing**2 * stats.norm.pdf(v / scale) / scale
+
+    edges = scale * np.linspace(1e-6, 6, 4_001)
+    values = [added(v) for v in edges]
+    return 2 * float(integrate.trapezoid(values, edges)) / scale**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", [0.1, 0.0125])
+@every_dtype
+def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
+    """Rounding adds at most κ²q / (1 − κ²q) of the gradients' noise, with q = E d²/(ηg)²."""
+    n, num_steps, eta = 4_096, 20_000, 2.0**-8
+    txs = [gpa(eta, c, 1.0, state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype)]
+    zero = jnp.zeros(n)
+
+    def body(carry: Any, k: Any) -> Any:
+        g = jax.random.normal(jax.random.fold_in(KEY, k), (n,))
+        step = lambda tx, x, state: (lambda u, s: (x + u, s))(*tx.update(g, state, x))
+        return [step(tx, *of) for tx, of in zip(txs, carry, strict=True)], None
+
+    start = [(zero, tx.init(zero)) for tx in txs]
+    (wide, narrow), _ = optimized(lambda: jax.lax.scan(body, start, jnp.arange(num_steps)))()
+    difference = np.asarray(narrow[0] - wide[0], np.float64)
+    q = (1 - c) ** 2 / (1 - (1 - c) ** 2)
+    kappa_squared = sq_rounding(dtype, np.sqrt(q))  # of d, in units of η
+    share = kappa_squared * q / (1 - kappa_squared * q)
+    measured = (difference**2).mean() / (num_steps * eta**2)
+    # The sample's own standard error is √(2/n), and the average forgets 1/c steps.
+    tolerance = 5 * np.sqrt(2 / n) + 2 / (c * num_steps)
+    assert measured < share * (1 + tolerance)
+    if c == 0.1:  # else steps are small beside the spacing, and numbers stay near those of the grid
+        assert measured > share * (1 - tolerance)
+    assert abs(difference.mean()) < 5 * difference.std() / np.sqrt(n)
+    # As method.md has it.
+    spacing = 2.0 ** -jnp.finfo(dtype).nmant
+    np.testing.assert_allclose(kappa_squared, spacing**2 / (16 * np.log(2)), rtol=0.1)
+
+
+@every_member
+def test_sharded(make: Any) -> None:
+    """The same bits under any sharding, which `init` takes from params, without a collective."""
+    tx = make(state_dtype=E4M3, rounding_key=KEY)
+    params = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.linspace(0.5, 2, 8)}
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    grads = jax.tree.map(lambda p: p / 64, params)
+    expected, state = run(tx, params, [grads] * 3)
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    sharding = NamedSharding(mesh, PartitionSpec("a"))
+    params, grads = jax.device_put((params, grads), sharding)
+    sharded_state = jax.jit(tx.init)(params)
+    z = spa_state(sharded_state).z["w"]
+    assert z.sharding.is_equivalent_to(sharding, 2)
+    assert z.dtype == E4M3
+    text = jax.jit(tx.update).lower(grads, sharded_state, params).compile().as_text()
+    assert not COLLECTIVE.search(text)
+    found, found_state = run(tx, params, [grads] * 3, sharded_state)
+    chex.assert_trees_all_equal(*map(jax.device_get, (found, expected)))
+    chex.assert_trees_all_equal(*map(jax.device_get, (found_state, state)))
+
+
+@every_dtype
+def test_saturation(dtype: Any) -> None:
+    """z stays within the limit of y, and the gauge says how many elements are there."""
+    limit = float(jnp.finfo(dtype).max) / 256
+    params = jnp.zeros(6)
+    steps = jnp.array([0.0, 0.5, -0.9, 3.0, -3.0, 1e9]) * limit
+    tx = track_momentum(spa(1.0, 0.0, state_dtype=dtype, rounding_key=KEY), decay=0.0)
+    found, state = run(tx, params, [steps, 0 * steps])
+    np.testing.assert_array_equal(found, 0)  # c = 0
+    z = np.asarray(z_of(state, found))
+    np.testing.assert_allclose(z, -np.clip(steps, -limit, limit), rtol=0.13)
+    assert np.abs(z).max() == limit
+    assert momentum_report(state).num_saturated == 3
+    tx = track_momentum(spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY), decay=0.9)
+    gradients = jnp.array([0.1, -0.1, 0.2, 0.3, 2.0]) * limit
+    _, state = run(tx, jnp.zeros(5), [gradients] * 3)
+    said = momentum_report(state).verdict()
+    assert "Elements of z at the limit of its 8 bits: 1. Use `state_dtype" in said
+
+
+@every_dtype
+def test_infinity_and_nan(dtype: Any) -> None:
+    """They come to the params, as they do with a wider z."""
+    tx = spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY)
+    bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
+    found, state = run(tx, jnp.zeros(4), [bad, jnp.zeros(4)])
+    np.testing.assert_array_equal(np.isfinite(found), [False, False, False, True])
+    np.testing.assert_array_equal(np.isfinite(z_of(state, found)), [False, False, False, True])
+
+
+def test_params_that_are_replaced_or_edited() -> None:
+    """z follows them, before the first step and later: `reanchor` has nothing to do."""
+    tx = gpa(0.5, 0.25, 0.5, state_dtype=E4M3, rounding_key=KEY)
+    old, new, g = jnp.array([1.0, 2.0]), jnp.array([5.0, -3.0]), jnp.array([0.125, -0.25])
+    expected, _ = run(tx, new, [g])
+    found, state = run(tx, new, [g], tx.init(old))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(eval_params(tx.init(old), new), new)
+    moved = reanchor(state, found, found + 1)
+    chex.assert_trees_all_equal(moved, state)
+    np.testing.assert_array_equal(z_of(moved, found + 1), z_of(state, found) + 1)
+
+
+def test_a_rate_that_falls_to_0_or_jumps() -> None:
+    """The difference has the scale of params, not of the rate, so nothing overflows."""
+    rates = jnp.array([0.5, 0.5, 1e-6, 0.0, 0.0, 2.0, 0.5])
+    recipe = lambda k: rates[k]
+    g = [jnp.full(20_000, 2.0**-6)] * len(rates)
+    for make in (
+        functools.partial(spa, recipe, 0.25),
+        functools.partial(spa_from_sgdm, recipe, 0.5),
+    ):
+        wide, _ = run(make(), jnp.ones(20_000), g)
+        narrow, _ = run(make(state_dtype=E4M3, rounding_key=KEY), jnp.ones(20_000), g)
+        error = narrow.std() / np.sqrt(20_000) + 1e-7
+        assert abs(narrow.mean() - wide[0]) < 5 * error
+        assert 0 < narrow.std() < 0.02
+
+
+def test_rates_that_are_not_foreseen() -> None:
+    """Under `inject_hyperparams` z − x is rescaled; a rise of the rate restarts momentum."""
+    factory = optax.inject_hyperparams(spa_from_sgdm, static_args=("state_dtype", "rounding_key"))
+    means = []
+    for dtype in (jnp.float32, E4M3):
+        tx = factory(learning_rate=0.1, momentum=0.5, state_dtype=dtype, rounding_key=KEY)
+        params, state = jnp.ones(20_000), tx.init(jnp.ones(20_000))
+        update = jax.jit(tx.update)
+        for rate in (0.1, 0.05, 0.2, 0.0, 0.1, 1e5, 0.1):
+            state.hyperparams["learning_rate"] = jnp.float32(rate)
+            updates, state = update(jnp.full(20_000, 2.0**-8 / max(rate, 1)), state, params)
+            params = optax.apply_updates(params, updates)
+        means.append((params.mean(), params.std() / np.sqrt(20_000)))
+    (exact, _), (mean, error) = means
+    assert abs(mean - exact) < 5 * error + 1e-7
+
+
+@pytest.mark.parametrize("name", ["masked", "partition", "MultiSteps", "apply_if_finite"])
+def test_composes(name: str) -> None:
+    tx = spa(0.5, 0.25, state_dtype=E4M3, rounding_key=KEY)
+    params = {"w": jnp.ones((4, 2), jnp.bfloat16), "scale": jnp.array(1.0), "n": jnp.array(3)}
+    grads = {
+        "w": jnp.full((4, 2), 2.0**-4, jnp.bfloat16),
+        "scale": jnp.array(0.25),
+        "n": jnp.array(0),
+    }
+    alone, _ = run(tx, params, [grads] * 2)
+    wrapped = {
+        "masked": lambda: optax.masked(tx, {"w": True, "scale": True, "n": False}),
+        "partition": lambda: optax.partition({"a": tx}, jax.tree.map(lambda _: "a", params)),
+        "MultiSteps": lambda: optax.MultiSteps(tx, 1),
+        "apply_if_finite": lambda: optax.apply_if_finite(tx, 3),
+    }[name]()
+    with jax.numpy_dtype_promotion("standard"):  # MultiSteps needs it
+        found, _ = run(wrapped, params, [grads] * 2)
+    assert found["n"] == 3
+    tolerance = 2.0**-6 if name == "masked" else 0  # its leaves have other random bits
+    chex.assert_trees_all_close(found, alone, atol=tolerance)
+
+
+def test_converted_both_ways() -> None:
+    """z goes over to other formats, and comes back to the 8 bits that it was."""
+    params, rng = {"w": jnp.ones((8, 4)), "b": jnp.array(0.5)}, np.random.default_rng(0)
+    grads = [jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params) for _ in "abc"]
+    narrow, wide = (
+        spa_from_sgdm(0.01, 0.5, state_dtype=dtype, rounding_key=KEY) for dtype in (E4M3, None)
+    )
+    params, state = run(narrow, params, grads)
+    as_wide = convert(state, params, into=wide.init(params))
+    chex.assert_trees_all_equal(as_wide.z, z_of(state, params))
+    back = convert(as_wide, params, into=narrow.init(params))
+    chex.assert_trees_all_equal(back, state)
+    sgd = optax.sgd(0.01, momentum=0.5)
+    as_sgd = convert(state, params, into=sgd.init(params))
+    expected, _ = run(wide, params, grads, as_wide)
+    found, _ = run(sgd, params, grads, as_sgd)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+    # Too far away it is at the limit, not NaN.
+    far = as_wide._replace(z=jax.tree.map(lambda z: z + 100, as_wide.z))
+    z = convert(far, params, into=narrow.init(params)).z
+    np.testing.assert_array_equal(np.float32(z["w"]), 448)
+
+
+@pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, gpa_adamw])
+def test_it_needs_a_key(make: Any) -> None:
+    with pytest.raises(ValueError, match="`rounding_key` must be given with a `state_dtype` of 8"):
+        make(0.1, state_dtype=E4M3)
+    for dtype in (jnp.float8_e4m3b11fnuz, jnp.float8_e5m2fnuz, jnp.int8):
+        with pytest.raises(ValueError, match="`state_dtype` must be a floating-point dtype of 16"):
+            make(0.1, state_dtype=dtype, rounding_key=KEY)
