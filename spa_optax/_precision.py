@@ -63,10 +63,8 @@ def num_saturated(z: Array) -> Int[Array, ""]:
 
 
 def difference(z: Array, y: Array, dtype: Any, seed: Seed | None = None) -> Array:
-    """(z − y) / UNIT in 8 bits, at most the dtype's largest number."""
-    limit = float(jnp.finfo(dtype).max)
-    d = (z - y.astype(z.dtype)) / UNIT
-    return rounded(d if seed is not None else jnp.clip(d, -limit, limit), dtype, seed)
+    """(z − y) / UNIT in 8 bits. Where it is NaN, y is."""
+    return rounded((z - y.astype(z.dtype)) / UNIT, dtype, seed, saturates=True)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
@@ -92,30 +90,34 @@ def seeds_like(
     return structure.unflatten(list(words))
 
 
-def rounded(x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False) -> Array:
+def rounded(
+    x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False, saturates: bool = False
+) -> Array:
     """`x` in a dtype as wide or narrower: rounded to nearest, or at random with a seed.
 
     The probabilities of the two neighbours make the mean x. One 32-bit hash serves two arrays that
-    drop 16 bits each: one takes its high bits, the other its low bits.
+    drop 16 bits each: one takes its high bits, the other its low bits. What saturates is at most
+    the largest number of the dtype, and NaN may become any.
     """
     if seed is None or dtype == x.dtype or jnp.iscomplexobj(x):
-        return x.astype(dtype)
-    return _stochastic(x, seed, dtype, low_bits)
+        limit = float(jnp.finfo(dtype).max)
+        return (jnp.clip(x, -limit, limit) if saturates else x).astype(dtype)
+    return _stochastic(x, seed, dtype, low_bits, saturates)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{wide.bits}")
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, x.dtype)
-    sign = shift = None
+    shift = None
     bits = as_bits(x)
+    sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
-        sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
-        if narrow.bits == 8:  # where NaN may be what is next
+        if saturates:
             size = jnp.minimum(size, float(narrow.max))
         shift = jnp.where(size < tiny, tiny, 0)
         bits = as_bits(size + shift)
@@ -127,14 +129,17 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool) -> Array:
     bits &= jnp.array(2**wide.bits - 2**num_extra, bits.dtype)
     if shift is not None:
         bits = as_bits(as_float(bits) - shift) | sign
-    if narrow.bits == 8:
-        return as_float(bits).astype(dtype)
-    return jnp.where(jnp.isfinite(x), as_float(bits), x).astype(dtype)  # NaN's bits could overflow
+    result = as_float(bits)
+    if not saturates:
+        result = jnp.where(jnp.isfinite(x), result, x)  # the bits of a NaN could overflow
+    return result.astype(dtype)
 
 
 @_stochastic.defjvp
-def _(dtype: Any, low_bits: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _stochastic(*primals, dtype, low_bits), tangents[0].astype(dtype)
+def _(
+    dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)
 
 
 def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:

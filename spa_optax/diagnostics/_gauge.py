@@ -96,7 +96,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
         map_floats(of_leaf, step.distance, step.gradient, step.rounding, step.saturated),
         is_leaf=lambda n: isinstance(n, Sums),
     )
-    zero = Sums(*[jnp.zeros([])] * 4, jnp.zeros([], jnp.int32))
+    zero = Sums(*(jnp.zeros([], field) for field in [jnp.float32] * 4 + [jnp.int32]))
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
     whole = functools.reduce(add, (sums for _, sums in by_leaf), zero)
     if labels is None:
