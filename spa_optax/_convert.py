@@ -286,7 +286,7 @@ def _write_schedule_free(into: PyTree, given: Given, run: Snapshot) -> PyTree:
 
 def _write_spa(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     def stored(z: Array, y: Array, old: Any) -> Array:
-        return difference(z, y, old.dtype) if holds_difference(old) else z
+        return difference(z - y, old.dtype) if holds_difference(old) else z
 
     def new(node: SPAState) -> SPAState:
         old = map(jnp.asarray, jax.tree.leaves(node.z))

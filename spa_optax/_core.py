@@ -21,6 +21,7 @@ from spa_optax._precision import (
     has_narrow,
     holds_difference,
     num_saturated,
+    restored,
     round_update,
     rounded,
     rounds_to,
@@ -161,17 +162,18 @@ def advance(
     )
     seeds = seeds_like(rounding_key, state.count, z)
 
-    # z_k ← y_k + r (z_k − y_k)
+    # z_k ← y_k + r (z_k − y_k). Where it has 8 bits, here z stands for z − y_k.
     z_k = (_rescale_or_select if r else _select_z)(y, z, r, at_start)
     # z_{k+1} = z_k − η g_k
     z_wide = map_floats(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
     z_next = _round_z(z, z_wide, seeds)
     # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
-    u = _param_update(g, y, z_next, p, delta, seeds)
+    distance = map_floats(_distance, z_next, y, z)
+    u = _param_update(g, y, distance, p, delta, seeds)
     z_next = _as_difference(z, z_next, y, u, seeds)
 
     # Under jit this is computed only if observed.
-    distance = map_floats(lambda z, y: z - y.astype(z.dtype), z_k, y)
+    distance = map_floats(_distance, z_k, y, z)
     rounding = map_floats(_rounding_error, distance, y, z)
     saturated = map_floats(num_saturated, z)
     step = Step(g, distance, rounding, saturated, eta, p, delta, r, state.c)
@@ -190,6 +192,7 @@ def z_now(state: SPAState, params: PyTree) -> PyTree:
     _check_state(state, params)
     state = jax.tree.map(jnp.asarray, state)
     _, y, z = _as_arrays(params, params, state.z)
+    z = map_floats(restored, z, y, otherwise=z)
     return _select_z(y, z, {}, is_at_start(state))
 
 
@@ -285,39 +288,47 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
 
 
 def _round_z(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
-    """z_{k+1} in the dtypes of z_k, except those of 8 bits, which need y_{k+1}."""
+    """z_{k+1} in the dtypes of z_k, but in full where it needs y_{k+1}: in 8 bits."""
     is_stored = lambda z: is_float(z) and not holds_difference(z)
     store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_stored(z) else new
     return jax.tree.map(store, z, z_wide, seeds, is_leaf=is_none)
 
 
+def _distance(z_wide: Array, y: Array, z: Array) -> Array:
+    """Z − y_k."""
+    dtype = wide_dtype(y, z)
+    z_wide = z_wide.astype(dtype)
+    return z_wide if holds_difference(z) else z_wide - y.astype(dtype)
+
+
 def _as_difference(z: PyTree, z_next: PyTree, y: PyTree, u: PyTree, seeds: PyTree) -> PyTree:
-    """z_{k+1} − y_{k+1} where z has 8 bits."""
+    """From z_{k+1} − y_k to z_{k+1} − y_{k+1}, where z has 8 bits."""
 
     def leaf(z: Any, new: Any, y: Any, u: Any, seed: Seed | None) -> Any:
         if not holds_difference(z):
             return new
-        return z if u is None else difference(new, y + u, z.dtype, seed)
+        # Not `new - u`: with y_{k+1}, an output, XLA for TPU makes one kernel of both.
+        wide = lambda leaf: leaf.astype(new.dtype)
+        return z if u is None else difference(new + wide(y) - wide(y + u), z.dtype, seed)
 
     return jax.tree.map(leaf, z, z_next, y, u, seeds, is_leaf=is_none)
 
 
 def _param_update(
-    g: PyTree, y: PyTree, z_next: PyTree, p: Array, delta: Array | None, seeds: PyTree
+    g: PyTree, y: PyTree, distance: PyTree, p: Array, delta: Array | None, seeds: PyTree
 ) -> PyTree:
     """y_{k+1} − y_k, with y_{k+1} rounded to the params' dtype."""
 
-    def u(y: Array, z_next: Array, g: Array) -> Array:
-        dtype = wide_dtype(y, z_next)
-        u = times(p, z_next.astype(dtype) - y.astype(dtype), dtype)
-        return u if delta is None else u - times(delta, g, dtype)
+    def u(d: Array, g: Array) -> Array:
+        u = times(p, d, d.dtype)
+        return u if delta is None else u - times(delta, g, d.dtype)
 
     def as_update(g: Any, y: Any, u: Any, seed: Seed | None) -> Array | None:
         if u is None:
             return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
         return round_update(u, y, seed, low_bits=True)
 
-    return jax.tree.map(as_update, g, y, map_floats(u, y, z_next, g), seeds, is_leaf=is_none)
+    return jax.tree.map(as_update, g, y, map_floats(u, distance, g), seeds, is_leaf=is_none)
 
 
 def _check_params(params: PyTree) -> None:
@@ -374,14 +385,14 @@ def _ratios(
 def _rescale(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r."""
+    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r; in 8 bits less x_k."""
 
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
         x_wide, z_wide = x.astype(dtype), z.astype(dtype)
         if holds_difference(z):  # 0 at the start, from whatever params
             distance = UNIT * z_wide
-            return x_wide + (times(r[str(x.dtype)], distance, dtype) if r else distance)
+            return times(r[str(x.dtype)], distance, dtype) if r else distance
         new = x_wide + times(r[str(x.dtype)], z_wide - x_wide, dtype) if r else x_wide
         if x.dtype in (dtype, z.dtype):
             return new

@@ -62,9 +62,9 @@ def num_saturated(z: Array) -> Int[Array, ""]:
     return jnp.sum(jnp.abs(z.astype(jnp.float32)) == float(jnp.finfo(z.dtype).max), dtype=jnp.int32)
 
 
-def difference(z: Array, y: Array, dtype: Any, seed: Seed | None = None) -> Array:
-    """(z − y) / UNIT in 8 bits. Where it is NaN, y is."""
-    return rounded((z - y.astype(z.dtype)) / UNIT, dtype, seed, saturates=True)
+def difference(d: Array, dtype: Any, seed: Seed | None = None) -> Array:
+    """What is stored of z − y. Where it is NaN, y is."""
+    return rounded(d / UNIT, dtype, seed, saturates=True)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
