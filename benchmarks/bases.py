@@ -299,16 +299,17 @@ class Form(NamedTuple):
     start: Hypers = {}  # noqa: RUF012  # its hyper-parameters, to begin tuning with
     schedule: Callable[[Run], optax.Schedule] = cosine
     faster: float = 1.0  # the rate to begin with, over that of the base
+    tuned_as: str | None = None  # another form, whose best hyper-parameters this one takes
     evaluate: Callable[[Any, Any], Any] = eval_params
 
 
-def averaged(c: Any, mu_y: Any, base: Tx, run: Run, **options: Any) -> Tx:
-    return primal_averaging(base, c, mu_y, state_dtype=BF16, rounding_key=run.key, **options)
+def averaged(c: Any, mu_y: Any, base: Tx, run: Run, dtype: Any = BF16, **options: Any) -> Tx:
+    return primal_averaging(base, c, mu_y, state_dtype=dtype, rounding_key=run.key, **options)
 
 
-def schedule_free(base: Tx, h: Hypers, run: Run) -> Tx:
+def schedule_free(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     c = schedule_free_averaging(constant(run), run.warm_up)
-    return averaged(c, h["mu_y"], base, run)
+    return averaged(c, h["mu_y"], base, run, dtype)
 
 
 def schedule_free_plus(base: Tx, h: Hypers, run: Run) -> Tx:
@@ -353,6 +354,21 @@ FORMS = {
         {"c": 0.1, "mu_y": 0.9},
         faster=2,
     ),
+    "averaged, 8 bits": Form(
+        BF16,
+        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, jnp.float8_e4m3fn),
+        {"c": 0.1, "mu_y": 0.9},
+        faster=2,
+        tuned_as="averaged",
+    ),
+    "Schedule-Free, 8 bits": Form(
+        BF16,
+        lambda base, h, run: schedule_free(base, h, run, jnp.float8_e4m3fn),
+        {"mu_y": 0.9},
+        constant,
+        faster=2,
+        tuned_as="Schedule-Free",
+    ),
     "Schedule-Free": Form(BF16, schedule_free, {"mu_y": 0.9}, constant, faster=2),
     "ScheduleFree+": Form(BF16, schedule_free_plus, {"r": 0, "warm_ups": 1}, constant, faster=2),
     "GPA": Form(
@@ -378,6 +394,7 @@ FORMS = {
     ),
 }
 
+EIGHT_BITS = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(
     dict.fromkeys(
@@ -394,7 +411,7 @@ CELLS = list(
             ("AdamW, factored", "GPA"),
             *[
                 (base, form)
-                for form in ("bfloat16", "Schedule-Free", "averaged", "float32")
+                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *EIGHT_BITS)
                 for base in BASES
             ],
         ]

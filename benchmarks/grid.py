@@ -318,6 +318,7 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
         """The best setting of the most similar number of steps."""
         distance = lambda other: abs(math.log(other["steps"] / sizes["steps"]))
         others = sorted((r["sizes"] for r in list(records.found.values())), key=distance)
+        cell = (cell[0], FORMS[cell[1]].tuned_as or cell[1])
         bests = (best_of(found(cell, other)) for other in (sizes, *others))
         return next(filter(None, bests), scheme(*cell, task.rate_scale).start) | {
             name: value for name, value in fixed.items() if name in scheme(*cell).start
@@ -336,7 +337,8 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
 
             return records.get((task.name, sizes, *cell, h, seed), new)
 
-        h = tune(start_of(cell), run, fixed)
+        start = start_of(cell)
+        h = start if FORMS[cell[1]].tuned_as else tune(start, run, fixed)
         for seed in range(1, arguments.seeds):
             run(h, seed)
 
