@@ -339,7 +339,7 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
 
         start = start_of(cell)
         h = start if FORMS[cell[1]].tuned_as else tune(start, run, fixed)
-        for seed in range(1, arguments.seeds):
+        for seed in range(arguments.seeds):
             run(h, seed)
 
     cells = [(b, f) for b, f in CELLS if b in arguments.base and f in arguments.form]
