@@ -149,6 +149,7 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
     of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
     of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
+    of_8_bits: dict[str, Any] = {**of_z, "state_dtype": jnp.float8_e4m3fn}
     factored: dict[str, Any] = {"second_moment": "factored"}
     result = {
         "AdamW, float32": (optax.adamw(1e-3), F32),
@@ -166,6 +167,7 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **of_z), BF16),
         "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **of_z, **of_16_bits), BF16),
         "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **of_z, **factored), BF16),
+        "gpa_adamw, 8-bit z, factored ν": (gpa_adamw(1e-3, **of_8_bits, **factored), BF16),
     }
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
@@ -193,6 +195,7 @@ OF_LARGEST = [
     *("gpa_adamw, bfloat16 z", f"gpa_adamw, bfloat16 z{IN_BACKWARD}"),
     *("gpa_adamw, bfloat16 z and ν", f"gpa_adamw, bfloat16 z and ν{IN_BACKWARD}"),
     *("gpa_adamw, bfloat16 z, factored ν", f"gpa_adamw, bfloat16 z, factored ν{IN_BACKWARD}"),
+    *("gpa_adamw, 8-bit z, factored ν", f"gpa_adamw, 8-bit z, factored ν{IN_BACKWARD}"),
 ]
 
 

@@ -98,7 +98,7 @@ def spa_adamw(
 
 def gpa_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    averaging: optax.ScalarOrSchedule = 0.0033,
+    averaging: optax.ScalarOrSchedule = 0.05,
     interpolation: optax.ScalarOrSchedule = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,

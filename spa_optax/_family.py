@@ -184,8 +184,8 @@ def spa_from_sgdm(
 
 def gpa(
     learning_rate: optax.ScalarOrSchedule,
-    averaging: optax.ScalarOrSchedule = 0.0033,
-    interpolation: optax.ScalarOrSchedule = 0.7,
+    averaging: optax.ScalarOrSchedule = 0.05,
+    interpolation: optax.ScalarOrSchedule = 0.9,
     *,
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
@@ -217,10 +217,10 @@ def gpa(
         H               1        4        8        16       32       64
         averaging       0.1      0.026    0.013    0.0066   0.0033   0.0016
 
-    The defaults are the authors', H = 32 and μ_y = 0.7, for directions with their own momentum,
-    such as `optax.scale_by_adam`'s. x is then the mean of some 300 values of z: for runs of a few
-    thousand steps, average over fewer. A fraction 1 − μ_y (1 − c) of each direction enters y at
-    once. If the direction has no momentum, μ_y must smooth it: `gpa_adamw` uses 0.9.
+    x is the mean of about 1/c values of z. The defaults are for runs of 300 to 5,000 steps, and for
+    directions without momentum, which μ_y must smooth: a fraction 1 − μ_y (1 − c) of each enters y
+    at once. The authors use H = 32 and μ_y = 0.7, for long runs and directions with their own
+    momentum, such as `optax.scale_by_adam`'s.
 
     After a finished optimizer, such as `optax.adam(1e-3)`, the loss climbs, and nothing warns: use
     `primal_averaging`. For the place in a chain, and for edited params, see `spa`.
