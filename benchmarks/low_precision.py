@@ -138,6 +138,13 @@ SCHEMES = {
     "SPA, bfloat16 z, stochastic": Scheme(
         BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=BF16, rounding_key=key)
     ),
+    **{
+        f"SPA, {dtype.__name__} z, stochastic": Scheme(
+            BF16,
+            lambda a, b, key, dtype=dtype: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key),
+        )
+        for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    },
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: rounding(sgd(a, b), nearest, key)),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, key: rounding(sgd(a, b), stochastic, key)
@@ -367,6 +374,7 @@ def main(argv: list[str] | None = None) -> str:
     add("--task", nargs="+", choices=both, default=both, help="what to train on")
     add("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA, help="β")
     add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
+    add("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="beside the reference")
     add("--seeds", type=int, default=5, help="how many")
     add("--epochs", type=int, help="by default 107 of 28 steps, and 25 of 80")
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
@@ -374,7 +382,8 @@ def main(argv: list[str] | None = None) -> str:
 
     records = common.Records(arguments.json, KEYS)
     tasks = {name: make_task(name, arguments.data_dir, arguments.epochs) for name in arguments.task}
-    settings: Any = list(itertools.product(tasks, arguments.momentum, arguments.schedule, SCHEMES))
+    schemes = [name for name in SCHEMES if name in (REFERENCE, MASTER, *arguments.scheme)]
+    settings: Any = list(itertools.product(tasks, arguments.momentum, arguments.schedule, schemes))
     seeds = range(arguments.seeds)
     bar = tqdm(total=sum(len(tasks[name].rates) * len(seeds) for name, *_ in settings))
     wanted = []

@@ -28,6 +28,8 @@ for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip in
 for_cards = pytest.mark.skipif(not has_cuda, reason="needs XLA for NVIDIA: jax-cuda12-plugin")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+EIGHT = NARROW | {"state_dtype": jnp.float8_e4m3fn}
 SHAPES = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
 SIZE = sum(map(math.prod, SHAPES))
 every_transform = pytest.mark.parametrize("name", ALL)
@@ -106,6 +108,20 @@ def test_6_bytes_are_one_kernel_a_leaf(make: Any) -> None:
 
 
 @for_tpus
+@pytest.mark.parametrize("make", [spa, gpa])
+def test_8_bits_are_one_kernel_a_leaf(make: Any) -> None:
+    """From z − y_{k+1}, which takes y_{k+1}; from the update of y XLA makes two kernels."""
+    narrow, of_8_bits = (
+        program(make(1e-3, **options), jnp.bfloat16) for options in (NARROW, EIGHT)
+    )
+    assert len([size for size in of_8_bits.kernels if size > 100_000]) == len(SHAPES)
+    assert of_8_bits.num_bytes <= 1.001 * 8 * SIZE
+    assert of_8_bits.temporary <= 0.001 * SIZE
+    assert of_8_bits.aliased > 0.999
+    assert of_8_bits.cycles < narrow.cycles
+
+
+@for_tpus
 def test_a_second_kernel_is_seen() -> None:
     """The positive control: the norm must be known before the update can be."""
 
@@ -145,7 +161,6 @@ def test_the_256_devices_are_of_many_hosts() -> None:
     assert len(hosts) > 8
 
 
-NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
 OF_MANY_LEAVES = {
     "spa": lambda: spa(1.0, 0.1),
     "schedule": lambda: spa_from_sgdm(optax.cosine_decay_schedule(0.1, 1000), 0.9),
@@ -155,6 +170,7 @@ OF_MANY_LEAVES = {
     "adamw": lambda: spa_adamw(1e-3),
     "8 bytes": lambda: gpa_adamw(1e-3, **NARROW),
     "6 bytes": lambda: gpa_adamw(1e-3, second_moment="bfloat16", **NARROW),
+    "8 bits": lambda: spa(1e-3, **EIGHT),
 }
 
 
@@ -162,7 +178,8 @@ OF_MANY_LEAVES = {
 @pytest.mark.parametrize("name", OF_MANY_LEAVES)
 def test_leaves_share_kernels_on_a_card(name: str) -> None:
     """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for each leaf."""
-    dtype = jnp.bfloat16 if name in ("rounding", "8 bytes", "6 bytes") else jnp.float32
+    is_narrow = name in ("rounding", "8 bytes", "6 bytes", "8 bits")
+    dtype = jnp.bfloat16 if is_narrow else jnp.float32
     of_30_leaves = lambda tx: compiled.analyse(
         compiled.compile_update(tx, [(64, 96)] * 30, dtype, compiled.devices_of("h100"))
     )
