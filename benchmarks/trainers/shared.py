@@ -1,0 +1,131 @@
+"""What the script of every trainer does: three optimizers, each killed and resumed.
+
+A script has `train(tx, own, folder, options)`, and calls `main`. That runs itself three times for
+each optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. With
+--json each optimizer is a line of OUT.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spa_optax import gpa_adamw, primal_averaging, stochastic_rounding
+from spa_optax.diagnostics import momentum_report, track_momentum
+
+STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
+KEY = jax.random.key(0)
+# From the learning rate and the trainer's own optimizer, with the gauge.
+OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
+    "gpa_adamw": lambda rate, own: track_momentum(
+        gpa_adamw(rate, state_dtype=jnp.bfloat16, second_moment="factored", rounding_key=KEY),
+        every=10,
+    ),
+    "primal_averaging": lambda rate, own: track_momentum(
+        primal_averaging(own, 0.05, 0.9, state_dtype=jnp.bfloat16, rounding_key=KEY), every=10
+    ),
+    "stochastic_rounding": lambda rate, own: track_momentum(
+        stochastic_rounding(own, KEY), every=10, averaging=0.1
+    ),
+}
+
+
+def text() -> np.ndarray:
+    """The bytes of some modules of Python's own library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    names = sorted(folder.glob("[a-m]*.py"))
+    return np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
+
+
+def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np.ndarray]:
+    """Texts of `length` bytes. The last tenth is for seeds that are odd."""
+    data, random = text(), np.random.default_rng(seed)
+    begin, end = (0.9, 1.0) if seed % 2 else (0.0, 0.9)
+    for _ in range(num):
+        low, high = int(begin * len(data)), int(end * len(data)) - length
+        starts = random.integers(low, high, (size, 1))
+        yield data[starts + np.arange(length)].astype(np.int32)
+
+
+def num_bytes(params: Any, state: Any) -> float:
+    """Of params and state, a parameter."""
+    arrays = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    return sum(a.nbytes for a in arrays((params, state))) / sum(a.size for a in arrays(params))
+
+
+def gain(state: Any) -> float:
+    """Of the gauge, over that of pure noise."""
+    report = momentum_report(state)
+    return float(report.gain / report.noise_level)
+
+
+def die() -> None:
+    """As if the machine failed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(script: str, name: str, folder: Path, kill_at: int) -> dict[str, Any] | None:
+    """The result of a process, or None if it was killed."""
+    command = [sys.executable, script, "--optimizer", name, "--folder", str(folder)]
+    done = subprocess.run(
+        [*command, "--kill-at", str(kill_at)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode == -signal.SIGKILL:
+        return None
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(script: str, name: str, version: str) -> dict[str, Any]:
+    """Runs an optimizer to the end, and killed and resumed."""
+    start = time.time()
+    with tempfile.TemporaryDirectory() as root:
+        whole = run(script, name, Path(root, "whole"), 0)
+        if run(script, name, Path(root, "killed"), KILLED_AT) is not None:
+            raise SystemExit(f"{name} was not killed")
+        resumed = run(script, name, Path(root, "killed"), 0)
+    assert whole is not None
+    assert resumed is not None
+    same = {"resumed": resumed["losses"] == whole["losses"], "resumed at": resumed["first step"]}
+    minutes = round((time.time() - start) / 60, 1)
+    trainer = Path(script).stem.removeprefix("with_")
+    return {"trainer": trainer, "version": version, "optimizer": name, **whole, **same} | {
+        "minutes": minutes
+    }
+
+
+def main(
+    script: str,
+    version: str,
+    train: Callable[[Callable[[float, Any], Any], Path, int], dict[str, Any]],
+) -> None:
+    """`train` takes an optimizer, from a rate and the trainer's own, a folder and a step to die."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
+    parser.add_argument("--folder", type=Path, help="of its checkpoints")
+    parser.add_argument("--kill-at", type=int, default=0, help="die after this step")
+    parser.add_argument("--json", type=Path, help="where to add the results")
+    options = parser.parse_args()
+    if options.folder:
+        result = train(OPTIMIZERS[options.optimizer], options.folder.absolute(), options.kill_at)
+        print(json.dumps(result))
+        return
+    for name in OPTIMIZERS:
+        result = compare(script, name, version)
+        print(result, flush=True)
+        if options.json:
+            with options.json.open("a") as out:
+                out.write(json.dumps(result) + "\n")
