@@ -4,6 +4,7 @@ python -m venv env && env/bin/pip install google-tunix==0.1.7 .
 XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python benchmarks/trainers/with_tunix.py
 """
 
+import contextlib
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,6 @@ class EvaluateAtX(hooks.TrainingHooks):
     def on_eval_step_end(self, trainer, eval_loss):
         nnx.update(trainer.model, self.y)
         self.y = None
-
-
-class Trainer(peft_trainer.PeftTrainer):
-    """Also for states with fewer axes than the params, as a factored ν has in Optax too."""
-
-    def _shard_optimizer(self, mesh):
-        pass  # `init` has split the state
 
 
 def export(trainer, folder):
@@ -101,10 +95,11 @@ def inputs(tokens: np.ndarray) -> dict[str, jax.Array]:
     }
 
 
-def train(make_tx: Any, folder: Path, kill_at: int) -> dict[str, Any]:
-    automatic = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((len(jax.devices()), 1), ("fsdp", "tp"), axis_types=automatic)
-    with mesh:
+def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
+    # nnx gives the means of a factored ν, in Optax too, the axes of the params, which do not fit.
+    devices = np.array(jax.devices()[:1] if name == shared.FACTORED else jax.devices())
+    mesh = jax.sharding.Mesh(devices.reshape(-1, 1), ("fsdp", "tp"))
+    with mesh if len(devices) > 1 else contextlib.nullcontext():
         config = peft_trainer.TrainingConfig(
             eval_every_n_steps=100,
             max_steps=shared.STEPS,
@@ -113,10 +108,10 @@ def train(make_tx: Any, folder: Path, kill_at: int) -> dict[str, Any]:
                 save_interval_steps=shared.SAVE_EVERY, max_to_keep=2
             ),
         )
-        factory = lambda learning_rate: make_tx(learning_rate, optax.adamw(learning_rate))
+        factory = lambda learning_rate: shared.make(name, learning_rate, optax.adamw(learning_rate))
         rate = optax.cosine_decay_schedule(RATE, 2 * shared.STEPS)
         tx = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(rate)
-        trainer = Trainer(make_model(mesh), tx, config)
+        trainer = peft_trainer.PeftTrainer(make_model(mesh), tx, config)
         trainer.with_gen_model_input_fn(inputs)
         trainer.with_training_hooks(watch := Watch(kill_at))
         trainer.train(list(shared.batches(shared.STEPS, 0)), list(shared.batches(20, 1)))
@@ -127,7 +122,7 @@ def train(make_tx: Any, folder: Path, kill_at: int) -> dict[str, Any]:
             "losses": [float(loss) for loss in np.ravel(history("loss", "eval")[-1:])],
             "first step": watch.first_step,
             "bytes": shared.num_bytes(params, nnx.state(trainer.optimizer)),
-            "devices": len(jax.devices()),
+            "devices": len(devices),
             "learning rate": float(history("learning_rate", "train")[-1]),
             "gain": float(history("gain", "train")[-1]),
         }
