@@ -136,7 +136,7 @@ class Run:
             "bytes": state_bytes / size,
             "all-reduces, inner": all_reduces(inner),
             "all-reduces, outer": all_reduces(outer_jit),
-            "across replicas": across_replicas(inner.as_text()),
+            "across replicas": across_replicas(str(inner.as_text())),
         }
 
     def gpa(self) -> float:
@@ -181,10 +181,7 @@ def main() -> None:
         environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, __file__, "--process"]
         workers = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--process", f"{address},{i}"], env=environment
-            )
-            for i in range(2)
+            subprocess.Popen([*command, f"{address},{i}"], env=environment) for i in range(2)
         ]
         sys.exit(max(worker.wait() for worker in workers))
     run, rows = Run(), []
