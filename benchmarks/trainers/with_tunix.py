@@ -24,7 +24,6 @@ from spa_optax import eval_params
 RATE = 4e-3
 
 
-# --8<-- [start:hook]
 class EvaluateAtX(hooks.TrainingHooks):
     """Every evaluation sees x; training goes on from y."""
 
@@ -46,12 +45,9 @@ def export(trainer, folder):
     """A checkpoint of Tunix that holds x alone."""
     average, params = nnx.clone(trainer.model), nnx.state(trainer.model, nnx.Param)
     nnx.update(average, eval_params(trainer.optimizer.opt_state, params))
-    saved = checkpoint_manager.CheckpointManager(str(folder))
+    saved = checkpoint_manager.CheckpointManager(str(folder))  # of tunix.sft
     saved.save(trainer.train_steps, average, force=True)
     saved.close()
-
-
-# --8<-- [end:hook]
 
 
 class Watch(EvaluateAtX):
@@ -75,10 +71,10 @@ def make_model(mesh: jax.sharding.Mesh) -> nnx.Module:
     heads = {"num_heads": 4, "head_dim": 32, "num_kv_heads": 2}
     config = llama3.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
     model = llama3.Llama3(config, rngs=nnx.Rngs(0))
-    state = nnx.state(model)
-    shardings = nnx.get_named_sharding(state, mesh)
-    narrow = lambda leaf, to: jax.device_put(leaf.astype(jnp.bfloat16), to)
-    nnx.update(model, jax.tree.map(narrow, state, shardings))
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model))
+    if mesh.size > 1:
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    nnx.update(model, state)
     return model
 
 
