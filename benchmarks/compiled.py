@@ -82,7 +82,7 @@ CARDS = {
     "b200": Card(10, 0, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
 }
 # Without it XLA for v7x makes two kernels of an update with arrays of 8 bits.
-OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
 Optimizers = dict[str, tuple[optax.GradientTransformation, Any]]
