@@ -42,7 +42,7 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def holds_difference(z: Array) -> bool:
+def holds_difference(z: Any) -> bool:
     """Whether z is stored as (z − y) / UNIT, in 8 bits."""
     return is_float(z) and z.dtype.itemsize == 1
 
