@@ -12,7 +12,9 @@ XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
 """
 
 import argparse
+import bisect
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -169,9 +171,14 @@ def num_bytes(runs: dict[int, Record]) -> float:
     return next(iter(runs.values()))["bytes"]
 
 
+def differences(runs: dict[int, Record], other: dict[int, Record]) -> list[float]:
+    """The loss less that of another cell, seed by seed."""
+    return [final(runs[seed]) - final(other[seed]) for seed in runs.keys() & other.keys()]
+
+
 def less(runs: dict[int, Record], other: dict[int, Record]) -> str:
-    """The loss less that of another cell, seed by seed: the mean, and its 95 % interval."""
-    both = [final(runs[seed]) - final(other[seed]) for seed in runs.keys() & other.keys()]
+    """Their mean, and its 95 % interval."""
+    both = differences(runs, other)
     if not both or runs is other:
         return ""
     mean = f"{statistics.mean(both):+.4f}"
@@ -181,21 +188,29 @@ def less(runs: dict[int, Record], other: dict[int, Record]) -> str:
     return mean.replace("-", "−")
 
 
-def telling(runs: Runs) -> list[Cell]:
+def ranked(runs: Runs) -> list[list[Cell]]:
+    """The cells of each class of bytes, the best first, by the difference from AdamW."""
+
+    def excess(cell: Cell) -> float:
+        both = differences(runs[cell], runs.get(REFERENCE, {}))
+        return statistics.mean(both) if both else mean_loss(runs[cell])
+
+    classes: list[list[Cell]] = [[] for _ in BYTE_CLASSES]
+    for cell in sorted(runs, key=excess):
+        classes[bisect.bisect_left(BYTE_CLASSES, num_bytes(runs[cell]))].append(cell)
+    return classes
+
+
+def telling(runs: Runs) -> Runs:
     """The best two of every class of bytes, and the controls."""
-    chosen = [cell for cell in CONTROLS if cell in runs]
-    for low, high in zip((0, *BYTE_CLASSES), BYTE_CLASSES, strict=False):
-        of_class = [cell for cell in runs if low < num_bytes(runs[cell]) <= high]
-        chosen += sorted(of_class, key=lambda cell: mean_loss(runs[cell]))[:2]
-    return list(dict.fromkeys(chosen))
+    best = [cell for of_class in ranked(runs) for cell in of_class[:2]]
+    return {cell: runs[cell] for cell in (*best, *CONTROLS) if cell in runs}
 
 
-def table(runs: Runs, cells: list[Cell]) -> str:
+def table(runs: Runs, shown: Runs) -> str:
     """By bytes, each compared with AdamW and with its base in bfloat16, not averaged."""
     rows = []
-    for cell in sorted(
-        cells, key=lambda cell: (round(num_bytes(runs[cell])), mean_loss(runs[cell]))
-    ):
+    for cell in itertools.chain(*ranked(shown)):
         of_cell, seeds = runs[cell], len(runs[cell])
         cells_ = (of_cell, runs.get(REFERENCE, {})), (of_cell, runs.get((cell[0], "bfloat16"), {}))
         loss, setting = f"{mean_loss(of_cell):.4f}", next(iter(of_cell.values()))["h"]
@@ -219,6 +234,29 @@ def tuning_table(tried: dict[Cell, list[Record]]) -> str:
             by_value = ", ".join(f"{value:g}: {losses[value]:.4f}" for value in sorted(losses))
             rows.append([*cell, name, by_value])
     return common.markdown(["base", "form", "of", "lowest loss by value"], rows)
+
+
+def by_cell(records: list[Record]) -> dict[Cell, list[Record]]:
+    """In the order of `CELLS`."""
+    result: dict[Cell, list[Record]] = {}
+    for record in sorted(records, key=lambda record: CELLS.index((record["base"], record["form"]))):
+        result.setdefault((record["base"], record["form"]), []).append(record)
+    return result
+
+
+def runs_of(records: list[Record]) -> Runs:
+    """The runs at the best setting of each cell."""
+    return {cell: by_seed(tried) for cell, tried in by_cell(records).items()}
+
+
+def report(records: list[Record]) -> str:
+    """The tables of runs of one task and size."""
+    runs = runs_of(records)
+    return (
+        f"The best two of each class of bytes, and controls:\n\n{table(runs, telling(runs))}\n\n"
+        f"All:\n\n{table(runs, runs)}\n\n"
+        f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
+    )
 
 
 def draw(runs: Runs, path: Path) -> None:
@@ -346,18 +384,16 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
     cells = cells[: arguments.first]
     if arguments.best:
         of_1000 = {cell: by_seed(found(cell, sizes | {"steps": 1_000})) for cell in cells}
-        cells = telling({cell: runs for cell, runs in of_1000.items() if runs})
+        cells = list(telling({cell: runs for cell, runs in of_1000.items() if runs}))
     if arguments.seeds:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(run_cell, cells))
     fits = lambda record: all(record["h"].get(name, v) == v for name, v in fixed.items())
-    tried = {cell: list(filter(fits, found(cell, sizes))) for cell in cells}
-    runs = {cell: of_cell for cell, tried_ in tried.items() if (of_cell := by_seed(tried_))}
-    if not runs:
+    chosen = [record for cell in cells for record in found(cell, sizes) if fits(record)]
+    if not chosen:
         raise common.command_line.UserError("--seeds 0 needs runs of these sizes in --json")
     if arguments.picture:
-        draw(runs, arguments.picture)
-    whole, tuning = table(runs, list(runs)), tuning_table({cell: tried[cell] for cell in runs})
-    text = f"{table(runs, telling(runs))}\n\nAll:\n\n{whole}\n\nTuning, by seed 0:\n\n{tuning}"
+        draw(runs_of(chosen), arguments.picture)
+    text = report(chosen)
     print(f"{common.device()}; {sizes}\n\n{text}")
     return text

@@ -22,6 +22,7 @@ import numpy as np
 import one_card
 import optax
 import pytest
+import render
 import update_cost
 import vision_transformer
 from flax import nnx
@@ -417,6 +418,12 @@ def test_table_of_cells() -> None:
     row = f"| rate 0.004 | 2.0000 | 3 | −0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}] |"
     assert row in text
     assert "| AdamW | bfloat16 | rate | 0.004: 1.9000, 0.008: inf |" in grid.tuning_table(tried)
+
+
+def test_results_are_those_of_the_records() -> None:
+    """`python benchmarks/render.py` would change nothing."""
+    for name, text in render.pages().items():
+        assert (render.RESULTS / f"{name}.md").read_text() == text, name
 
 
 def test_language_model_is_validated_on_other_files() -> None:

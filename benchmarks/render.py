@@ -1,0 +1,80 @@
+"""Writes the tables of results/*.jsonl as results/*.md.
+
+python benchmarks/render.py
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import grid
+import memory
+
+RESULTS = Path(__file__).parent / "results"
+SOURCE = "python benchmarks/render.py"
+CARDS = [name for name in memory.DEVICES if "chip" not in name]
+Record = dict[str, Any]
+
+
+def read(name: str) -> list[Record]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def of_grid(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """A section for each length of the runs, and size of the batches."""
+    by_size: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in records:
+        by_size[record["sizes"]["steps"], record["sizes"]["batch"]].append(record)
+    most_runs = lambda size: -len(by_size[size])
+    for size in sorted(by_size, key=most_runs):
+        num_steps, batch = size
+        yield f"{num_steps:,} steps, batches of {batch}", grid.report(by_size[size])
+
+
+def of_memory(path: Path) -> Iterator[tuple[str, str]]:
+    """The largest models, then each target that has a table of its own."""
+    found = common.Records(path, ("target", "optimizer"))
+    names = list(dict.fromkeys(record["optimizer"] for record in found.found.values()))
+    trained = [name for name in memory.OF_LARGEST if name in names and "8-bit" not in name]
+    yield (
+        "The largest model on one card, and the GiB of its step",
+        memory.largest(CARDS, trained, found),
+    )
+    for target in memory.BY_OPTIMIZER:
+        records = [record for record in found.found.values() if record["target"] == target]
+        yield f"{target}; {records[0]['versions']}", memory.table(records)
+
+
+def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
+    header = ["trainer", "optimizer", "bytes/param", "devices", "loss at x", "resumed", "minutes"]
+    rows = []
+    for record in records:
+        same = "to the same loss" if record["resumed"] else "TO ANOTHER LOSS"
+        name = f"{record['trainer']} {record['version']}", record["optimizer"]
+        losses = ", ".join(f"{loss:.4f}" for loss in record["losses"])
+        numbers = f"{record['bytes']:.1f}", str(record["devices"]), losses
+        rows.append([*name, *numbers, f"at {record['resumed at']}, {same}", str(record["minutes"])])
+    yield "Killed after step 170 of 300", common.markdown(header, rows)
+
+
+def pages() -> dict[str, str]:
+    """From the name of a page to its text."""
+    sections = {
+        "text": of_grid(read("text.jsonl")),
+        "images": of_grid(read("images.jsonl")),
+        "memory": of_memory(RESULTS / "memory.jsonl"),
+        "trainers": of_trainers(read("trainers.jsonl")),
+    }
+    result = {}
+    for name, of_page in sections.items():
+        parts = "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
+        result[name] = f"# {name}.jsonl as tables\n\nWritten by `{SOURCE}`.\n\n{parts}\n"
+    return result
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (RESULTS / f"{name}.md").write_text(text)
