@@ -127,7 +127,7 @@ def muon(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
 def muon_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
     """Muon's momentum in float8, rounded stochastically, with one scale for each array."""
     tx = muon(rate, momentum, dtype, key)
-    limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    limit = 0.9 * float(jnp.finfo(jnp.float8_e4m3fn).max)  # no random rounding exceeds the maximum
 
     def on_momentum(change: Callable[[Any, jax.Array], Any], state: Any) -> Any:
         is_muon = lambda node: isinstance(node, optax.contrib.MuonState)

@@ -14,25 +14,50 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from spa_optax import gpa_adamw, primal_averaging, stochastic_rounding
+from spa_optax import (
+    gpa,
+    gpa_adamw,
+    in_float32,
+    primal_averaging,
+    scale_by_factored_second_moment,
+    stochastic_rounding,
+)
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
 KEY = jax.random.key(0)
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
 FACTORED = "gpa_adamw, 4 bytes"
+BY_LEAF = "gpa, factored by leaf"
+
+
+def by_leaf(tx):
+    """The state is that of a list of arrays, so that nnx gives it no sharding of a parameter."""
+
+    def update(updates, state, params=None):
+        leaves, state = tx.update(jax.tree.leaves(updates), state, jax.tree.leaves(params))
+        return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
+
+    return optax.GradientTransformation(lambda params: tx.init(jax.tree.leaves(params)), update)
+
+
+THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     FACTORED: lambda rate, own: gpa_adamw(rate, second_moment="factored", **NARROW),
     "gpa_adamw, 6 bytes": lambda rate, own: gpa_adamw(rate, second_moment="bfloat16", **NARROW),
+    BY_LEAF: lambda rate, own: optax.chain(
+        by_leaf(in_float32(scale_by_factored_second_moment())), gpa(rate, 0.05, 0.9, **NARROW)
+    ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
@@ -109,8 +134,14 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
     }
 
 
-def main(script: str, version: str, train: Callable[[str, Path, int], dict[str, Any]]) -> None:
-    """`train` takes the name of an optimizer, a folder and a step to die at."""
+Train = Callable[[str, Path, int], dict[str, Any]]
+
+
+def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS) -> None:
+    """`train` takes the name of an optimizer, a folder and a step to die at.
+
+    What OUT has is not run again.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
     parser.add_argument("--folder", type=Path, help="of its checkpoints")
@@ -121,7 +152,11 @@ def main(script: str, version: str, train: Callable[[str, Path, int], dict[str, 
         result = train(options.optimizer, options.folder.absolute(), options.kill_at)
         print(json.dumps(result))
         return
-    for name in OPTIMIZERS:
+    lines = options.json.read_text().splitlines() if options.json and options.json.exists() else []
+    done = [json.loads(line) for line in lines]
+    trainer = Path(script).stem.removeprefix("with_")
+    known = {record["optimizer"] for record in done if record["trainer"] == trainer}
+    for name in [name for name in names if name not in known]:
         result = compare(script, name, version)
         print(result, flush=True)
         if options.json:

@@ -92,7 +92,7 @@ def inputs(tokens: np.ndarray) -> dict[str, jax.Array]:
 
 
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
-    # nnx gives the means of a factored ν, in Optax too, the axes of the params, which do not fit.
+    # nnx gives the means of a factored ν, in Optax too, the shardings of params, which do not fit.
     devices = np.array(jax.devices()[:1] if name == shared.FACTORED else jax.devices())
     mesh = jax.sharding.Mesh(devices.reshape(-1, 1), ("fsdp", "tp"))
     with mesh if len(devices) > 1 else contextlib.nullcontext():
