@@ -35,6 +35,7 @@ NUM_EVALUATIONS = 10
 EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
+NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
 Cell = tuple[str, str]  # base and form
@@ -280,10 +281,17 @@ def draw(runs: Runs, path: Path) -> None:
             axes.scatter(*zip(*points, strict=True), color=color, label=form, s=24, zorder=2)
     steps = [at[cell] for cell in frontier]
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
-    named = dict.fromkeys([*frontier[-5:], *(cell for cell in CONTROLS if cell in at)])
-    for base, form in named:
+    chosen = [*frontier[-5:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
+    named = [cell for cell in dict.fromkeys(chosen) if cell in at]
+    for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][0])):
+        right = at[base, form][0] > NUM_BYTES_AT_THE_RIGHT
         axes.annotate(
-            f"{base}, {form}", at[base, form], (4, 4), textcoords="offset points", fontsize=8
+            f"{base}, {form}",
+            at[base, form],
+            (-4 if right else 4, (6, -12)[i % 2]),
+            textcoords="offset points",
+            fontsize=8,
+            horizontalalignment="right" if right else "left",
         )
     axes.set_xscale("log", base=2)
     axes.margins(x=0.12)

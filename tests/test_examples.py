@@ -424,6 +424,9 @@ def test_results_are_those_of_the_records() -> None:
     """`python benchmarks/render.py` would change nothing."""
     for name, text in render.pages().items():
         assert (render.RESULTS / f"{name}.md").read_text() == text, name
+    # The page that says what to type has the first table.
+    table = (render.RESULTS / "text.md").read_text().split("\n\n|")[1].split("\n\n")[0]
+    assert table in (render.RESULTS.parent.parent / "docs/which.md").read_text()
 
 
 def test_language_model_is_validated_on_other_files() -> None:
