@@ -283,12 +283,12 @@ def draw(runs: Runs, path: Path) -> None:
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
     chosen = [*frontier[-5:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
     named = [cell for cell in dict.fromkeys(chosen) if cell in at]
-    for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][0])):
+    for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][1])):
         right = at[base, form][0] > NUM_BYTES_AT_THE_RIGHT
         axes.annotate(
             f"{base}, {form}",
             at[base, form],
-            (-4 if right else 4, (6, -12)[i % 2]),
+            (-4 if right else 4, (-12, 6)[i % 2]),
             textcoords="offset points",
             fontsize=8,
             horizontalalignment="right" if right else "left",
