@@ -245,10 +245,11 @@ def codes(signed: bool) -> np.ndarray:
 def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
     """Moments in 8 bits, in blocks of 256 with their largest value as the scale.
 
-    Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861.
+    Without momentum it is Adam's direction. Dettmers et al., 8-bit Optimizers via Block-wise
+    Quantization, 2021, arXiv:2110.02861.
     """
     del dtype, key
-    adam = optax.scale_by_adam(momentum, B2)
+    adam = optax.scale_by_adam(momentum or 0, B2)
 
     def pack(x: jax.Array, signed: bool) -> Any:
         blocks = jnp.pad(x.ravel(), (0, -x.size % 256)).reshape(-1, 256)
@@ -266,14 +267,16 @@ def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array
 
     def store(state: Any) -> Any:
         pack_tree = lambda tree, signed: jax.tree.map(lambda x: pack(x, signed), tree)
-        return state.count, pack_tree(state.mu, True), pack_tree(state.nu, False)
+        mu = pack_tree(state.mu, True) if momentum is not None else ()
+        return state.count, mu, pack_tree(state.nu, False)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count, mu, nu = state
         unpack_tree = lambda tree, signed: jax.tree.map(
             lambda g, packed: unpack(packed, g, signed), updates, tree
         )
-        moments = optax.ScaleByAdamState(count, unpack_tree(mu, True), unpack_tree(nu, False))
+        mu = unpack_tree(mu, True) if mu else optax.tree.zeros_like(updates)
+        moments = optax.ScaleByAdamState(count, mu, unpack_tree(nu, False))
         d, moments = adam.update(updates, moments, params)
         return d, store(moments)
 
@@ -283,6 +286,7 @@ def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array
 
 BASES = {
     "Adam, full": Base(adam_full, 0.004),
+    "Adam, 8 bits": Base(adamw_8_bits, 0.004),
     "Adam, factored": Base(adam_factored, 0.004),
     "AdamW": Base(adamw, 0.004, 0.8),
     "AdamW, factored": Base(adam_factored, 0.004, 0.8),

@@ -315,6 +315,33 @@ def test_harmonic_averaging_is_schedule_free() -> None:
         chex.assert_trees_all_close(state.z, reference_state.z, rtol=1e-11)
 
 
+def test_rounding_x_keeps_its_error_in_momentum() -> None:
+    """With an exact z it is SGD+M with m ← m + (1/α)(1 − 1/β) error, if α is constant."""
+
+    def distance(alpha: optax.Schedule, beta: float = 0.9, num_steps: int = 400) -> float:
+        random = np.random.default_rng(0)
+        curvature, x = np.geomspace(0.01, 1, 32), random.normal(size=32)
+        coarse = lambda x: np.round(16 * x) / 16
+        tx = spa_from_sgdm(alpha, beta)
+        m, params, update = np.zeros(32), x, jax.jit(tx.update)
+        state = tx.init(jnp.array(params))
+        largest = 0.0
+        for k, noise in enumerate(random.normal(size=(num_steps, 32))):
+            m = beta * m + curvature * x + noise
+            exact = x - float(alpha(k)) * m
+            x = coarse(exact)
+            m += (1 - 1 / beta) / float(alpha(k)) * (exact - x)
+            updates, state = update(jnp.array(curvature * params + noise), state, params)
+            params = coarse(params + np.asarray(updates))
+            largest = max(largest, float(np.abs(params - x).max()))
+        return largest
+
+    with x64():
+        assert distance(lambda k: jnp.full(jnp.shape(k), 0.02)) == 0
+        decayed = lambda k: 0.02 * jnp.cos(jnp.asarray(k, float) * jnp.pi / 800) ** 2
+        assert distance(decayed) >= 1 / 16  # one place of `coarse`: here they differ
+
+
 def test_primal_averaging_of_any_direction() -> None:
     # Behind Adam without first moment, the gradient that `spa` sees is Adam's direction.
     with x64():
