@@ -422,8 +422,16 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
             axes.barh(y, size or end, color=colour, alpha=1 if fitting else 0.25)
             text = "" if size is None else f"{size:.1f}"
             text += "" if fitting else " out of memory"
-            axes.text(0.02 * end, y, text, va="center", color="white" if fitting else "tab:red")
-        axes.axvline(limit, color="tab:red", linestyle="--")
+            inside = fitting and size > 0.25 * end
+            axes.text(
+                0.02 * end + (0 if inside or not fitting else size),
+                y,
+                text,
+                va="center",
+                color="white" if inside else "black" if fitting else "tab:red",
+                bbox=None if fitting else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )
+        axes.axvline(limit, color="tab:red", linestyle="--", zorder=0.5)
         axes.set(title=target, xlabel=f"GiB a device, of {limit:.1f}", xlim=(0, 1.04 * end))
     labels = [f"{name}: {num_bytes[name]:.0f} B" for name in names]
     panels[0, 0].set_yticks(range(len(names)), labels)

@@ -830,6 +830,20 @@ def test_plot() -> None:
         plot_momentum({0: reports[9], 1: {"w": reports[9]}})
 
 
+def test_plot_of_many_layers_names_those_that_differ_most() -> None:
+    import matplotlib.pyplot as plt
+
+    reports = collected(per_leaf=False)
+    gains = {"all": 9.0, **{f"layer {i}": 1 + 0.1 * i for i in range(8)}}
+    scaled = lambda report, gain: report._replace(gain=gain * report.noise_level)
+    by_label = {k: {n: scaled(r, gain) for n, gain in gains.items()} for k, r in reports.items()}
+    figure = plot_momentum(by_label)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["all", *(f"layer {i}" for i in range(3, 8))]
+    assert len(figure.axes[0].lines) == len(gains) + 1  # and the level of noise
+    plt.close(figure)
+
+
 def test_logged_to_tensorboard(tmp_path: Path) -> None:
     """As the README logs it, and read back from the file of events."""
     reports = collected(per_leaf=False)

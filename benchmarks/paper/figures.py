@@ -330,7 +330,8 @@ def figure_4(runs: Runs, out: Path) -> None:
             axes[2].errorbar(difference, i, xerr=error, color=color[name], marker="o", capsize=3)
         else:
             place = np.clip(difference, -0.9 * LIMIT, 0.9 * LIMIT)
-            text = f"{'+' if difference > 0 else ''}{plus_minus(difference, error, '.1f')}"
+            sign = "+" if difference > 0 else ""
+            text = (sign + plus_minus(difference, error, ".1f")).replace("-", "−")
             side = "left" if difference < 0 else "right"
             axes[2].text(place, i, text, color=color[name], va="center", ha=side)
     write_csv(out / "figure4_accuracy.csv", "epoch", epochs, columns)

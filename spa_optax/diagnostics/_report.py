@@ -1,7 +1,7 @@
 """The gauge in numbers, in words and in a picture."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from spa_optax.diagnostics._track import TrackMomentumState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+NUM_NAMED = 5  # of the lines of `plot_momentum`
 
 
 class MomentumReport(NamedTuple):
@@ -192,7 +194,8 @@ def plot_momentum(
     """Plots gain / noise level and alignment over a run.
 
     Args:
-      reports: results of `momentum_report`, by step. A label "all" is drawn thick.
+      reports: results of `momentum_report`, by step. A label "all" is drawn thick. Of the others
+        the five that differ most from pure noise are named, and the rest is grey.
 
     Returns:
       A figure; this needs matplotlib.
@@ -226,15 +229,21 @@ def plot_momentum(
     values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
     if shape := values.shape[3:]:
         raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
+    of_label = [MomentumReport(*values[:, i].T) for i in range(len(labels))]
+    ratios = np.full((len(labels), len(values)), np.nan)
+    for ratio, report in zip(ratios, of_label, strict=True):
+        np.divide(report.gain, report.noise_level, ratio, where=report.noise_level > 0)
+    from_noise = np.nan_to_num(np.abs(ratios - 1)).sum(1)
+    others = [i for i, label in enumerate(labels) if label not in ("", "all")]
+    named = sorted(others, key=lambda i: -from_noise[i])[:NUM_NAMED]
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
-    for i, label in enumerate(labels):
-        report = MomentumReport(*values[:, i].T)
-        undefined, levels = np.full(len(values), np.nan), report.noise_level
-        ratio = np.divide(report.gain, levels, undefined, where=levels > 0)
-        # From blue to yellow, in the order of the labels.
-        color = "black" if label in ("", "all") else plt.get_cmap("plasma")(i / len(labels))
-        style = {"color": color, "linewidth": 2.5 if color == "black" else 1.2, "label": label}
-        top.plot(list(by_step), ratio, **style)
+    for i, (label, report) in enumerate(zip(labels, of_label, strict=True)):
+        style: dict[str, Any] = {"linewidth": 1.2, "label": label}
+        if i not in others:
+            style |= {"color": "black", "linewidth": 2.5}
+        elif i not in named:
+            style = {"color": "0.75", "linewidth": 0.8, "zorder": 1}
+        top.plot(list(by_step), ratios[i], **style)
         bottom.plot(list(by_step), report.alignment, **style)
     top.set(ylabel="gain / noise level", yscale="log")
     top.set_title("Steps add up where gain over noise level is above 1")
