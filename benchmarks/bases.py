@@ -249,7 +249,7 @@ def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array
     Quantization, 2021, arXiv:2110.02861.
     """
     del dtype, key
-    adam = optax.scale_by_adam(momentum or 0, B2)
+    adam = optax.scale_by_adam(0 if momentum is None else momentum, B2)
 
     def pack(x: jax.Array, signed: bool) -> Any:
         blocks = jnp.pad(x.ravel(), (0, -x.size % 256)).reshape(-1, 256)

@@ -208,18 +208,19 @@ def telling(runs: Runs) -> Runs:
     return {cell: runs[cell] for cell in (*best, *CONTROLS) if cell in runs}
 
 
-def table(runs: Runs, shown: Runs) -> str:
-    """By bytes, each compared with AdamW and with its base in bfloat16, not averaged."""
+def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
+    """Each cell compared with AdamW and with its base in bfloat16, not averaged."""
     rows = []
-    for cell in itertools.chain(*ranked(shown)):
+    for cell in cells:
         of_cell, seeds = runs[cell], len(runs[cell])
-        cells_ = (of_cell, runs.get(REFERENCE, {})), (of_cell, runs.get((cell[0], "bfloat16"), {}))
-        loss, setting = f"{mean_loss(of_cell):.4f}", next(iter(of_cell.values()))["h"]
-        tuned = ", ".join(f"{name} {value:g}" for name, value in setting.items())
-        start = *cell, f"{num_bytes(of_cell):.1f}", tuned, loss, str(seeds)
-        rows.append([*start, *(less(*pair) for pair in cells_)])
-    header = ["base", "form", "bytes", "tuned to", "loss", "seeds", "− AdamW", "− base in bfloat16"]
-    return common.markdown(header, rows)
+        others = runs.get(REFERENCE, {}), runs.get((cell[0], "bfloat16"), {})
+        row = [*cell, f"{num_bytes(of_cell):.1f}", f"{mean_loss(of_cell):.4f}", str(seeds)]
+        row += [less(of_cell, other) for other in others]
+        tuned = next(iter(of_cell.values()))["h"]
+        row += [", ".join(f"{name} {value:g}" for name, value in tuned.items())] * settings
+        rows.append(row)
+    header = ["base", "form", "bytes", "loss", "seeds", "− AdamW", "− base in bfloat16"]
+    return common.markdown(header + ["tuned to"] * settings, rows)
 
 
 def tuning_table(tried: dict[Cell, list[Record]]) -> str:
@@ -253,9 +254,12 @@ def runs_of(records: list[Record]) -> Runs:
 def report(records: list[Record]) -> str:
     """The tables of runs of one task and size."""
     runs = runs_of(records)
+    by_bytes = sorted(telling(runs), key=lambda cell: num_bytes(runs[cell]))
+    ordered = list(itertools.chain(*ranked(runs)))
     return (
-        f"The best two of each class of bytes, and controls:\n\n{table(runs, telling(runs))}\n\n"
-        f"All:\n\n{table(runs, runs)}\n\n"
+        "The best two of each class of bytes, and controls:\n\n"
+        f"{table(runs, by_bytes, settings=False)}\n\n"
+        f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
         f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
     )
 

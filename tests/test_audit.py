@@ -524,4 +524,4 @@ def test_the_reports_of_the_docs() -> None:
         theory.audit(fall, 0.1, 400),
         theory.audit_sgdm(0.1, rise, 1_000),
     ):
-        assert f"    {audit.report().splitlines()[0]}\n" in docs
+        assert f"> {audit.report().splitlines()[0]}\n" in docs

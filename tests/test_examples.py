@@ -309,13 +309,14 @@ def test_bases(base: str) -> None:
     for form in ("bfloat16", "averaged"):
         scheme = bases.scheme(base, form)
         run = bases.Run(40, jax.random.key(0))
-        tx = scheme.make({**scheme.start, "rate": scheme.start["rate"] / 16}, run)
+        h = {**scheme.start, "rate": scheme.start["rate"] / 16}
         x = optax.tree.cast(params, scheme.dtype)
-        state = tx.init(x)
+        state = scheme.make(h, run).init(x)
         num_bytes[form] = sum(leaf.nbytes for leaf in jax.tree.leaves((x, state)))
-        update = jax.jit(tx.update)
+        # Hyper-parameters are traced, as in the benchmark.
+        update = jax.jit(lambda h, *rest, make=scheme.make, run=run: make(h, run).update(*rest))
         for _ in range(40):
-            updates, state = update(x, state, x)  # the gradient of |x|²/2
+            updates, state = update(h, x, state, x)  # the gradient of |x|²/2
             x = optax.apply_updates(x, updates)
         y = scheme.evaluate(state, x)
         assert optax.tree.norm(optax.tree.cast(y, jnp.float32)) < optax.tree.norm(params)
@@ -413,9 +414,9 @@ def test_table_of_cells() -> None:
     }
     tried["AdamW", "bfloat16"] += [record_of(other, None), record_of(other, 1.0, seed=1)]
     runs = {cell: grid.by_seed(records) for cell, records in tried.items()}
-    text = grid.table(runs, grid.telling(runs))
+    text = grid.table(runs, list(grid.telling(runs)), settings=True)
     error = 4.303 * 0.1 / 3**0.5
-    row = f"| rate 0.004 | 2.0000 | 3 | −0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}] |"
+    row = f"| 2.0000 | 3 | −0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}] |  | rate 0.004 |"
     assert row in text
     assert "| AdamW | bfloat16 | rate | 0.004: 1.9000, 0.008: inf |" in grid.tuning_table(tried)
 
