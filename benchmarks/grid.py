@@ -35,6 +35,7 @@ NUM_EVALUATIONS = 10
 EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
+ALSO_TOLD = (("Adam, factored", "Schedule-Free"), ("Adam, factored", "Schedule-Free, 8 bits"))
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
@@ -203,9 +204,9 @@ def ranked(runs: Runs) -> list[list[Cell]]:
 
 
 def telling(runs: Runs) -> Runs:
-    """The best two of every class of bytes, and the controls."""
+    """The best two of every class of bytes, the controls, and the best form of Adam."""
     best = [cell for of_class in ranked(runs) for cell in of_class[:2]]
-    return {cell: runs[cell] for cell in (*best, *CONTROLS) if cell in runs}
+    return {cell: runs[cell] for cell in (*best, *CONTROLS, *ALSO_TOLD) if cell in runs}
 
 
 def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
@@ -257,7 +258,7 @@ def report(records: list[Record]) -> str:
     by_bytes = sorted(telling(runs), key=lambda cell: num_bytes(runs[cell]))
     ordered = list(itertools.chain(*ranked(runs)))
     return (
-        "The best two of each class of bytes, and controls:\n\n"
+        "The best two of each class of bytes, controls, and the best form of Adam:\n\n"
         f"{table(runs, by_bytes, settings=False)}\n\n"
         f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
         f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"

@@ -418,13 +418,13 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         for record in of_target:
             name, size = record["optimizer"], record["GiB"]
             colour = "tab:blue" if name.startswith(("spa", "gpa")) else "0.45"
-            y, fitting = names.index(name), fits(record)
-            axes.barh(y, size or end, color=colour, alpha=1 if fitting else 0.25)
+            y, fitting, length = names.index(name), fits(record), size or end
+            axes.barh(y, length, color=colour, alpha=1 if fitting else 0.25)
             text = "" if size is None else f"{size:.1f}"
             text += "" if fitting else " out of memory"
-            inside = fitting and size > 0.25 * end
+            inside = fitting and length > 0.25 * end
             axes.text(
-                0.02 * end + (0 if inside or not fitting else size),
+                0.02 * end + (0 if inside or not fitting else length),
                 y,
                 text,
                 va="center",

@@ -20,11 +20,11 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
+    *,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Mask = None,
-    *,
     second_moment: SecondMoment = "full",
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
@@ -45,14 +45,15 @@ def spa_adamw(
             spa(learning_rate, averaging),
         )
 
-    z replaces the first moment and the float32 master copy. Bytes per parameter for bfloat16 params
-    and their state, with a `rounding_key` (AdamW takes 14 with a master copy, 12 with float32
-    params, and 10 with those and `mu_dtype=jnp.bfloat16`):
+    z replaces the first moment and the float32 master copy. Params and state take these bytes per
+    parameter, with bfloat16 params and a `rounding_key`:
 
         10    z and ν in float32
         8     `state_dtype=jnp.bfloat16`
         6     and `second_moment="bfloat16"`
         4     or `second_moment="factored"`
+
+    AdamW takes 14 with a master copy, 12 in float32, and 10 with `mu_dtype=jnp.bfloat16` too.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -63,11 +64,12 @@ def spa_adamw(
         decoupled and multiplied by the learning rate, as in `optax.adamw`.
       mask: which params to decay: a tree of booleans, or a function of the params. None means all.
       second_moment: ν is "full", in 32 bits or more; "bfloat16", which needs a `rounding_key`; or
-        "factored" as in `optax.adafactor`, with almost no memory, where √ν + ε is √(ν + ε²).
+        "factored" as in `optax.adafactor`, with almost no memory, and √(ν + ε²) for √ν + ε. Only
+        arrays whose second longest axis is 128 or more are factored.
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` also
-        name a `mask` that is a function in `static_args`, and for 16-bit params set
-        `hyperparam_dtype` to float32: in bfloat16 a β₂ of 0.999 is 1.
+      rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` put it,
+        `state_dtype`, `second_moment` and a function `mask` into `static_args`. For 16-bit params
+        also set `hyperparam_dtype` to float32: in bfloat16 a β₂ of 0.999 is 1.
 
     Returns:
       An optax chain whose `update` needs `params` and keeps their dtype. Evaluate and save these.
@@ -100,11 +102,11 @@ def gpa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.05,
     interpolation: optax.ScalarOrSchedule = 0.9,
+    *,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Mask = None,
-    *,
     second_moment: SecondMoment = "full",
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
@@ -115,14 +117,14 @@ def gpa_adamw(
     averaging it is `optax.contrib.schedule_free_adamw` with b1 = μ_y.
 
     The authors' GPA-AdamW also has Adam's first moment, one more buffer, and decays z:
-    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code leaves
-    the decay out of y's own step, which makes their x too large.
+    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code forgets
+    the decay in y's own step, so its x is too large.
 
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. The part of each
-        direction that enters y at once is 1 − μ_y (1 − c), as 1 − b1 in AdamW.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. A share
+        1 − μ_y (1 − c) of each direction enters y at once; in AdamW that share is 1 − b1.
       b2: β₂ in [0, 1), as for `spa_adamw`.
       eps: ε ≥ 0, as for `spa_adamw`.
       weight_decay: λ ≥ 0, as for `spa_adamw`.
@@ -169,6 +171,8 @@ def _after_adam(
     rounding_key: PRNGKeyArray | None,
 ) -> optax.GradientTransformationExtraArgs:
     check(weight_decay=weight_decay, second_moment=second_moment)
+    if second_moment == "bfloat16" and rounding_key is None:
+        raise ValueError('`rounding_key` must be given with `second_moment="bfloat16"`, got None')
     if second_moment == "factored":
         scale = scale_by_factored_second_moment(b2, eps)
     else:

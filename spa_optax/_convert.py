@@ -58,7 +58,7 @@ def convert(
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
-    From `optax.sgd` w is that of the look-ahead of `spa_from_sgdm`; to it, that of the state.
+    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's.
     Second moments, in the new optimizer's form, and the state of a base optimizer are kept.
 
     From AdamW, the next step's momentum is AdamW's, except for the gradient's effect on ν. The
@@ -66,8 +66,8 @@ def convert(
     after 44 steps at β₁ = 0.9. Weight decay, which has no momentum in AdamW, takes about 1/c steps
     to take full effect.
 
-    On the way back m has the rounding error of x over w. It is large for params of 16 bits or
-    fewer, and in float32 where the rate is almost 0 (0.8 % of m, two steps before a cosine ends).
+    On the way back m has the rounding error of x, divided by w. It is large for params of 16 bits
+    or fewer, and in float32 where the rate is almost 0: 0.8 % of m, two steps before a cosine ends.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
@@ -84,7 +84,7 @@ def convert(
       b2: β₂ of both runs, in [0, 1), if they have a second moment.
       eps: ε of both runs, ≥ 0, if they have a second moment.
       weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
-      count: k, the number of steps taken, if `old_state` does not hold one: `optax.sgd` with a
+      count: k, the number of steps taken, if `old_state` has none, as that of `optax.sgd` with a
         number as learning rate. Needed there if momentum is a schedule.
 
     Returns:
@@ -93,7 +93,7 @@ def convert(
 
     Raises:
       ValueError: if an argument is missing or out of range; if a state holds none of these, or
-        several; if the trees do not match; or if `params` are y on one side and x on the other.
+        several; if the trees do not match; or if only one of the runs trains at y.
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.

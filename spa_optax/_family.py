@@ -60,12 +60,12 @@ def spa(
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. A narrower z needs a `rounding_key` to keep small
-        steps. In 8 bits, float8_e4m3fn or float8_e5m2, the state has 256 (z − params) instead of z.
-        Under `optax.inject_hyperparams` name both in `static_args`.
+        steps. With float8_e4m3fn or float8_e5m2 the state holds 256 · (z − params) instead of z.
+        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The random bits do not
         depend on the sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
-        `jax.shard_map`, share theirs. If that matters, give each its own key, such as
+        `jax.shard_map`, share their bits. If that matters, give each its own key, such as
         `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which
         params are replicated.
 
@@ -118,30 +118,30 @@ def spa_from_sgdm(
 
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
-    through z_k = x_k − w_k m_k, where w_k looks ahead in the schedules:
+    through z_k = x_k − w_k m_k, where w_k depends on later α and β:
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     so that z_k is the point at which x would come to rest if every later gradient were zero. For
-    constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, a_k = α_k β_k
-    replaces α_k, η_k is larger by α_k, and x takes a further step of −α_k (1 − c_{k+1}) g_k.
+    constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces α_k
+    in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point. (If β or all later α are 0, z only stores m.) Rescaling also scales the rounding error of
-    x in z − x, so for 16-bit params prefer schedules. Where a rise of the rate would magnify that
-    error more than 1/√eps times (2,896 in float32, 11 in bfloat16), momentum restarts from zero.
-    For the place in a chain, and for edited params, see `spa`.
+    point. (Neither is it if β or all later α are 0.) Rescaling also scales the rounding error of
+    x in z − x, so for 16-bit params prefer schedules. Where a rising rate would magnify that error
+    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. For the place in
+    a chain, and for edited params, see `spa`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
         `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
-      horizon: how many steps to look ahead, at least 1. None means until β^horizon < 1e-8 for a
-        Python number (175 steps at β = 0.9, at most 32,768), and 2,000 for a schedule or an array
-        (enough up to β = 0.99). With fewer steps the iterates remain exact, but z is rescaled.
-        Under `optax.inject_hyperparams` name it in `static_args`.
+      horizon: how many steps to look ahead, at least 1. None means, for a number β, until
+        β^horizon < 1e-8 (175 steps at 0.9, at most 32,768). For a schedule or an array it means
+        2,000 steps, which is enough up to β = 0.99. With fewer steps the iterates remain exact,
+        but z is rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
@@ -192,7 +192,7 @@ def gpa(
 ) -> optax.GradientTransformationExtraArgs:
     """Generalized primal averaging (GPA): gradients at y, between the average x and z.
 
-    With c = 1 − μ_x of the paper, and d_k the incoming update, taken at y_k, step k = 0, 1, … is
+    c is 1 − μ_x in the paper, and d_k the incoming update, taken at y_k. Step k = 0, 1, … is
 
         z_{k+1} = z_k − γ_k d_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
@@ -211,15 +211,15 @@ def gpa(
     - Constants: quasi-hyperbolic momentum with β = μ_x and ν = μ_y.
     - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
 
-    GPA is a smooth form of DiLoCo with one worker, whose slow weights take a step with momentum μ
-    every H steps: μ_x = μ^(1/H). With the usual μ = 0.9:
+    DiLoCo with one worker takes a slow step with momentum μ every H steps. GPA smooths that, with
+    μ_x = μ^(1/H). For the usual μ = 0.9:
 
         H               1        4        8        16       32       64
         averaging       0.1      0.026    0.013    0.0066   0.0033   0.0016
 
-    x is the mean of about 1/c values of z. The defaults are for runs of 300 to 5,000 steps, and for
-    directions without momentum, which μ_y must smooth: a fraction 1 − μ_y (1 − c) of each enters y
-    at once. The authors use H = 32 and μ_y = 0.7, for long runs and directions with their own
+    x is the mean of about 1/c values of z. The defaults suit runs of 300 to 5,000 steps, and
+    directions without momentum. μ_y smooths those: a share 1 − μ_y (1 − c) of each enters y at
+    once. The authors use H = 32 and μ_y = 0.7, for long runs and directions with their own
     momentum, such as `optax.scale_by_adam`'s.
 
     After a finished optimizer, such as `optax.adam(1e-3)`, the loss climbs, and nothing warns: use
@@ -228,8 +228,8 @@ def gpa(
     Args:
       learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} = 1 − μ_x in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. Computing x
-        divides y's rounding error by μ_y.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x has the
+        rounding error of y, divided by μ_y.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it: rounded to
         nearest, y does not change if c (z − y) − δ d is less than half an ulp.
@@ -316,7 +316,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       x_k, shaped like `params` and of their dtype.
 
     Raises:
-      ValueError: if `opt_state` holds no `SPAState` or a batch of them, or z does not fit `params`.
+      ValueError: if `opt_state` has no `SPAState`, or batched ones, or z does not fit `params`.
 
     Examples:
       Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.

@@ -40,7 +40,7 @@ def update_in_backward(
     one gradient g_i is in memory at a time, and of the forward pass only the inputs x_i. An
     ordinary step holds all g_i, as many bytes as the params.
 
-    The optimizer sees one layer at a time, so whatever it measures over arrays is of one layer.
+    The optimizer sees one layer at a time, so norms and means are those of one layer.
     Clip by the norm of a layer: clipping by the global norm needs all gradients first, and so does
     accumulating them over several batches. `optax.clip_by_global_norm` in `make_tx` clips each
     layer by itself. That cannot be detected, since it has no state.
@@ -128,7 +128,8 @@ def _num_layers(**trees: PyTree) -> int:
             if leaf is not None and (length is None or length != first):
                 at = path or "its root"
                 rule = "have the layers as first axis of every array"
-                raise ValueError(f"`{name}` must {rule}, {first}, got {np.shape(leaf)} at {at}")
+                rule += "" if first is None else f", {first}"
+                raise ValueError(f"`{name}` must {rule}, got {np.shape(leaf)} at {at}")
     if first is None:
         raise ValueError("`layers` must hold an array, got none")
     return first

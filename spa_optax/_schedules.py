@@ -123,8 +123,8 @@ def stagewise(
 ) -> SPAHyperparams:
     """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections 5 and 6).
 
-    At a boundary b, the paper's η_b and c_b are the first to change: `learning_rate` at count b,
-    and `averaging`, which at count k is c_{k+1}, at count b − 1. With the initial η and c:
+    At boundary b, the paper's η_b and c_b change first. `averaging` at count k is c_{k+1}, so it
+    changes at count b − 1, and `learning_rate` at count b. With the initial η and c:
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
@@ -207,13 +207,13 @@ def momentum_drop(
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
     `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
-    which multiplies the effective step α/(1 − β) by c: that explains most of its effect. (For
-    c_k = 1 the caption of Figure 3 prints 0.)
+    so the effective step α/(1 − β) shrinks by c, which is most of its effect. (For c_k = 1 the
+    caption of Figure 3 prints 0.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      step: the first k ≥ 1 with c_k = 1 or, with a `step_factor`, at which c_k has risen.
+      step: the first k ≥ 1 at which c_k is 1; with a `step_factor`, at which it has risen.
       hold: "eta" or "alpha".
       step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
 
@@ -264,7 +264,7 @@ def schedule_free_averaging(
 ) -> optax.Schedule:
     """The averaging that makes `gpa` Schedule-Free, for a rate with a warm-up.
 
-    x is the mean of all z so far, each weighted by the power p of the largest rate until then
+    x is the mean of all z so far, each weighted by the largest rate until then, to the power p
     (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4):
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
@@ -274,9 +274,9 @@ def schedule_free_averaging(
     and `rate` to `gpa`.
 
     Args:
-      learning_rate: γ, warmed up by the authors' γ (k + 1)/`num_warmup_steps`, or γ_k ≥ 0, a
-        schedule of the count k that can be vmapped. It is checked at 550 counts up to 10^6 after
-        the warm-up: a later rise is not seen, nor one shorter than 4 % of the steps since then.
+      learning_rate: a number γ, whose warm-up is taken as γ (k + 1)/`num_warmup_steps`; or γ_k ≥ 0,
+        a schedule of the count k that can be vmapped. It must not rise after the warm-up: 550
+        counts up to 10^6 are checked, so a short rise may pass.
       num_warmup_steps: the count ≥ 0 by which the rate is largest.
       weight_power: p ≥ 0.
 

@@ -99,7 +99,7 @@ def scale_by_factored_second_moment(
 ) -> optax.GradientTransformation:
     """Adam's direction with Adafactor's second moment: its means over the two longest axes.
 
-    ν is the product of the means over each of the two axes, over the overall mean. It is free of
+    ν is the product of the means along the two axes, divided by the overall mean. It is free of
     bias, and √ν + ε is √(ν + ε²); ε² below Adafactor's 1e-30 counts as 1e-30.
 
     Args:

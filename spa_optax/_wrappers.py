@@ -22,6 +22,13 @@ SKIPS_UPDATES = (
 )
 
 
+_NOT_IN_BASE: dict[type, str] = {
+    SPAState: "averages",
+    optax.contrib.ScheduleFreeState: "averages",
+    StochasticRoundingState: "rounds: pass `rounding_key` instead",
+}
+
+
 class PrimalAveragingState(NamedTuple):
     """State of `primal_averaging`."""
 
@@ -111,12 +118,12 @@ def primal_averaging(
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state is a `PrimalAveragingState`; its updates have the params' dtype. Where a tool needs η
-      (the gauge, `convert`), η is 1, and −u the gradient.
+      state is a `PrimalAveragingState`; its updates have the params' dtype. For the gauge and
+      `convert`, η is 1 and the gradient −u.
 
     Raises:
-      ValueError: if an argument is out of range; in `init`, if `base` averages already or skips
-        updates; in `update`, if `params` is missing or the trees differ.
+      ValueError: if an argument is out of range; in `init`, if `base` averages or rounds already,
+        or skips updates; in `update`, if `params` is missing or the trees differ.
 
     Examples:
       A step of −4 takes z from 10 to 6, x half of the way to z, and y is midway between x and z.
@@ -141,10 +148,10 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        for node in find(state, (SPAState, optax.contrib.ScheduleFreeState, *SKIPS_UPDATES)):
-            does = "skips updates: put it around" if isinstance(node, SKIPS_UPDATES) else "averages"
+        for node in find(state, tuple(_NOT_IN_BASE) + SKIPS_UPDATES):
+            does = _NOT_IN_BASE.get(type(node), "skips updates: put it around")
             raise ValueError(
-                "`base` must neither average nor skip updates, got a"
+                "`base` must neither average, round nor skip updates, got a"
                 f" `{type(node).__name__}`, which {does}"
             )
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
@@ -193,8 +200,8 @@ def stochastic_rounding(
         trees differ.
 
     Examples:
-      Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that goes the whole way
-      once in four times.
+      Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that is rounded up one
+      time in four.
 
       >>> import jax
       >>> import jax.numpy as jnp

@@ -316,7 +316,7 @@ def line(*points: tuple[float, float]) -> optax.Schedule:
     return lambda k: jnp.interp(k.astype(float), steps, values)
 
 
-JUMPS = "jumps (a factor of 1.5 or more, above 1e-4 of the largest)."
+JUMPS = "jumps (a factor of 1.5 or more, in no ramp, above 1e-4 of the largest)."
 SMOOTH = f"Nothing to change: neither α nor α/(1 − β) {JUMPS}"
 RECIPES: dict[str, tuple[Any, Any, str]] = {
     "step decay, as ResNet": (
@@ -508,7 +508,7 @@ def test_momentum_in_the_place_of_averaging_is_noticed() -> None:
     for call in (
         lambda: theory.audit(0.1, 0.9, 100),
         lambda: spa(0.1, 0.9),
-        lambda: spa_adamw(1e-3, 0.9, 0.999),
+        lambda: spa_adamw(1e-3, 0.9),
     ):
         with pytest.warns(UserWarning, match="0.9 means a momentum of 0.1. For a momentum of 0.9"):
             call()

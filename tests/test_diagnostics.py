@@ -638,10 +638,14 @@ def test_verdict() -> None:
     tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
     state, update = tx.init(params), jax.jit(tx.update)
     assert momentum_report(state).verdict() == "Nothing to report: two steps are needed."
-    for g in noise:
+    for k, g in enumerate(noise):
         updates, state = update(g, state, params)
         params += updates
+        if k == 6:  # the first step has no distance z − x, but counts
+            too_few = "Nothing to report yet: 10 measured steps are needed, got 7."
+            assert momentum_report(state).verdict() == too_few
     report = momentum_report(state)
+    assert report.num_measured == len(noise)
     assert report.gain < report.noise_level
     times = f"{float(report.gain / report.noise_level):.2f} times that of pure noise"
     assert report.verdict().startswith(f"Steps do not add up: the gain is {times}")

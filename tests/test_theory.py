@@ -1,5 +1,6 @@
 """The paper's theory: numerical proofs, against the inequalities rather than the formulas."""
 
+import re
 from typing import Any
 
 import hypothesis
@@ -442,6 +443,17 @@ def test_arrays_jit_vmap_and_no_nan(name: str) -> None:
     np.testing.assert_allclose(jax.jit(call)(c), values, rtol=1e-5)
     np.testing.assert_allclose(jax.vmap(jax.vmap(call))(c), values, rtol=1e-5)
     np.testing.assert_allclose([call(float(v)) for v in c.ravel()], values.ravel(), rtol=1e-5)
+
+
+def test_arguments_out_of_range() -> None:
+    for call, message in (
+        (lambda: theory.max_learning_rate(2.0, 1.0), "`c` must be in [0, 1], got 2.0"),
+        (lambda: theory.max_decay_ratio(-0.1, 0.1, 1.0), "`eta` must be >= 0, got -0.1"),
+        (lambda: theory.noise_weight(0.1, 0.1, -1.0), "`smoothness` must be >= 0, got -1.0"),
+        (lambda: theory.noise_weight(np.nan, 0.1, 1.0), "`eta` must be >= 0, got nan"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_estimate_smoothness() -> None:

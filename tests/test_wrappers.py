@@ -169,6 +169,7 @@ def test_refused() -> None:
             optax.chain(optax.clip(1.0), gpa(0.1)),
             primal_averaging(optax.sgd(0.1), 0.1),
         ],
+        "which rounds: pass `rounding_key` instead": [stochastic_rounding(optax.sgd(0.1), KEY)],
         "which skips updates: put it around": [
             optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
             optax.apply_if_finite(optax.sgd(0.1), 3),
@@ -176,7 +177,7 @@ def test_refused() -> None:
     }
     for match, bases in refused.items():
         for base in bases:
-            with pytest.raises(ValueError, match=f"`base` must neither average .* {match}"):
+            with pytest.raises(ValueError, match=f"`base` must neither average, .* {match}"):
                 primal_averaging(base, 0.1).init(PARAMS)
     tx = primal_averaging(optax.sgd(0.1), 0.1)
     with pytest.raises(ValueError, match="`state` must be a `PrimalAveragingState`, got tuple"):

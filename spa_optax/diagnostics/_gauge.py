@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Float, Int
 
@@ -40,6 +41,7 @@ class CrossTerms(NamedTuple):
 
     total: Float[Array, "*n"]
     error: Float[Array, "*n"]  # the root of the sum of squares
+    number: Int[Array, "*n"]  # of terms
 
 
 class Uncounted(NamedTuple):
@@ -78,9 +80,9 @@ def new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step."""
     zero = lambda: jnp.zeros(shape, jnp.float32)  # separate, so that all can be donated
     zeros = lambda kind: kind(*(zero() for _ in kind._fields))
-    means, alignment, cross = zeros(Means), zeros(AlignmentMeans), zeros(CrossTerms)
-    *uncounted, saturated = (jnp.zeros(shape, jnp.int32) for _ in (*Uncounted._fields, ""))
-    uncounted = Uncounted(*uncounted)
+    means, alignment = zeros(Means), zeros(AlignmentMeans)
+    number, saturated, *uncounted = (jnp.zeros(shape, jnp.int32) for _ in range(5))
+    cross, uncounted = CrossTerms(zero(), zero(), number), Uncounted(*uncounted)
     return Gauge(zero() - 1, zero(), zero(), zero(), means, alignment, cross, uncounted, saturated)
 
 
@@ -163,7 +165,8 @@ def update_gauge(
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
     slow = jnp.maximum(decay, (1 - c) ** (2 * every))
     term = -2 * c * b * g_d / unit
-    new = CrossTerms(slow * gauge.cross.total + term, jnp.hypot(slow * gauge.cross.error, term))
+    total, error = slow * gauge.cross.total + term, jnp.hypot(slow * gauge.cross.error, term)
+    new = CrossTerms(total, error, jnp.asarray(optax.safe_increment(gauge.cross.number)))
     cross = jax.tree.map(lambda new, old: jnp.where(has_unit, new, old), new, gauge.cross)
     return Gauge(
         iterate=jnp.where(is_measured, jnp.where(has_unit, iterate, -1), gauge.iterate),

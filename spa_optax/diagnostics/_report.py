@@ -32,10 +32,11 @@ class MomentumReport(NamedTuple):
     num_skipped: Int[Array, ""]  # measured steps that were not finite, or overflow if squared
     num_zero: Int[Array, ""]  # measured steps that were 0, or underflow if squared
     num_rounded: Int[Array, ""]  # measured steps within the rounding error of params and z
-    t: Float[Array, ""]  # standard errors of pure noise by which steps add up; negative: oppose
+    t: Float[Array, ""]  # how far steps add up, in standard errors of pure noise; negative: oppose
     average_length: Float[Array, ""]  # 1/c of the last step; NaN for Optax's own momentum
     num_steps: Int[Array, ""]  # taken so far
     num_saturated: Int[Array, ""]  # elements of z at the limit of 8 bits, when last measured
+    num_measured: Int[Array, ""]  # measured steps that count
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
@@ -55,13 +56,15 @@ class MomentumReport(NamedTuple):
             why, number = max(reasons.items(), key=lambda item: item[1])
             found = f"{number} of the measured steps {why}" if number else "two steps are needed"
             return f"Nothing to report: {found}."
+        if (number := int(self.num_measured)) < 10:  # |t| is at most √n
+            return f"Nothing to report yet: 10 measured steps are needed, got {number}."
         of_noise = f"the gain is {times:.2f} times that of pure noise"
         if t >= 3 and times > 1:
             text = f"Steps add up: {of_noise}. Momentum speeds the run up here."
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
-            text = f"No difference from pure noise: {of_noise}, with t = {t:.1f}."
+            text = f"No difference from pure noise: {of_noise}, with t = {t:.2f}."
             text += " (A difference has |t| ≥ 3, and a gain on the same side.)"
         if np.isnan(float(self.alignment)):
             text += " Alignment is unknown: it needs z − x above 100 times the rounding error of x"
@@ -94,10 +97,10 @@ def momentum_report(
     not, which is no reason to drop momentum. The noise level is 2/(2 − c) for constants, 1.053 at
     c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the gradients' size.
 
-    t tells a difference from chance. It is the sum of −⟨g_k, z_k − x_k⟩/η_k over the root of its
-    sum of squares, with weights that fall like those of the averages, or like (1 − c)^2k if that is
-    slower. For pure noise the terms are uncorrelated with mean 0, and |t| ≥ 3 in about 0.3 % of
-    reports. |t| is at most √n over n measured steps, and √((1 + decay)/(1 − decay)) over many.
+    t tells a difference from chance. It is Σ a / √(Σ a²) with a = −⟨g_k, z_k − x_k⟩/η_k, with
+    weights that fall like those of the averages, or like (1 − c)^2k if that is slower. For pure
+    noise the terms are uncorrelated with mean 0, and |t| ≥ 3 in about 0.3 % of reports. |t| is at
+    most √n over n measured steps, and √((1 + decay)/(1 − decay)) over many.
 
     Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
     alike, whatever the scale of their gradients.
@@ -185,6 +188,7 @@ def _report(gauge: Gauge, average_length: ArrayLike, num_steps: Array) -> Moment
         average_length=like_gain(average_length),
         num_steps=like_gain(num_steps),
         num_saturated=gauge.saturated,
+        num_measured=gauge.cross.number,
     )
 
 

@@ -74,8 +74,8 @@ def track_momentum(
     Args:
       inner: the transformation to measure.
       decay: of the averages per measured step, in [0, 1). At 0 only the last step counts.
-      every: steps from one measurement to the next, ≥ 1. In between only scalars are computed, and
-        ‖g_k‖² is taken as unchanged.
+      every: steps from one measurement to the next, ≥ 1. In between only scalars are
+        updated, with the last measured ‖g_k‖².
       per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
         strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
       averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from

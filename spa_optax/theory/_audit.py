@@ -59,8 +59,8 @@ class Audit(NamedTuple):
         """
         findings, breaches = self.findings(), self.breaches()
         lines = [finding.text for finding in findings] or [
-            f"neither α nor {self._in_all()[0]} jumps (a factor of 1.5 or more, above 1e-4 of the"
-            " largest)."
+            f"neither α nor {self._in_all()[0]} jumps (a factor of 1.5 or more, in no ramp, above"
+            " 1e-4 of the largest)."
         ]
         if all(finding.kind == "drop" for finding in findings):
             lines[0] = f"Nothing to change: {lines[0]}"

@@ -17,6 +17,7 @@ over it. At c = 1 SPA is SGD; there infinite limits are inf, and nothing is NaN.
 broadcast; results are JAX arrays. All functions but `forward_recursion` can be jitted and vmapped.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import check, is_surely
 
 # The arithmetic alone, which the audit evaluates in NumPy's float64. The ratio is the conjugate.
 _weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
@@ -35,8 +36,20 @@ _max_learning_rate = lambda c, L: c * (2 - c) / (L * (1 - c))
 _max_decay_ratio = lambda eta, c, L: 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))
 
 
-def _arrays(*values: ArrayLike) -> list[Float[Array, "..."]]:
-    return [jnp.asarray(value, float) for value in values]
+_AT_LEAST = {"num_steps": 1, **dict.fromkeys(("eta", "c", "smoothness"), 0)}
+_AT_LEAST |= dict.fromkeys(("gap", "grad_bound", "growth"), 0)
+
+
+def _arrays(**values: ArrayLike) -> list[Float[Array, "..."]]:
+    """Raises ValueError where a value that is not traced is out of its range."""
+    arrays = {name: jnp.asarray(value, float) for name, value in values.items()}
+    for name, array in arrays.items():
+        symbol = name.removesuffix("_prev").removesuffix("_next")
+        low, high = _AT_LEAST.get(symbol, -math.inf), 1 if symbol == "c" else math.inf
+        if is_surely(jnp.any(~((array >= low) & (array <= high)))):
+            rule = f">= {low}" if high > 1 else f"in [{low}, {high}]"
+            raise ValueError(f"`{name}` must be {rule}, got {values[name]!r}")
+    return list(arrays.values())
 
 
 def lyapunov(
@@ -70,7 +83,8 @@ def lyapunov(
       >>> print(*[theory.lyapunov(3.0, 3.0, 3.0, **known, augmented=a) for a in (False, True)])
       42.0 26.0
     """
-    f_z, f_x, sq_step, eta, c, c_next, L = _arrays(f_z, f_x, sq_step, eta, c, c_next, smoothness)
+    f_z, f_x, sq_step = _arrays(f_z=f_z, f_x=f_x, sq_step=sq_step)
+    eta, c, c_next, L = _arrays(eta=eta, c=c, c_next=c_next, smoothness=smoothness)
     w = L / (2 * eta**2 * c_next**2)
     if augmented:
         w = L**2 * (1 - c_next) / (2 * eta * c_next**3 * (2 - c_next))
@@ -102,8 +116,9 @@ def remainder(
       >>> print(theory.remainder(1, 2, **known))  # (2·1 − 1·1)·1 + (4 − 1)·2
       7.0
     """
-    f_x_prev, f_z, eta, eta_prev, c, c_prev, L = _arrays(
-        f_x_prev, f_z, eta, eta_prev, c, c_prev, smoothness
+    f_x_prev, f_z = _arrays(f_x_prev=f_x_prev, f_z=f_z)
+    eta, eta_prev, c, c_prev, L = _arrays(
+        eta=eta, eta_prev=eta_prev, c=c, c_prev=c_prev, smoothness=smoothness
     )
     of_x = L * (_weight_of_f_x(eta, c) - _weight_of_f_x(eta_prev, c_prev))
     return of_x * f_x_prev + (1 / eta**2 - 1 / eta_prev**2) * f_z
@@ -129,7 +144,7 @@ def step_weight(
       >>> print(theory.step_weight(**known))  # ½ [(1 + 1)·1 + 1·1² − 4]
       -0.5
     """
-    return _step_weight(*_arrays(eta, eta_prev, c, smoothness))
+    return _step_weight(*_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness))
 
 
 def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."]:
@@ -138,7 +153,7 @@ def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[A
         (1 + ηL(1 − c)/(c(2 − c))) L/2
 
     It is L, as without augmentation, at `max_learning_rate`, and L/2, SGD's, at c = 1. In between,
-    it takes ⟨∇f(x_k), x_k − x_{k−1}⟩ to be 0, as on average when noise dominates. For small η
+    it assumes ⟨∇f(x_k), x_k − x_{k−1}⟩ = 0, as on average when noise dominates. For small η
     momentum adds −L/2 to L, and Section 4 (Insight 1) prints L/2. (Appendix "Augmented Lyapunov".)
 
     Examples:
@@ -146,7 +161,7 @@ def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[A
       >>> print(theory.noise_weight(0.75, 0.5, 1.0), theory.noise_weight(9.0, 1.0, 1.0))
       0.75 0.5
     """
-    eta, c, L = _arrays(eta, c, smoothness)
+    eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
     return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
 
 
@@ -163,7 +178,7 @@ def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."
       >>> print(theory.max_learning_rate(0.5, 1.0), theory.max_learning_rate(1.0, 1.0))
       1.5 inf
     """
-    return _max_learning_rate(*_arrays(c, smoothness))
+    return _max_learning_rate(*_arrays(c=c, smoothness=smoothness))
 
 
 def max_decay_ratio(
@@ -185,7 +200,7 @@ def max_decay_ratio(
       >>> print(f"{theory.max_decay_ratio(0.1, 0.1, 1.0, simplified=True):.4f}")
       1.0101
     """
-    eta, c, L = _arrays(eta, c, smoothness)
+    eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
     if not simplified:
         return _max_decay_ratio(eta, c, L)
     linear = eta * L * (1 - c) ** 2  # conjugate, and no 0/0 at c = 1
@@ -206,11 +221,12 @@ def sgdm_bound(
 
         [Δ/(ηT) + (L/T)(1/c − 1)Δ + ηLG²] / (1 − 2κηL)      if E‖g_k‖² ≤ G² + κ‖∇f(x_k)‖²
 
-    It holds for η ≤ `max_learning_rate`, and is inf for 2κηL ≥ 1. κ ≥ 0 is `growth`: at 0, G bounds
-    the gradients, and at 1 their standard deviation, for which the paper gives no constants. With
-    κ = 0 it is least at η = √(Δ/(TLG²)); the paper's "more realistic" η is 1/(L√T). SGD's bound has
-    ½ηLG²: pass c = 1 and G/√2. It is least at √(2Δ/(TLG²)). The paper prints SGD's sum over k = 0,
-    …, T with the noise of T steps. (Appendices "Telescoping" and "SGD reference proof".)
+    It holds for η ≤ `max_learning_rate`, which is not checked, and is inf for 2κηL ≥ 1. κ ≥ 0 is
+    `growth`: G bounds the gradients at κ = 0, and their standard deviation at κ = 1 (the paper has
+    no constants there). With κ = 0 it is least at η = √(Δ/(TLG²)); the paper's "more realistic" η
+    is 1/(L√T). SGD's bound has ½ηLG²: pass c = 1 and G/√2. It is least at √(2Δ/(TLG²)). The paper
+    prints SGD's sum over k = 0, …, T with the noise of T steps. (Appendices "Telescoping" and "SGD
+    reference proof".)
 
     Examples:
       >>> from spa_optax import theory
@@ -218,7 +234,8 @@ def sgdm_bound(
       >>> print(theory.sgdm_bound(4, 0.25, 0.5, **known))  # 1/(¼·4) + (1/4)(2 − 1) + ¼
       1.5
     """
-    T, eta, c, L, gap, G, growth = _arrays(num_steps, eta, c, smoothness, gap, grad_bound, growth)
+    T, eta, c, L = _arrays(num_steps=num_steps, eta=eta, c=c, smoothness=smoothness)
+    gap, G, growth = _arrays(gap=gap, grad_bound=grad_bound, growth=growth)
     bound = gap / (eta * T) + L / T * (1 / c - 1) * gap + eta * L * G**2
     left = 1 - 2 * growth * eta * L
     return jnp.where(left > 0, bound / left, jnp.inf)
@@ -272,8 +289,8 @@ def forward_recursion(
 
         η_{k+1} = (η_k − α_k) / β_{k+1}      c_{k+1} = α_k / η_k
 
-    Only η_0 = Σ_j α_j β_1⋯β_j, for which `hyperparams_from_sgdm` looks ahead, keeps η bounded: each
-    step multiplies a deviation from it by 1/β, to inf or NaN at last. (Theorem 1. The appendix
+    Only η_0 = Σ_j α_j β_1⋯β_j, for which `hyperparams_from_sgdm` looks ahead, keeps η bounded:
+    from any other the error grows by 1/β per step. (Theorem 1. The appendix
     prints z_0 = 0 for z_0 = x_0, and in the base case c_0 for c_1.)
 
     Args:
