@@ -1,7 +1,7 @@
-"""Flax's example `lm1b` trains its transformer on bytes, split over 8 devices.
+"""Flax' example `lm1b` trains its transformer on bytes, split over 8 devices.
 
-The transformer, the steps, the shardings and the schedule are those of the example, in Flax'
-source; `run` gets it. XLA_FLAGS=--xla_force_host_platform_device_count=8
+The transformer, the steps, the shardings and the schedule are those of the example. It is in Flax'
+source, which `run` puts into the environment.
 """
 
 import importlib.metadata

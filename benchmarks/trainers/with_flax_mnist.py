@@ -1,7 +1,7 @@
-"""Flax's example `mnist` trains its convolutional network, with nnx, on one device.
+"""Flax' example `mnist` trains its convolutional network on digits, with nnx, on one device.
 
-The network and the steps are those of the example, in Flax' source. The data is scikit-learn's
-digits, and checkpoints, which the example has none of, are Orbax'. `run` gets all of it.
+The network and the steps are those of the example. It is in Flax' source, which `run` puts into the
+environment. The example has no checkpoints; these are Orbax'. The digits are scikit-learn's.
 """
 
 import importlib.metadata
