@@ -45,7 +45,7 @@ def export(trainer, folder):
     """A checkpoint of Tunix that holds x alone."""
     average, params = nnx.clone(trainer.model), nnx.state(trainer.model, nnx.Param)
     nnx.update(average, eval_params(trainer.optimizer.opt_state, params))
-    saved = checkpoint_manager.CheckpointManager(str(folder))  # of tunix.sft
+    saved = checkpoint_manager.CheckpointManager(str(folder))
     saved.save(trainer.train_steps, average, force=True)
     saved.close()
 
