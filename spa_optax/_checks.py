@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax import GradientTransformation
+from optax import GradientTransformation, MultiSteps
 
 
 def check(**arguments: Any) -> None:
@@ -60,6 +60,8 @@ def _check(name: str, value: Any) -> None:
     if is_jax and value.shape == ():
         how = "set `hyperparam_dtype=jnp.float32`" if name == "b2" else "name it in `static_args`"
         got += f": in `optax.inject_hyperparams`, {how}"
+    if isinstance(value, MultiSteps):
+        got = "`optax.MultiSteps`: put its `gradient_transformation()` around this"
     if hasattr(value, "averaging"):
         got = "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
     raise ValueError(f"`{name}` must be {rule}, got {got}")
@@ -89,6 +91,13 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jax.eval_shape(jax.random.bits, value).shape == ()
 
 
+def _are_reports(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    by_label = (r if isinstance(r, Mapping) else {"": r} for r in value.values())
+    return all(isinstance(report, tuple) for labels in by_label for report in labels.values())
+
+
 def _one_of(name: str, *choices: Any) -> tuple[str, str, Any]:
     return f"one of {choices}", name, lambda v: v in choices
 
@@ -115,7 +124,7 @@ _TABLE = (
     ("one key of `jax.random`", "rounding_key key", _is_key),
     ("a function", "layer make_tx", callable),
     ("a bool or a function", "per_leaf", lambda v: isinstance(v, bool) or callable(v)),
-    ("a mapping from steps", "reports", lambda v: isinstance(v, Mapping)),
+    ("a mapping from steps to reports", "reports", _are_reports),
     ("a gradient transformation", "base inner", lambda v: isinstance(v, GradientTransformation)),
     _one_of("second_moment", "full", "bfloat16", "factored"),
     _one_of("params_of_base", "params", "z"),

@@ -135,7 +135,7 @@ def stagewise(
     steps: 4,607 for 10 at the paper's s = 1.0005. A run that ends earlier ends with a larger η.
 
     Args:
-      learning_rate: η > 0 of the first stage.
+      learning_rate: η ≥ 0 of the first stage.
       averaging: c in [0, 1] of the first stage.
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.

@@ -929,8 +929,9 @@ def test_bad_input() -> None:
         ),
         (
             lambda: unchecked(plot_momentum)([1]),
-            "`reports` must be a mapping from steps, got [1]",
+            "`reports` must be a mapping from steps to reports, got [1]",
         ),
+        (lambda: unchecked(plot_momentum)({1: {"w": 2}}), "steps to reports, got {1: {'w': 2}}"),
         (
             lambda: unchecked(track_momentum)(spa(1.0), per_leaf="w"),
             "`per_leaf` must be a bool or a function, got 'w'",

@@ -187,6 +187,9 @@ def test_refused() -> None:
             wrapped.update(GRADS, wrapped.init(PARAMS))
     with pytest.raises(ValueError, match=r"`params_of_base` must be one of .* got 'x'"):
         unchecked(primal_averaging)(optax.sgd(0.1), 0.1, params_of_base="x")
+    multi_steps = optax.MultiSteps(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match="put its `gradient_transformation"):
+        unchecked(primal_averaging)(multi_steps, 0.1)
     for make in (unchecked(in_float32), lambda base: unchecked(stochastic_rounding)(base, KEY)):
         with pytest.raises(ValueError, match=r"must be a gradient transformation, got 0\.1"):
             make(0.1)
