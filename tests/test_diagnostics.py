@@ -643,7 +643,7 @@ def test_verdict() -> None:
         params += updates
         if k == 6:  # the first step has no distance z − x, but counts
             too_few = "Nothing to report yet: 10 measured steps are needed, got 7."
-            assert momentum_report(state).verdict() == too_few
+            assert momentum_report(state).verdict().startswith(too_few)
     report = momentum_report(state)
     assert report.num_measured == len(noise)
     assert report.gain < report.noise_level

@@ -41,8 +41,8 @@ class MomentumReport(NamedTuple):
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
 
-        The first two need |t| ≥ 3 and a gain on the same side of the noise level. Raises ValueError
-        for a batch of reports, as from `jax.vmap`.
+        The first two need |t| ≥ 3 and a gain on the same side of the noise level, and all need ten
+        measured steps. Raises ValueError for a batch of reports, as from `jax.vmap`.
         """
         if shape := np.shape(self.gain):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
@@ -56,10 +56,10 @@ class MomentumReport(NamedTuple):
             why, number = max(reasons.items(), key=lambda item: item[1])
             found = f"{number} of the measured steps {why}" if number else "two steps are needed"
             return f"Nothing to report: {found}."
-        if (number := int(self.num_measured)) < 10:  # |t| is at most √n
-            return f"Nothing to report yet: 10 measured steps are needed, got {number}."
         of_noise = f"the gain is {times:.2f} times that of pure noise"
-        if t >= 3 and times > 1:
+        if (number := int(self.num_measured)) < 10:  # |t| is at most √n
+            text = f"Nothing to report yet: 10 measured steps are needed, got {number}."
+        elif t >= 3 and times > 1:
             text = f"Steps add up: {of_noise}. Momentum speeds the run up here."
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
