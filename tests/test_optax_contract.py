@@ -120,7 +120,7 @@ WITH_NUMBERS: list[Any] = [
     functools.partial(spa, 0.1, 0.1),
     functools.partial(spa_from_sgdm, 0.01, 0.9),
     functools.partial(gpa, 0.1, 0.1, 0.9),
-    functools.partial(spa_adamw, 0.1, 0.1, 0.9),
+    functools.partial(spa_adamw, 0.1, 0.1, b2=0.9),
 ]
 AROUND_SGD = functools.partial(primal_averaging, optax.sgd(0.1), 0.1, 0.9)
 
@@ -220,7 +220,7 @@ def test_30_000_steps_converge(tx: Any, loss: Any, start: list[float], goal: lis
 
 @pytest.mark.parametrize("make", [*WITH_NUMBERS, AROUND_SGD])
 def test_inject_hyperparams(make: Any) -> None:
-    injected = optax.inject_hyperparams(make.func)(*make.args)
+    injected = optax.inject_hyperparams(make.func)(*make.args, **make.keywords)
     tx = make()
     state, injected_state = tx.init(PARAMS), injected.init(PARAMS)
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_vmap_over_learning_rates(make: Any) -> None:
     rates = jnp.array([0.01, 0.03, 0.1])
 
     def train(rate: Array) -> Any:
-        tx = make.func(rate, *make.args[1:])
+        tx = make.func(rate, *make.args[1:], **make.keywords)
         updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
         updates, state = tx.update(GRADS, state, optax.apply_updates(PARAMS, updates))
         return updates, state
@@ -353,7 +353,7 @@ def test_vmap_over_learning_rates(make: Any) -> None:
     updates, state = jax.jit(jax.vmap(train))(rates)
     assert spa_state(state).count.shape == (3,)
     for i, rate in enumerate(rates):
-        one = make.func(float(rate), *make.args[1:])
+        one = make.func(float(rate), *make.args[1:], **make.keywords)
         updates_1, state_1 = one.update(GRADS, one.init(PARAMS), PARAMS)
         expected, _ = one.update(GRADS, state_1, optax.apply_updates(PARAMS, updates_1))
         of_one = jax.tree.map(lambda u, i=i: u[i], updates)
