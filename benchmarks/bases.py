@@ -358,6 +358,35 @@ def schedule_free_plus(base: Tx, h: Hypers, run: Run) -> Tx:
     return averaged(lambda k: c[jnp.minimum(k, run.num_steps - 1)], mu_y, base, run)
 
 
+def z_from_4_bits(state: Any, y: Any) -> Any:
+    """The state of `primal_averaging`, with z = y + s q."""
+    q, s = state.average.z
+    z = jax.tree.map(lambda y, q, s: y.astype(F32) + s * q.astype(F32), y, q, s)
+    return state._replace(average=state.average._replace(z=z))
+
+
+def in_4_bits(tx: Tx, key: jax.Array) -> Tx:
+    """Stores z as y + s q: q is int4, rounded at random, and each last axis has one s.
+
+    `tx` is `primal_averaging`, with z in float32.
+    """
+
+    def pack(state: Any, y: Any) -> Any:
+        d = jax.tree.map(lambda z, y: z - y.astype(F32), state.average.z, y)
+        largest = lambda d: jnp.max(jnp.abs(d), axis=-1, keepdims=True)
+        s = jax.tree.map(lambda d: jnp.maximum(largest(d) / jnp.iinfo(jnp.int4).max, 1e-30), d)
+        count = jax.random.fold_in(key, state.average.count)
+        noise = optax.tree.random_like(count, d, jax.random.uniform)
+        q = jax.tree.map(lambda d, s, u: jnp.floor(d / s + u).astype(jnp.int4), d, s, noise)
+        return state._replace(average=state.average._replace(z=(q, s)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        u, state = tx.update(updates, z_from_4_bits(state, params), params)
+        return u, pack(state, optax.apply_updates(params, u))
+
+    return Tx(lambda params: pack(tx.init(params), params), update)
+
+
 def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
     """Beside the params, e ← e + (1 − decay)(x − e), which training does not see."""
     mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
@@ -394,6 +423,14 @@ FORMS = {
         faster=2,
         tuned_as="averaged",
     ),
+    "averaged, 4 bits": Form(
+        BF16,
+        lambda base, h, run: in_4_bits(averaged(h["c"], h["mu_y"], base, run, F32), run.key),
+        {"c": 0.1, "mu_y": 0.9},
+        faster=2,
+        tuned_as="averaged",
+        evaluate=lambda state, params: eval_params(z_from_4_bits(state, params), params),
+    ),
     "Schedule-Free, 8 bits": Form(
         BF16,
         lambda base, h, run: schedule_free(base, h, run, jnp.float8_e4m3fn),
@@ -427,7 +464,7 @@ FORMS = {
     ),
 }
 
-EIGHT_BITS = tuple(name for name, form in FORMS.items() if form.tuned_as)
+FEW_BITS = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(
     dict.fromkeys(
@@ -444,7 +481,7 @@ CELLS = list(
             ("AdamW, factored", "GPA"),
             *[
                 (base, form)
-                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *EIGHT_BITS)
+                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *FEW_BITS)
                 for base in BASES
             ],
         ]

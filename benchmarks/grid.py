@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import common
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
 from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
@@ -109,7 +110,8 @@ def make_train(
         key, curve = jax.random.key(seed), []
         carry = init(h, key)
         size = optax.tree.size(carry[0])
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
+        packed = lambda leaf: leaf.nbytes / 2 if leaf.dtype == jnp.int4 else leaf.nbytes
+        num_bytes = sum(map(packed, jax.tree.leaves(carry)))
         every = max(1, num_steps // NUM_EVALUATIONS)
         for k in range(num_steps):
             carry = step(carry, k, h, key)
@@ -239,6 +241,20 @@ def tuning_table(tried: dict[Cell, list[Record]]) -> str:
     return common.markdown(["base", "form", "of", "lowest loss by value"], rows)
 
 
+def narrowing_table(records: list[Record]) -> str:
+    """What fewer bits for z cost at the same setting, seed by seed."""
+    runs: dict[Any, dict[int, Record]] = {}
+    for record in records:
+        setting = ", ".join(f"{name} {value:g}" for name, value in record["h"].items())
+        runs.setdefault((record["base"], record["form"], setting), {})[record["seed"]] = record
+    rows = []
+    for (base, form, setting), narrow in sorted(runs.items()):
+        other = runs.get((base, FORMS[form].tuned_as, setting), {})
+        if both := differences(narrow, other):
+            rows.append([base, form, setting, str(len(both)), less(narrow, other)])
+    return common.markdown(["base", "form", "at", "seeds", "− z in bfloat16"], rows)
+
+
 def by_cell(records: list[Record]) -> dict[Cell, list[Record]]:
     """In the order of `CELLS`."""
     result: dict[Cell, list[Record]] = {}
@@ -261,6 +277,7 @@ def report(records: list[Record]) -> str:
         "The best two of each class of bytes, controls, and the best form of Adam:\n\n"
         f"{table(runs, by_bytes, settings=False)}\n\n"
         f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
+        f"z in fewer bits, at the same setting:\n\n{narrowing_table(records)}\n\n"
         f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
     )
 

@@ -278,7 +278,10 @@ def _jumps(values: np.ndarray) -> np.ndarray:
 
 def _interval(values: np.ndarray) -> str:
     known = values[~np.isnan(values)]
-    return f"{known.min():.4g} to {known.max():.4g}" if len(known) else "undefined"
+    if not len(known):
+        return "undefined"
+    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
+    return low if low == high else f"between {low} and {high}"
 
 
 def _difference(now: np.ndarray, before: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -343,8 +346,8 @@ def audit(
       >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
       ...     print(line[:58])
       α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      100 steps as SPA: η 1 to 10, c 0.1 to 1
-      and as SGD+M: α 1 to 10, β 0 to 0.9
+      100 steps as SPA: η between 1 and 10, c between 0.1 and 1
+      and as SGD+M: α between 1 and 10, β between 0 and 0.9
     """
     check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
     if smoothness is not None:
