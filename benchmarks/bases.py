@@ -16,6 +16,7 @@ import optax
 
 from spa_optax import (
     eval_params,
+    float8_momentum,
     primal_averaging,
     scale_by_factored_second_moment,
     scale_by_second_moment,
@@ -124,32 +125,9 @@ def muon(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
     return muon_like_adam(rate, beta=momentum, weight_decay=DECAY, mu_dtype=dtype, **adam)
 
 
-def muon_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Muon's momentum in float8, rounded stochastically, with one scale for each array."""
-    tx = muon(rate, momentum, dtype, key)
-    limit = 0.9 * float(jnp.finfo(jnp.float8_e4m3fn).max)  # no random rounding exceeds the maximum
-
-    def on_momentum(change: Callable[[Any, jax.Array], Any], state: Any) -> Any:
-        is_muon = lambda node: isinstance(node, optax.contrib.MuonState)
-        replaced = lambda node: node._replace(mu=change(node.mu, node.count))
-        return jax.tree.map(lambda n: replaced(n) if is_muon(n) else n, state, is_leaf=is_muon)
-
-    def pack(mu: Any, count: jax.Array) -> Any:
-        rounding = stochastic_rounding(optax.identity(), jax.random.fold_in(key, count))
-        scale = jax.tree.map(lambda m: jnp.maximum(jnp.max(jnp.abs(m)) / limit, 1e-30), mu)
-        zeros = optax.tree.cast(optax.tree.zeros_like(mu), jnp.float8_e4m3fn)
-        scaled = jax.tree.map(jnp.divide, mu, scale)
-        return rounding.update(scaled, rounding.init(zeros), zeros)[0], scale
-
-    def unpack(mu: Any, count: jax.Array) -> Any:
-        del count
-        return jax.tree.map(lambda m, scale: m.astype(F32) * scale, *mu)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        u, state = tx.update(updates, on_momentum(unpack, state), params)
-        return u, on_momentum(pack, state)
-
-    return Tx(lambda params: on_momentum(pack, tx.init(params)), update)  # pyright: ignore[reportArgumentType]
+def in_float8(make: Callable[..., Tx]) -> Callable[..., Tx]:
+    """The same base with its momentum in 8 bits."""
+    return lambda rate, momentum, dtype, key: float8_momentum(make(rate, momentum, F32, key), key)
 
 
 def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -293,11 +271,13 @@ BASES = {
     "AdamW, 8 bits": Base(adamw_8_bits, 0.004, 0.8),
     "Lion": Base(lion, 0.001, 0.95),
     "Muon": Base(muon, 0.016, 0.8),
-    "Muon, 8 bits": Base(muon_8_bits, 0.016, 0.8),
     "Muon without momentum": Base(muon_without_momentum, 0.032),
     "SCALE": Base(scale, 0.004, 0.9),
     "APOLLO-Mini": Base(apollo_mini, 0.004, 0.8),
     "SGD": Base(sgd, 0.256, 0.9),
+    "AdamW, factored, float8 m": Base(in_float8(adam_factored), 0.004, 0.8),
+    "Lion, float8 m": Base(in_float8(lion), 0.001, 0.95),
+    "Muon, float8 m": Base(in_float8(muon), 0.016, 0.8),
 }
 
 

@@ -42,6 +42,7 @@ from tqdm import tqdm
 from update_cost import TREES
 
 from spa_optax import (
+    float8_momentum,
     gpa,
     gpa_adamw,
     primal_averaging,
@@ -171,6 +172,16 @@ def groups() -> list[Optimizers]:
             "the same with rounding_key": (spa(1.0, 0.1, rounding_key=key), bf16),
             "the same with bfloat16 z": (spa(1.0, 0.1, **narrow), bf16),
             "the same with float8_e4m3fn z": (spa(1.0, 0.1, **of_8_bits), bf16),
+        },
+        {
+            "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params": (
+                stochastic_rounding(optax.lion(1e-3, mu_dtype=bf16), key),
+                bf16,
+            ),
+            "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params": (
+                stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key),
+                bf16,
+            ),
         },
     ]
 

@@ -24,6 +24,7 @@ from spa_optax._second_moment import (
     scale_by_second_moment as scale_by_second_moment,
 )
 from spa_optax._wrappers import (
+    float8_momentum as float8_momentum,
     in_float32 as in_float32,
     primal_averaging as primal_averaging,
     stochastic_rounding as stochastic_rounding,

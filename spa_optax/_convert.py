@@ -119,6 +119,9 @@ def convert(
     check(count=count, **others, **{name: h for name, h in rates.items() if h is not None})
     given = Given(x=by_path(params), count=count, **others, **rates)
     node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
+    for name, of in (("old_state", node), ("into", new_node)):
+        if any(map(holds_difference, jax.tree.leaves(z_or_m(of)))) and type(of) is not SPAState:
+            raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
     (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
     keys_of("old_state", [z_or_m(node)], params)
     run = read(old_state, node, by_path(z_or_m(node)), given)

@@ -1,17 +1,26 @@
-"""Averaging and 16-bit storage around any finished Optax optimizer."""
+"""Averaging, and storage in 16 and 8 bits, around any finished Optax optimizer."""
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check
 from spa_optax._core import SPAState, StochasticRoundingState, z_now
 from spa_optax._family import gpa
-from spa_optax._precision import round_update, seeds_like, widen
-from spa_optax._trees import check_same_tree, find, is_float, is_none, map_floats
+from spa_optax._precision import round_update, rounded, seeds_like, widen
+from spa_optax._trees import (
+    check_same_tree,
+    find,
+    is_float,
+    is_none,
+    kinds_of,
+    map_floats,
+    replace,
+)
 
 # States of wrappers that skip updates. x is averaged, and measured, at every update.
 SKIPS_UPDATES = (
@@ -21,12 +30,27 @@ SKIPS_UPDATES = (
     optax.ConditionallyMaskState,
 )
 
-
+# The momentum of Optax's optimizers: a state and its field.
+_MOMENTUM: dict[Any, str] = {
+    optax.TraceState: "trace",
+    optax.EmaState: "ema",
+    optax.ScaleByAdamState: "mu",
+    optax.ScaleByLionState: "mu",
+    optax.contrib.MuonState: "mu",
+}
 _NOT_IN_BASE: dict[type, str] = {
     SPAState: "averages",
     optax.contrib.ScheduleFreeState: "averages",
     StochasticRoundingState: "rounds: pass `rounding_key` instead",
 }
+
+
+class Float8MomentumState(NamedTuple):
+    """State of `float8_momentum`."""
+
+    count: Int[Array, ""]  # the random bits depend on it
+    base: PyTree  # with m / s as its momentum, in float8
+    scales: Float[Array, " arrays"]  # s, a power of two for each array of momentum
 
 
 class PrimalAveragingState(NamedTuple):
@@ -243,3 +267,101 @@ def stochastic_rounding(
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def float8_momentum(
+    base: optax.GradientTransformation, key: PRNGKeyArray
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the momentum of any of Optax's optimizers in 8 bits, in float8_e4m3fn.
+
+        m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
+
+    Each array has its own s, the power of two with which max |q| is from 224 to 448, the largest
+    number of float8_e4m3fn. `base` sees m in float32. On a mesh s is an all-reduce of one number.
+
+    With bfloat16 params put it into `stochastic_rounding` or `primal_averaging`: Muon's kernels
+    then take 3 bytes a parameter, or with a bfloat16 z 5.
+
+    Args:
+      base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
+        `scale_by_lion` or `optax.contrib.scale_by_muon`: SGD, AdamW, Lion, Muon, Adafactor. A
+        second moment stays as it is.
+      key: PRNG key, as for `stochastic_rounding`, which may have the same.
+
+    Returns:
+      A transformation with the updates of `base`, but for the rounding of m. Its state is a
+      `Float8MomentumState`. Put `track_momentum` inside, around `base`.
+
+    Raises:
+      ValueError: if an argument is of the wrong kind; in `init`, if `base` has no such momentum,
+        or complex params; in `update`, if the state is of another kind.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import float8_momentum
+      >>> tx = float8_momentum(optax.sgd(1.0, momentum=0.5), jax.random.key(0))
+      >>> params = jnp.zeros(2)
+      >>> updates, state = tx.update(jnp.array([2.0, 3.0]), tx.init(params), params)
+      >>> print(optax.tree.get(state, "trace"), state.scales)
+      [256 384] [0.0078125]
+
+    References:
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861, has
+      int8 codes and an s for each block of 2,048.
+    """
+    check(base=base, key=key)
+    tx = optax.with_extra_args_support(base)
+    float8 = jnp.float8_e4m3fn
+
+    def pack(of_base: PyTree, count: Array) -> Float8MomentumState:
+        arrays = [m.astype(jnp.float32) for m in _momentum_of(of_base)]
+        scales = [_scale(m, float(jnp.finfo(float8).max)) for m in arrays]
+        seeds = seeds_like(key, count, arrays, stream=2)
+        q = [rounded(m / s, float8, seed) for m, s, seed in zip(arrays, scales, seeds, strict=True)]
+        return Float8MomentumState(count, _with_momentum(of_base, q), jnp.stack(scales))
+
+    def init_fn(params: PyTree) -> Float8MomentumState:
+        of_base = tx.init(params)
+        if not (arrays := _momentum_of(of_base)) or any(map(jnp.iscomplexobj, arrays)):
+            kinds = "complex ones" if arrays else kinds_of(of_base)
+            names = ", ".join(f"`{kind.__name__}`" for kind in _MOMENTUM)
+            raise ValueError(f"`base` must hold real arrays in one of {names}, got {kinds}")
+        return pack(of_base, jnp.zeros([], jnp.int32))
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Float8MomentumState]:
+        if not isinstance(state, Float8MomentumState):
+            got = type(state).__name__
+            raise ValueError(f"`state` must be a `Float8MomentumState`, got {got}")
+        arrays = zip(_momentum_of(state.base), state.scales, strict=True)
+        of_base = _with_momentum(state.base, (q.astype(jnp.float32) * s for q, s in arrays))
+        u, of_base = tx.update(updates, of_base, params, **extra_args)
+        return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _momentum_of(state: PyTree) -> list[Array]:
+    """The arrays of Optax's momentum in a state."""
+    fields = [getattr(node, _MOMENTUM[type(node)]) for node in find(state, tuple(_MOMENTUM))]
+    return list(map(jnp.asarray, jax.tree.leaves(fields)))
+
+
+def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
+    """The state with other arrays in their places."""
+    rest = iter(arrays)
+
+    def new(node: Any) -> Any:
+        field = _MOMENTUM[type(node)]
+        return node._replace(**{field: jax.tree.map(lambda _: next(rest), getattr(node, field))})
+
+    return replace(state, tuple(_MOMENTUM), new)
+
+
+def _scale(m: Array, limit: float) -> Float[Array, ""]:
+    """The smallest power of two s with |m| / s < limit."""
+    least = jnp.maximum(jnp.max(jnp.abs(m), initial=0) / limit, jnp.finfo(m.dtype).tiny)
+    return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

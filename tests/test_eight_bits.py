@@ -1,6 +1,7 @@
-"""A z of 8 bits: 256 (z − y), rounded stochastically."""
+"""A z of 8 bits, 256 (z − y), and a momentum of 8 bits, rounded stochastically."""
 
 import functools
+import re
 from typing import Any
 
 import chex
@@ -16,12 +17,14 @@ from scipy import integrate, stats
 from spa_optax import (
     convert,
     eval_params,
+    float8_momentum,
     gpa,
     gpa_adamw,
     primal_averaging,
     reanchor,
     spa,
     spa_from_sgdm,
+    stochastic_rounding,
 )
 from spa_optax._core import SPAState
 from spa_optax._precision import restored
@@ -308,3 +311,121 @@ def test_it_needs_a_key(make: Any) -> None:
     for dtype in (jnp.float8_e4m3b11fnuz, jnp.float8_e5m2fnuz, jnp.int8):
         with pytest.raises(ValueError, match="`state_dtype` must be a floating-point dtype of 16"):
             make(0.1, state_dtype=dtype, rounding_key=KEY)
+
+
+# ------------------------------------------------------------------------------- float8_momentum
+
+MOMENTUM: dict[str, Any] = {
+    "sgd": lambda: optax.sgd(0.01, 0.9),
+    "nesterov": lambda: optax.sgd(0.01, 0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(0.01),
+    "adafactor": lambda: optax.adafactor(0.01, momentum=0.9),
+    "lion": lambda: optax.lion(0.01),
+    "muon": lambda: optax.contrib.muon(0.01),
+}
+every_momentum = pytest.mark.parametrize("base", MOMENTUM.values(), ids=list(MOMENTUM))
+
+
+def test_a_momentum_that_float8_can_hold_is_exact() -> None:
+    """Arrays of one scale each, with few bits: m is g, then g/2 + g, g/4 + g/2 + g."""
+    params = {"a": jnp.zeros(3), "b": jnp.zeros((2, 1)), "c": jnp.zeros(())}
+    g = {"a": jnp.array([1.0, -2, 0]), "b": jnp.full((2, 1), 2.0**90), "c": jnp.array(2.0**-90)}
+    base = optax.sgd(1.0, momentum=0.5)
+    chex.assert_trees_all_equal(
+        run(float8_momentum(base, KEY), params, [g] * 3)[0], run(base, params, [g] * 3)[0]
+    )
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e9, 0.0])
+def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
+    """Also of elements far below the largest, which are subnormal; and all are neighbours."""
+    g = size * jnp.logspace(-6, 0, 97) * jnp.resize(jnp.array([1.0, -1, 0]), 97)
+
+    def stored(key: jax.Array) -> jax.Array:
+        tx = float8_momentum(optax.sgd(1.0, momentum=0.5), key)
+        state = tx.update(g, tx.init(g))[1]
+        (q,) = (leaf for leaf in jax.tree.leaves(state) if leaf.dtype == E4M3)
+        return q.astype(float) * state.scales[0]
+
+    num_keys = 4_000
+    m = jax.vmap(stored)(jax.random.split(KEY, num_keys))
+    # Neighbours are at most 1/8 of the number apart, or 2^-9 of the scale, below 2 max |g| / 448.
+    spacing = jnp.maximum(jnp.abs(g) / 8, jnp.max(jnp.abs(g)) / 224 * 2**-9)
+    assert jnp.all(jnp.abs(m - g) <= spacing)
+    assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
+
+
+@every_momentum
+@pytest.mark.usefixtures("standard_promotion")
+def test_it_trains_as_its_base_does(base: Any) -> None:
+    """In one byte for each element of momentum, with bfloat16 params and without."""
+    params = {"w": 1 + jax.random.normal(KEY, (128, 128)), "b": jnp.ones(64)}
+    gradient = jax.grad(lambda p: optax.tree.norm(optax.tree.cast(p, float), squared=True))
+    num_bytes = lambda state: sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    expected = base().init(params)
+    tx = float8_momentum(base(), KEY)
+    state = tx.init(params)
+    size = sum(m.size for m in jax.tree.leaves(state) if m.dtype == E4M3)
+    assert size == optax.tree.size(params)
+    assert num_bytes(state) == num_bytes(expected) - 3 * size + 4 + 4 * len(state.scales)
+    descents = []
+    for wrapped, dtype in (
+        (base(), float),
+        (tx, float),
+        (stochastic_rounding(tx, KEY), "bfloat16"),
+    ):
+        x = optax.tree.cast(params, dtype)
+        state, update = wrapped.init(x), jax.jit(wrapped.update)
+        for _ in range(10):
+            updates, state = update(gradient(x), state, x)
+            x = optax.apply_updates(x, updates)
+        descents.append(
+            optax.tree.norm(params, True) - optax.tree.norm(optax.tree.cast(x, float), True)
+        )
+    # An element of m is at most 1/8 from where it would be.
+    np.testing.assert_allclose(descents, descents[0], rtol=1 / 8)
+
+
+def test_bits_of_a_momentum_are_the_same_under_any_sharding() -> None:
+    """The scale is a maximum, so it is exact too; it takes a collective of one number."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    params = jnp.linspace(-1, 1, 256).reshape(16, 16)
+    tx = float8_momentum(optax.sgd(0.1, momentum=0.5), KEY)
+    expected = run(tx, params, [params] * 3)
+    found = run(tx, *jax.device_put((params, [params] * 3), sharding))
+    chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected))
+    (q,) = (leaf for leaf in jax.tree.leaves(found[1]) if leaf.dtype == E4M3)
+    assert q.sharding.is_equivalent_to(sharding, 2)
+    compiled = jax.jit(tx.update).lower(jax.device_put(params, sharding), found[1], found[0])
+    collectives = re.findall(r"= (\S+) (all-\S+|\S+-scatter)\(", compiled.compile().as_text() or "")
+    assert collectives == [("f32[]", "all-reduce")]
+
+
+def test_momentum_that_is_not_finite_stays_so() -> None:
+    tx, x = float8_momentum(optax.sgd(1.0, momentum=0.5), KEY), jnp.zeros(2)
+    for bad in (jnp.nan, jnp.inf):
+        g = jnp.array([bad, 1.0])
+        y, state = run(tx, x, [g])
+        y, _ = run(tx, y, [jnp.zeros(2)], state)
+        assert not jnp.isfinite(y[0])
+
+
+def test_of_momentum_refused() -> None:
+    params = jnp.zeros(2)
+    for base in (optax.sgd(0.1), optax.rmsprop(0.1)):
+        with pytest.raises(ValueError, match=r"`base` must hold real arrays in one of .*State"):
+            float8_momentum(base, KEY).init(params)
+    tx = float8_momentum(optax.sgd(0.1, 0.9), KEY)
+    with pytest.raises(ValueError, match="got complex ones"):
+        tx.init(params.astype(complex))
+    with pytest.raises(ValueError, match="must be a `Float8MomentumState`, got tuple"):
+        tx.update(params, optax.sgd(0.1, 0.9).init(params))
+    with pytest.raises(ValueError, match="must not hold a `Float8MomentumState`: put it outside"):
+        track_momentum(tx, averaging=0.1).init(params)
+    inside = float8_momentum(track_momentum(optax.sgd(0.1, 0.9), averaging=0.1), KEY)
+    _, state = run(inside, params, [jnp.ones(2)] * 3)
+    assert momentum_report(state).num_measured == 3
+    full = spa(0.1).init(params)
+    for old, into, name in ((tx.init(params), full, "old_state"), (full, tx.init(params), "into")):
+        with pytest.raises(ValueError, match=f"`{name}` must hold its momentum in 16 bits or more"):
+            convert(old, params, into=into, learning_rate=0.1, momentum=0.9)

@@ -26,6 +26,7 @@ from spa_optax import (
     SPAState,
     convert,
     eval_params,
+    float8_momentum,
     gpa,
     gpa_adamw,
     in_float32,
@@ -641,6 +642,8 @@ ROUNDED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
         "lion": optax.lion(0.1),
         "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
         "muon": optax.contrib.muon(0.5),
+        "float8_sgd": float8_momentum(optax.sgd(0.1, 0.9), KEY),
+        "float8_adamw": float8_momentum(optax.adamw(0.1), KEY),
     }.items()
 }
 every_rounded = pytest.mark.parametrize(
@@ -744,7 +747,7 @@ def test_multi_steps_around_rounded(make: Any) -> None:
             updates, state = jax.jit(tx.update)(NARROW_GRADS, state, x)
             x = optax.apply_updates(x, updates)
     assert_close_up_to_rounding(multi_x, x, 3)
-    assert optax.tree.get(multi_state.inner_opt_state, "base") is not None
+    assert multi_state.inner_opt_state.base is not None
     assert multi_state.inner_opt_state.count == 3
 
 

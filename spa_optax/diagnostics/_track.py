@@ -14,7 +14,7 @@ from spa_optax._checks import check, is_surely
 from spa_optax._convert import z_or_m
 from spa_optax._core import SPAState, Update
 from spa_optax._trees import behind_a_barrier, by_path, find, is_float, only
-from spa_optax._wrappers import SKIPS_UPDATES
+from spa_optax._wrappers import SKIPS_UPDATES, Float8MomentumState
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
 
@@ -169,7 +169,7 @@ def track_momentum(
 
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState)):
+    for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState, Float8MomentumState)):
         raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
     momentum = only(state, "inner", SPAState, OPTAX_MOMENTUM)
     count = lambda tree: sum(map(is_float, jax.tree.leaves(tree)))
