@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import float8_weights
 import grid
 import memory
 
@@ -67,6 +68,9 @@ def pages() -> dict[str, str]:
         "images": of_grid(read("images.jsonl")),
         "memory": of_memory(RESULTS / "memory.jsonl"),
         "trainers": of_trainers(read("trainers.jsonl")),
+        "float8_weights": [
+            ("1,000 steps", float8_weights.table(read("float8_weights.jsonl"))),
+        ],
     }
     result = {}
     for name, of_page in sections.items():
