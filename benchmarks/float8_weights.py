@@ -131,21 +131,22 @@ def schemes() -> dict[str, grid.Scheme]:
 
 
 def table(records: list[grid.Record]) -> str:
-    """The loss of each scheme, and its difference from float32, seed by seed."""
+    """The loss of each scheme, and its differences from two others, seed by seed."""
     runs = {
         name: grid.by_seed(of_name)
         for name in schemes()
         if (of_name := [record for record in records if record["scheme"] == name])
     }
-    reference = runs["float32 weights"]
+    others = [runs[name] for name in ("float32 weights", "float32 master copy") if name in runs]
     row = lambda name, of_name: [
         name,
         f"{next(iter(of_name.values()))['h']['rate']:g}",
         f"{statistics.mean(map(grid.final, of_name.values())):.4f}",
-        grid.less(of_name, reference),
+        str(len(of_name)),
+        *(grid.less(of_name, other) for other in others),
     ]
-    header = ["weights in float8", "rate", "loss", "− float32 weights"]
-    return common.markdown(header, [row(*item) for item in runs.items()])
+    header = ["weights in float8", "rate", "loss", "seeds", "− float32 weights", "− master copy"]
+    return common.markdown(header[: 4 + len(others)], [row(*item) for item in runs.items()])
 
 
 def main(argv: list[str] | None = None) -> str:
