@@ -172,6 +172,7 @@ def test_every_optimizer_learns(name: str) -> None:
     assert result["final"][0] > 0.9
 
 
+@pytest.mark.slow
 def test_sgd_and_spa_from_sgdm_are_the_same() -> None:
     """But for rounding, which soon picks another maximum in a pool: two steps."""
     txs = cifar10.optimizers(10)
@@ -209,6 +210,7 @@ def test_gpa_is_evaluated_at_x() -> None:
     assert np.abs(np.asarray(cifar10.logits(model, batches[0]) - in_training)).max() > 0.05
 
 
+@pytest.mark.slow
 def test_the_last_batch_is_not_whole() -> None:
     """Repeated images do not count."""
     model = network()
@@ -257,6 +259,7 @@ def test_eight_devices_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.tree.map(close, *params)
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "cifar10.png"
     names = ["gpa", "spa_from_sgdm"]

@@ -20,6 +20,7 @@ from helpers import (
     optimized,
     relative_difference,
     rounding_noise,
+    slow,
     unchecked,
     x64,
 )
@@ -92,7 +93,7 @@ def moved(state: Any, params: Any, tx: Any) -> Any:
     return convert(state, params, into=tx.init(params), learning_rate=RATE, **ADAM)
 
 
-@pytest.mark.parametrize("there", [100, 400])
+@pytest.mark.parametrize("there", [100, slow(400)])
 def test_the_next_step_is_adamws(there: int) -> None:
     """In warm-up and in decay. The old directions keep the ν̂ that they had: in ν̂_{k+1} the new
     gradient has a share of (1 − β₂)/(1 − β₂^{k+1}).
@@ -136,7 +137,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
     np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["full", slow("16 bits"), slow("factored")])
 def test_a_moved_run_stays_with_the_unmoved(form: str) -> None:
     """The way apart after 200 steps, as a share of the way of the unmoved run in them."""
     there, end = 300, 500
@@ -174,7 +175,7 @@ def test_there_and_back(form: str) -> None:
     assert relative_difference(new, old) < max(ulp, 1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [slow("full"), "16 bits", slow("factored")])
 def test_leaves_of_all_kinds(form: str) -> None:
     """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
     params = {
@@ -274,7 +275,7 @@ def test_a_run_of_nnx_moves() -> None:
     chex.assert_trees_all_close(found, params, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_warmup_steps", [0, 40])
+@pytest.mark.parametrize("num_warmup_steps", [slow(0), 40])
 def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
     """As if it had never moved."""
     with x64():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized
+from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 
@@ -158,7 +158,13 @@ def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
     np.testing.assert_allclose(kappa_squared, spacing**2 / (16 * np.log(2)), rtol=0.1)
 
 
-@every_member
+@pytest.mark.parametrize(
+    "make",
+    [
+        (pytest.param if name in ("nesterov", "gpa_adamw") else slow)(make, id=name)
+        for name, make in MAKE.items()
+    ],
+)
 def test_sharded(make: Any) -> None:
     """The same bits under any sharding, which `init` takes from params, without a collective."""
     tx = make(state_dtype=E4M3, rounding_key=KEY)
@@ -355,7 +361,13 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
 
 
-@every_momentum
+@pytest.mark.parametrize(
+    "base",
+    [
+        (pytest.param if name in ("sgd", "muon") else slow)(base, id=name)
+        for name, base in MOMENTUM.items()
+    ],
+)
 @pytest.mark.usefixtures("standard_promotion")
 def test_it_trains_as_its_base_does(base: Any) -> None:
     """In one byte for each element of momentum, with bfloat16 params and without."""

@@ -105,7 +105,7 @@ def assert_same_iterates(
     ("momentum", "nesterov"),
     [
         (0.9, True),
-        (None, False),
+        slow(None, False),
         slow(0.9, False),
         slow(None, True),
         slow(0.999, False),

@@ -343,6 +343,7 @@ def test_codes_of_8_bits() -> None:
         assert (codes[-1], 0 in codes, codes[0] < 0) == (1, True, signed)
 
 
+@pytest.mark.slow
 def test_z_in_4_bits() -> None:
     """A row of one element has its own scale, so it is exact; else the mean over keys is z."""
 

@@ -44,6 +44,7 @@ def run(text: Path, out: Path, *options: str) -> list[dict[str, float]]:
     return language_model.read_log(out / "log.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_stopped_run_goes_on_to_the_same_numbers(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,6 +73,7 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(
     np.testing.assert_equal(run(text, out, "--steps", "6", "--resume"), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_it_is_evaluated_at_x(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If x were 0, all bytes would be equally likely."""

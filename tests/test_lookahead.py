@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, lenient, table, x64
+from helpers import apply, lenient, slow, table, x64
 
 from spa_optax import spa, spa_from_sgdm
 
@@ -67,7 +67,7 @@ def test_a_nan_of_the_present_rate_is_not_hidden() -> None:
     assert np.isnan(x).all()
 
 
-@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize("nesterov", [slow(False), True], ids=["heavy ball", "nesterov"])
 def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
     """Meta-learning differentiates through rates: as through `optax.sgd`, both modes."""
 

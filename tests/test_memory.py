@@ -69,6 +69,7 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
 KINDS = ["ordinary", "bfloat16 gradients", "in the backward pass"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text by heart, on eight devices, from a loss of log(256), which chunks do not change."""

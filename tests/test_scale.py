@@ -79,7 +79,7 @@ def test_sharded_over_eight_devices_is_one_device() -> None:
         "float32",
         slow("bfloat16"),
         slow("bfloat16, stochastic"),
-        "gpa_adamw, bfloat16, stochastic",
+        slow("gpa_adamw, bfloat16, stochastic"),
     ],
 )
 def test_no_collective_inside_the_update(kind: str) -> None:
