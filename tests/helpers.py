@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +25,13 @@ FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 long = functools.partial(pytest.param, marks=pytest.mark.long)
+
+
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """One for each way through the code; the others are slow only because they are many."""
+    return [name if name in chosen else slow(name) for name in names]
+
+
 # For long runs: these tests compile without optimization, which is no gain there.
 optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 NUM_STEPS = 2_000

@@ -18,6 +18,7 @@ from helpers import (
     lenient,
     logistic_regression,
     optimized,
+    quick,
     slow,
     unchecked,
 )
@@ -156,7 +157,9 @@ NOISY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize(
+    "name", quick(NOISY, "constants", "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
+)
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
     ratio = np.asarray(report.gain / report.noise_level)[5:]
@@ -190,7 +193,7 @@ def test_a_quadratic_without_noise_is_well_above() -> None:
     assert report.alignment > 0.2
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", quick(TRANSFORMS, "spa, schedules", "sgdm, re-anchored"))
 def test_updates_are_untouched_to_the_bit(name: str) -> None:
     inner = TRANSFORMS[name]()
     plain, tracked = inner, track_momentum(inner)
@@ -388,9 +391,10 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optax.adamw": (optax.adamw(0.1, 1 - C, 0.9), {"averaging": C, "b2": 0.9}),
     "optax.adamw, injected": (INJECTED_ADAM, {}),
 }
+QUICK = ("spa", "gpa", "gpa_adamw", "around optax.adamw", "chain", "optax.sgd", "optax.adamw")
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 def test_noise_and_a_constant_direction(name: str) -> None:
     """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
     tx, options = WATCHED[name]
@@ -412,7 +416,7 @@ def test_noise_and_a_constant_direction(name: str) -> None:
     np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 def test_watching_changes_nothing(name: str) -> None:
     """To the bit, of updates and states, where gradients are given: XLA would fuse their making."""
     tx, options = WATCHED[name]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, slow
+from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 
@@ -158,16 +158,10 @@ def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
     np.testing.assert_allclose(kappa_squared, spacing**2 / (16 * np.log(2)), rtol=0.1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        (pytest.param if name in ("nesterov", "gpa_adamw") else slow)(make, id=name)
-        for name, make in MAKE.items()
-    ],
-)
-def test_sharded(make: Any) -> None:
+@pytest.mark.parametrize("name", quick(MAKE, "nesterov", "gpa_adamw"))
+def test_sharded(name: str) -> None:
     """The same bits under any sharding, which `init` takes from params, without a collective."""
-    tx = make(state_dtype=E4M3, rounding_key=KEY)
+    tx = MAKE[name](state_dtype=E4M3, rounding_key=KEY)
     params = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.linspace(0.5, 2, 8)}
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     grads = jax.tree.map(lambda p: p / 64, params)
@@ -182,7 +176,7 @@ def test_sharded(make: Any) -> None:
     compiled = jax.jit(tx.update).lower(grads, sharded_state, params).compile()
     assert not COLLECTIVE.search(str(compiled.as_text()))
     found, found_state = run(tx, params, [grads] * 3, sharded_state)
-    if make is MAKE["gpa_adamw"]:  # whose roots may differ in their last bit
+    if name == "gpa_adamw":  # whose roots may differ in their last bit
         return
     chex.assert_trees_all_equal(*map(jax.device_get, (found, expected)))
     chex.assert_trees_all_equal(*map(jax.device_get, (found_state, state)))
@@ -329,7 +323,6 @@ MOMENTUM: dict[str, Any] = {
     "lion": lambda: optax.lion(0.01),
     "muon": lambda: optax.contrib.muon(0.01),
 }
-every_momentum = pytest.mark.parametrize("base", MOMENTUM.values(), ids=list(MOMENTUM))
 
 
 def test_a_momentum_that_float8_can_hold_is_exact() -> None:
@@ -361,16 +354,11 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        (pytest.param if name in ("sgd", "muon") else slow)(base, id=name)
-        for name, base in MOMENTUM.items()
-    ],
-)
+@pytest.mark.parametrize("name", quick(MOMENTUM, "sgd", "muon"))
 @pytest.mark.usefixtures("standard_promotion")
-def test_it_trains_as_its_base_does(base: Any) -> None:
+def test_it_trains_as_its_base_does(name: str) -> None:
     """In one byte for each element of momentum, with bfloat16 params and without."""
+    base = MOMENTUM[name]
     params = {"w": 1 + jax.random.normal(KEY, (128, 128)), "b": jnp.ones(64)}
     size_of = lambda tree: sum(jnp.sum(x.astype(float) ** 2) for x in jax.tree.leaves(tree))
     gradient = jax.grad(size_of)
