@@ -88,7 +88,7 @@ def run(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str, np
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in history.items()}
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", quick(TRANSFORMS, "spa, schedules", "sgdm, foreseen"))
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
     h = run(track_momentum(TRANSFORMS[name](), decay=0.0))

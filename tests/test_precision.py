@@ -201,10 +201,7 @@ FACTORIES = {
 }
 every_transform = pytest.mark.parametrize(
     "make",
-    [
-        (pytest.param if name in ("sgdm", "gpa") else slow)(make, id=name)
-        for name, make in FACTORIES.items()
-    ],
+    [(pytest.param if name == "gpa" else slow)(make, id=name) for name, make in FACTORIES.items()],
 )
 
 

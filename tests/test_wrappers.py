@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import UNIFORM, WARMUP_COSINE, apply, trajectory, unchecked, x64
+from helpers import UNIFORM, WARMUP_COSINE, apply, slow, trajectory, unchecked, x64
 
 from spa_optax import (
     eval_params,
@@ -84,7 +84,7 @@ def test_gpa_behind_the_same_direction(dtype: Any) -> None:
     np.testing.assert_allclose(x, expected_x, rtol=0, atol=atol + (1e-7 if atol < 1e-7 else 0))
 
 
-@pytest.mark.parametrize("base", ["sgd", "adamw", "lion", "muon"])
+@pytest.mark.parametrize("base", ["sgd", slow("adamw"), slow("lion"), "muon"])
 def test_schedule_free_around_any_base(base: str) -> None:
     """Optax's own wrapper, at a constant rate."""
     with x64():
