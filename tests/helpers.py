@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,9 +27,14 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
-def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """One for each way through the code; the others are slow only because they are many."""
-    return [name if name in chosen else slow(name) for name in names]
+def quick(values: Mapping[str, Any], *chosen: str) -> list[Any]:
+    """Values by name: one for each way through the code; the others are slow, for they are many."""
+    return [(pytest.param if name in chosen else slow)(values[name], id=name) for name in values]
+
+
+def quick_names(names: Iterable[str], *chosen: str) -> list[Any]:
+    """The same of names."""
+    return quick({name: name for name in names}, *chosen)
 
 
 # For long runs: these tests compile without optimization, which is no gain there.

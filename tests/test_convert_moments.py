@@ -18,6 +18,7 @@ from helpers import (
     evaluated,
     logistic_regression,
     optimized,
+    quick_names,
     relative_difference,
     rounding_noise,
     slow,
@@ -137,7 +138,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
     np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["full", slow("16 bits"), slow("factored")])
+@pytest.mark.parametrize("form", quick_names(FORMS, "full"))
 def test_a_moved_run_stays_with_the_unmoved(form: str) -> None:
     """The way apart after 200 steps, as a share of the way of the unmoved run in them."""
     there, end = 300, 500
@@ -175,7 +176,7 @@ def test_there_and_back(form: str) -> None:
     assert relative_difference(new, old) < max(ulp, 1e-4)
 
 
-@pytest.mark.parametrize("form", [slow("full"), "16 bits", slow("factored")])
+@pytest.mark.parametrize("form", quick_names(FORMS, "16 bits"))
 def test_leaves_of_all_kinds(form: str) -> None:
     """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
     params = {

@@ -18,7 +18,7 @@ from helpers import (
     lenient,
     logistic_regression,
     optimized,
-    quick,
+    quick_names,
     slow,
     unchecked,
 )
@@ -88,7 +88,7 @@ def run(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str, np
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in history.items()}
 
 
-@pytest.mark.parametrize("name", quick(TRANSFORMS, "spa, schedules", "sgdm, foreseen"))
+@pytest.mark.parametrize("name", quick_names(TRANSFORMS, "spa, schedules", "sgdm, foreseen"))
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
     h = run(track_momentum(TRANSFORMS[name](), decay=0.0))
@@ -132,8 +132,7 @@ def reports(tx: Any, gradients: Any) -> Any:
 
     def body(carry: Any, g: Any) -> Any:
         params, state = carry
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = tx.update(g, state, params)
+        updates, state = tx.update(g, state, params)
         return (optax.apply_updates(params, updates), state), momentum_report(state)
 
     params = jnp.zeros(gradients.shape[1:])
@@ -158,7 +157,8 @@ NOISY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "name", quick(NOISY, "constants", "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
+    "name",
+    quick_names(NOISY, "constants", "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored"),
 )
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
@@ -193,7 +193,7 @@ def test_a_quadratic_without_noise_is_well_above() -> None:
     assert report.alignment > 0.2
 
 
-@pytest.mark.parametrize("name", quick(TRANSFORMS, "spa, schedules", "sgdm, re-anchored"))
+@pytest.mark.parametrize("name", quick_names(TRANSFORMS, "spa, schedules", "sgdm, re-anchored"))
 def test_updates_are_untouched_to_the_bit(name: str) -> None:
     inner = TRANSFORMS[name]()
     plain, tracked = inner, track_momentum(inner)
@@ -394,7 +394,8 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = ("spa", "gpa", "gpa_adamw", "around optax.adamw", "chain", "optax.sgd", "optax.adamw")
 
 
-@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
+@pytest.mark.usefixtures("standard_promotion")
 def test_noise_and_a_constant_direction(name: str) -> None:
     """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
     tx, options = WATCHED[name]
@@ -416,7 +417,7 @@ def test_noise_and_a_constant_direction(name: str) -> None:
     np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
 def test_watching_changes_nothing(name: str) -> None:
     """To the bit, of updates and states, where gradients are given: XLA would fuse their making."""
     tx, options = WATCHED[name]
@@ -528,6 +529,7 @@ def test_sgd_is_watched_as_its_primal_averaging() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_adamw_is_watched_as_its_primal_averaging() -> None:
     """Where ν̂ is constant they are the same."""
     signs = jnp.sign(jax.random.normal(jax.random.key(0), (200, 50)) + 0.5)
@@ -674,7 +676,9 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
     [
         (0.1, 0.99, 1),
         (0.1, 0.9, 10),
-        *(slow(*row) for row in [(0.1, 0.0, 1), (0.02, 0.9, 1), (0.5, 0.9, 1)]),
+        slow(0.1, 0.0, 1),
+        slow(0.02, 0.9, 1),
+        slow(0.5, 0.9, 1),
     ],
 )
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import nbformat
 import pytest
-from helpers import quick
+from helpers import quick_names
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +35,7 @@ def run_blocks(name: str) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.parametrize("name", quick(BLOCKS, "README.md"))
+@pytest.mark.parametrize("name", quick_names(BLOCKS, "README.md"))
 def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_blocks(name)
     # What a block is said to print, it prints.

@@ -26,7 +26,7 @@ from helpers import (
     digits,
     logistic_regression,
     optimized,
-    quick,
+    quick_names,
     relative_difference,
     rounding_noise,
     sgdm,
@@ -166,7 +166,7 @@ OPTAX_SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", quick(OPTAX_SCHEDULES, "one cycle", "restarts"))
+@pytest.mark.parametrize("name", quick_names(OPTAX_SCHEDULES, "one cycle", "restarts"))
 def test_a_schedule_edited_before_a_resume(name: str) -> None:
     """A run is saved at half time, and resumed with a third of the rate."""
     half = NUM_STEPS // 2

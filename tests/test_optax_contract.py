@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, slow, x64
+from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, quick, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -102,21 +102,18 @@ def is_around_adamw(make: Any) -> bool:
     return make.__wrapped__ is ALIASES["around adamw"]
 
 
-# One for each way through the code; the others are slow only because they are many.
 QUICK = ("sgdm, nesterov", "gpa", "gpa_adamw")
 
 
-def each_of(factories: dict[str, Any]) -> pytest.MarkDecorator:
+def each_of(factories: dict[str, Any], *chosen: str) -> pytest.MarkDecorator:
     """Each makes a transform once for all tests, which share its compiled updates."""
-    as_param = lambda name, make: (pytest.param if name in QUICK else slow)(
-        functools.cache(make), id=name
-    )
-    return pytest.mark.parametrize("make", [as_param(*item) for item in factories.items()])
+    cached = {name: functools.cache(make) for name, make in factories.items()}
+    return pytest.mark.parametrize("make", quick(cached, *chosen))
 
 
-every_transform = each_of(ALL)
+every_transform = each_of(ALL, *QUICK)
 # What holds for updates that are linear in the gradients, and for states that are SPA's alone.
-but_adamw = each_of(FACTORIES)
+but_adamw = each_of(FACTORIES, *QUICK)
 WITH_NUMBERS: list[Any] = [
     functools.partial(spa, 0.1, 0.1),
     functools.partial(spa_from_sgdm, 0.01, 0.9),
@@ -646,13 +643,7 @@ ROUNDED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
         "float8_adamw": float8_momentum(optax.adamw(0.1), KEY),
     }.items()
 }
-every_rounded = pytest.mark.parametrize(
-    "make",
-    [
-        (pytest.param if name in ("adamw", "muon") else slow)(functools.cache(make), id=name)
-        for name, make in ROUNDED.items()
-    ],
-)
+every_rounded = each_of(ROUNDED, "adamw", "muon")
 NARROW = {"w": jnp.linspace(-1, 1, 128).reshape(16, 8), "b": {"c": jnp.linspace(0.5, 2, 8)}}
 NARROW = optax.tree.cast(NARROW, jnp.bfloat16)
 NARROW_GRADS = jax.tree.map(lambda p: jnp.cos(3 * p) / 3, NARROW)

@@ -19,7 +19,7 @@ from helpers import (
     FLOAT8_E5M2,
     FLOAT16,
     compiled_step,
-    slow,
+    quick,
     x64,
 )
 from jax import export
@@ -199,10 +199,7 @@ FACTORIES = {
     "gpa": functools.partial(gpa, 0.1, 0.1, 0.9),
     "16-bit z": functools.partial(spa, 0.1, 0.1, state_dtype=BF16),
 }
-every_transform = pytest.mark.parametrize(
-    "make",
-    [(pytest.param if name == "gpa" else slow)(make, id=name) for name, make in FACTORIES.items()],
-)
+every_transform = pytest.mark.parametrize("make", quick(FACTORIES, "gpa"))
 
 
 @functools.cache
