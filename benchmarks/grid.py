@@ -298,11 +298,10 @@ def draw(runs: Runs, path: Path) -> None:
         if averages and (base, "bfloat16") in at:
             ends = at[base, "bfloat16"], min(averages, key=lambda point: point[1])
             axes.plot(*zip(*ends, strict=True), color="0.7", linewidth=1, zorder=1)
-    colors = dict(zip(FORMS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    for form, color in colors.items():
+    for form in FORMS:
         points = [point for cell, point in at.items() if cell[1] == form]
         if points:
-            axes.scatter(*zip(*points, strict=True), color=color, label=form, s=24, zorder=2)
+            axes.scatter(*zip(*points, strict=True), label=form, s=24, zorder=2)
     steps = [at[cell] for cell in frontier]
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
     chosen = [*frontier[-5:], *CONTROLS, ("Adam, factored", "Schedule-Free")]

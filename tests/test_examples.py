@@ -454,6 +454,17 @@ def test_table_of_cells() -> None:
     assert "| AdamW | bfloat16 | rate | 0.004: 1.9000, 0.008: inf |" in grid.tuning_table(tried)
 
 
+def test_the_picture_has_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are more than the colors that matplotlib begins with."""
+    monkeypatch.setattr(grid.plt, "close", lambda figure: None)
+    runs = {("AdamW", form): {0: record_of({}, 2.0)} for form in bases.FORMS}
+    grid.draw(runs, tmp_path / "picture.png")
+    _, labels = grid.plt.gca().get_legend_handles_labels()
+    monkeypatch.undo()
+    grid.plt.close()
+    assert set(labels) == {*bases.FORMS, "frontier"}
+
+
 def test_results_are_those_of_the_records() -> None:
     """`python benchmarks/render.py` would change nothing."""
     for name, text in render.pages().items():
