@@ -345,19 +345,31 @@ def z_from_4_bits(state: Any, y: Any) -> Any:
     return state._replace(average=state.average._replace(z=z))
 
 
-def in_4_bits(tx: Tx, key: jax.Array) -> Tx:
-    """Stores z as y + s q: q is int4, rounded at random, and each last axis has one s.
+LEVELS = {  # what 4 bits can hold
+    "int4": np.arange(-7.0, 8.0),
+    "float4_e2m1fn": np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+}
+
+
+def in_4_bits(tx: Tx, key: jax.Array, dtype: str) -> Tx:
+    """Stores z as y + s q: q has 4 bits, rounded at random, and each last axis has one s.
 
     `tx` is `primal_averaging`, with z in float32.
     """
+    levels = jnp.asarray(LEVELS[dtype], F32)
+
+    def store(d: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
+        above = jnp.clip(jnp.searchsorted(levels, d / s), 1, len(levels) - 1)
+        low, high = levels[above - 1], levels[above]
+        return jnp.where(d / s > low + u * (high - low), high, low).astype(dtype)
 
     def pack(state: Any, y: Any) -> Any:
         d = jax.tree.map(lambda z, y: z - y.astype(F32), state.average.z, y)
         largest = lambda d: jnp.max(jnp.abs(d), axis=-1, keepdims=True)
-        s = jax.tree.map(lambda d: jnp.maximum(largest(d) / jnp.iinfo(jnp.int4).max, 1e-30), d)
+        s = jax.tree.map(lambda d: jnp.maximum(largest(d) / levels[-1], 1e-30), d)
         count = jax.random.fold_in(key, state.average.count)
         noise = optax.tree.random_like(count, d, jax.random.uniform)
-        q = jax.tree.map(lambda d, s, u: jnp.floor(d / s + u).astype(jnp.int4), d, s, noise)
+        q = jax.tree.map(store, d, s, noise)
         return state._replace(average=state.average._replace(z=(q, s)))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -386,6 +398,17 @@ def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
     return Tx(init, update)
 
 
+def averaged_in_4_bits(dtype: str) -> Form:
+    return Form(
+        BF16,
+        lambda base, h, run: in_4_bits(averaged(h["c"], h["mu_y"], base, run, F32), run.key, dtype),
+        {"c": 0.1, "mu_y": 0.9},
+        faster=2,
+        tuned_as="averaged",
+        evaluate=lambda state, params: eval_params(z_from_4_bits(state, params), params),
+    )
+
+
 itself = lambda state, params: params
 FORMS = {
     "float32": Form(F32, lambda base, h, run: base, evaluate=itself),
@@ -403,14 +426,8 @@ FORMS = {
         faster=2,
         tuned_as="averaged",
     ),
-    "averaged, 4 bits": Form(
-        BF16,
-        lambda base, h, run: in_4_bits(averaged(h["c"], h["mu_y"], base, run, F32), run.key),
-        {"c": 0.1, "mu_y": 0.9},
-        faster=2,
-        tuned_as="averaged",
-        evaluate=lambda state, params: eval_params(z_from_4_bits(state, params), params),
-    ),
+    "averaged, int4": averaged_in_4_bits("int4"),
+    "averaged, float4": averaged_in_4_bits("float4_e2m1fn"),
     "Schedule-Free, 8 bits": Form(
         BF16,
         lambda base, h, run: schedule_free(base, h, run, jnp.float8_e4m3fn),

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import common
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
-from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
+from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, LEVELS, Hypers, Run, Scheme, scheme
 from flax import nnx
 from scipy import stats
 
@@ -37,7 +36,7 @@ EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
 ALSO_TOLD = (("Adam, factored", "Schedule-Free"), ("Adam, factored", "Schedule-Free, 8 bits"))
-SIMULATED = "averaged, 4 bits"  # the package has no such form
+SIMULATED = ("averaged, int4", "averaged, float4")  # the package has no such forms
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
@@ -111,7 +110,7 @@ def make_train(
         key, curve = jax.random.key(seed), []
         carry = init(h, key)
         size = optax.tree.size(carry[0])
-        packed = lambda leaf: leaf.nbytes / 2 if leaf.dtype == jnp.int4 else leaf.nbytes
+        packed = lambda leaf: leaf.nbytes / (2 if leaf.dtype.name in LEVELS else 1)
         num_bytes = sum(map(packed, jax.tree.leaves(carry)))
         every = max(1, num_steps // NUM_EVALUATIONS)
         for k in range(num_steps):
@@ -267,7 +266,7 @@ def by_cell(records: list[Record]) -> dict[Cell, list[Record]]:
 def runs_of(records: list[Record]) -> Runs:
     """The runs at the best setting of each cell, except of what is simulated."""
     cells = by_cell(records).items()
-    return {cell: by_seed(tried) for cell, tried in cells if cell[1] != SIMULATED}
+    return {cell: by_seed(tried) for cell, tried in cells if cell[1] not in SIMULATED}
 
 
 def report(records: list[Record]) -> str:
