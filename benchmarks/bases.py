@@ -17,6 +17,7 @@ import optax
 from spa_optax import (
     eval_params,
     float8_momentum,
+    in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
     scale_by_second_moment,
@@ -413,6 +414,9 @@ itself = lambda state, params: params
 FORMS = {
     "float32": Form(F32, lambda base, h, run: base, evaluate=itself),
     "bfloat16": Form(BF16, lambda base, h, run: stochastic_rounding(base, run.key)),
+    "bfloat16, to nearest": Form(
+        BF16, lambda base, h, run: in_float32(base), tuned_as="bfloat16", evaluate=itself
+    ),
     "averaged": Form(
         BF16,
         lambda base, h, run: averaged(h["c"], h["mu_y"], base, run),
@@ -461,7 +465,7 @@ FORMS = {
     ),
 }
 
-FEW_BITS = tuple(name for name, form in FORMS.items() if form.tuned_as)
+COARSER = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(
     dict.fromkeys(
@@ -478,7 +482,7 @@ CELLS = list(
             ("AdamW, factored", "GPA"),
             *[
                 (base, form)
-                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *FEW_BITS)
+                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *COARSER)
                 for base in BASES
             ],
         ]

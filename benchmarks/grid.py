@@ -36,6 +36,21 @@ EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
 ALSO_TOLD = (("Adam, factored", "Schedule-Free"), ("Adam, factored", "Schedule-Free, 8 bits"))
+# Differences that docs/which.md states.
+PAIRS = (
+    (("Muon", "bfloat16"), ("Muon", "float32")),
+    (("Muon", "Schedule-Free"), ("Muon", "float32")),
+    (("Muon", "Schedule-Free"), ("Muon", "EMA")),
+    (("Muon", "Schedule-Free"), ("Muon", "EMA, bfloat16")),
+    (("Adam, factored", "Schedule-Free"), ("AdamW", "EMA")),
+    (("AdamW", "EMA, bfloat16"), ("AdamW", "EMA")),
+    (("Muon", "EMA, bfloat16"), ("Muon", "EMA")),
+    (("Muon, float8 m", "bfloat16"), ("Muon", "bfloat16")),
+    (("Lion, float8 m", "bfloat16"), ("Lion", "bfloat16")),
+    (("AdamW, factored, float8 m", "bfloat16"), ("AdamW, factored", "bfloat16")),
+    (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "Schedule-Free")),
+    (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "float32")),
+)
 SIMULATED = ("averaged, int4", "averaged, float4")  # the package has no such forms
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
@@ -201,7 +216,7 @@ def ranked(runs: Runs) -> list[list[Cell]]:
 
     classes: list[list[Cell]] = [[] for _ in BYTE_CLASSES]
     for cell in sorted(runs, key=excess):
-        classes[bisect.bisect_left(BYTE_CLASSES, num_bytes(runs[cell]))].append(cell)
+        classes[bisect.bisect_left(BYTE_CLASSES, round(num_bytes(runs[cell]), 1))].append(cell)
     return classes
 
 
@@ -241,18 +256,29 @@ def tuning_table(tried: dict[Cell, list[Record]]) -> str:
     return common.markdown(["base", "form", "of", "lowest loss by value"], rows)
 
 
-def narrowing_table(records: list[Record]) -> str:
-    """What fewer bits for z cost at the same setting, seed by seed."""
+def coarser_table(records: list[Record]) -> str:
+    """What fewer bits cost at the same setting, seed by seed."""
     runs: dict[Any, dict[int, Record]] = {}
     for record in records:
         setting = ", ".join(f"{name} {value:g}" for name, value in record["h"].items())
         runs.setdefault((record["base"], record["form"], setting), {})[record["seed"]] = record
     rows = []
-    for (base, form, setting), narrow in sorted(runs.items()):
-        other = runs.get((base, FORMS[form].tuned_as, setting), {})
-        if both := differences(narrow, other):
-            rows.append([base, form, setting, str(len(both)), less(narrow, other)])
-    return common.markdown(["base", "form", "at", "seeds", "− z in bfloat16"], rows)
+    for (base, form, setting), coarser in sorted(runs.items()):
+        finer = FORMS[form].tuned_as
+        other = runs.get((base, finer, setting), {})
+        if both := differences(coarser, other):
+            rows.append([base, form, str(finer), setting, str(len(both)), less(coarser, other)])
+    return common.markdown(["base", "form", "minus", "at", "seeds", "difference"], rows)
+
+
+def pairs_table(runs: Runs) -> str:
+    """The pairs of cells that are compared elsewhere, each at its own setting."""
+    rows = []
+    for cell, other in PAIRS:
+        if both := differences(runs.get(cell, {}), runs.get(other, {})):
+            names = " × ".join(cell), " × ".join(other)
+            rows.append([*names, str(len(both)), less(runs[cell], runs[other])])
+    return common.markdown(["cell", "minus", "seeds", "difference"], rows)
 
 
 def by_cell(records: list[Record]) -> dict[Cell, list[Record]]:
@@ -278,7 +304,8 @@ def report(records: list[Record]) -> str:
         "The best two of each class of bytes, controls, and the best form of Adam:\n\n"
         f"{table(runs, by_bytes, settings=False)}\n\n"
         f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
-        f"z in fewer bits, at the same setting:\n\n{narrowing_table(records)}\n\n"
+        f"Between two cells:\n\n{pairs_table(runs)}\n\n"
+        f"Fewer bits at the same setting:\n\n{coarser_table(records)}\n\n"
         f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
     )
 
