@@ -9,17 +9,30 @@ import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax._checks import check, check_one_run, is_surely
-from spa_optax._core import SPAState, times, z_0
+from spa_optax._core import SPAState, StochasticRoundingState, times, z_0
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._precision import difference, holds_difference, restored, wide_dtype
 from spa_optax._second_moment import RMSState, factored_axes
-from spa_optax._trees import by_path, copy, find, is_float, keys_of, like, only, replace, scalar_of
-from spa_optax._wrappers import PrimalAveragingState
+from spa_optax._trees import (
+    by_path,
+    copy,
+    find,
+    is_float,
+    keys_of,
+    kinds_of,
+    like,
+    only,
+    replace,
+    scalar_of,
+)
+from spa_optax._wrappers import MOMENTUM, Float8MomentumState, PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 Given = SimpleNamespace  # x, the params by their paths, and the arguments of `convert`
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+# The state of a direction in a chain, which a run keeps as it is.
+_DIRECTIONS = (Float8MomentumState, *MOMENTUM, optax.ScaleByRmsState)
 
 
 class Snapshot(NamedTuple):
@@ -59,7 +72,8 @@ def convert(
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
     From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's.
-    Second moments, in the new optimizer's form, and the state of a base optimizer are kept.
+    Second moments, in the new optimizer's form, are kept, and so is the state of a base optimizer
+    and of other directions in a chain, such as `optax.ema`.
 
     From AdamW, the next step's momentum is AdamW's, except for the gradient's effect on ν. The
     gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): within 1 %
@@ -93,7 +107,7 @@ def convert(
 
     Raises:
       ValueError: if an argument is missing or out of range; if a state holds none of these, or
-        several; if the trees do not match; or if only one of the runs trains at y.
+        several; if the trees or other directions do not match; or if only one run trains at y.
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -140,9 +154,10 @@ def convert(
             f" same μ_y as its b1, got μ_y = {old_mu_y:g} into {new_mu_y:g}"
         )
     fits = is_surely(~mismatch)  # or is traced: a wrong answer is not silent
+    into_run = _with_directions(into, new_node, old_state, node)
     checked = lambda z: z if fits or not is_float(z) else jnp.where(mismatch, jnp.nan, z)
     run = run._replace(z={key: checked(run.z[key]) for key in keys})
-    return copy(like(into, _with_count(write(into, given, run), run.count)))
+    return copy(like(into, _with_count(write(into_run, given, run), run.count)))
 
 
 def z_or_m(node: Any) -> PyTree:
@@ -151,11 +166,28 @@ def z_or_m(node: Any) -> PyTree:
     return getattr(node, field)
 
 
+def _with_directions(into: PyTree, new_node: Any, old_state: PyTree, node: Any) -> PyTree:
+    """A state with the directions of the run that stand beside its momentum."""
+    # Bases are found too, so that their own directions are not.
+    kinds = (*_DIRECTIONS, PrimalAveragingState, optax.contrib.ScheduleFreeState)
+    is_direction = lambda of, momentum: of is not momentum and isinstance(of, _DIRECTIONS)
+    old = [of for of in find(old_state, kinds) if is_direction(of, node)]
+    new = [of for of in find(into, kinds) if is_direction(of, new_node)]
+    shapes = lambda nodes: [(type(of), list(map(jnp.shape, jax.tree.leaves(of)))) for of in nodes]
+    if shapes(old) != shapes(new):
+        names = " and ".join(kinds_of(tuple(nodes)) for nodes in (old, new))
+        raise ValueError(f"`into` must have the other directions of `old_state`, got {names}")
+    rest = iter(old)
+    take = lambda of: like(of, next(rest)) if is_direction(of, new_node) else of
+    return replace(into, kinds, take)
+
+
 def _with_count(state: PyTree, count: Array) -> PyTree:
     """A state with a new count for its schedules."""
     # States with no other field are those of `optax.scale_by_schedule` and `optax.WrappedSchedule`.
     is_counted = lambda node: (
-        isinstance(node, INJECTED) or getattr(node, "_fields", 0) == ("count",)
+        isinstance(node, (*INJECTED, StochasticRoundingState, Float8MomentumState))
+        or getattr(node, "_fields", 0) == ("count",)
     )
 
     def counted(node: Any) -> Any:
@@ -249,7 +281,7 @@ def _write_trace(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     w = jnp.where(known, run.w, 1)
 
     def m(key: str) -> Array:
-        x, distance = given.x[key], _distance(run, given, key)
+        x, distance = given.x[key], _x_minus_z(run, given, key)
         m = jnp.where(known, distance / w.astype(distance.dtype), 0)
         return m.astype(x.dtype) if is_float(x) else jnp.zeros_like(x)
 
@@ -264,7 +296,7 @@ def _write_adam(into: PyTree, given: Given, run: Snapshot) -> PyTree:
     def moments(key: str) -> tuple[Array, Array]:
         if not is_float(given.x[key]):
             return jnp.zeros_like(given.x[key]), jnp.zeros_like(given.x[key])
-        distance, nu = _distance(run, given, key), all_nu[key]
+        distance, nu = _x_minus_z(run, given, key), all_nu[key]
         m = times(c_over_w, distance, distance.dtype) * (jnp.sqrt(nu) + given.eps)
         return m * _bias(given.b1, k + 1, m), nu * _bias(given.b2, k, nu)
 
@@ -313,7 +345,7 @@ _FORMATS: dict[Any, tuple[str, Any, Any]] = {
 }
 
 
-def _distance(run: Snapshot, given: Given, key: str) -> Array:
+def _x_minus_z(run: Snapshot, given: Given, key: str) -> Array:
     """x_k − z_k."""
     x, z = given.x[key], run.z[key]
     dtype = wide_dtype(x, z)

@@ -30,10 +30,12 @@ from spa_optax import (
     SPAState,
     convert,
     eval_params,
+    float8_momentum,
     gpa,
     gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
+    primal_averaging,
     reanchor,
     spa,
     spa_adamw,
@@ -475,6 +477,32 @@ def test_spa_states_convert_too() -> None:
         # At c = 1 there is none.
         _, state = spa(1.0, 1.0).update(grads, state, x)
         np.testing.assert_array_equal(convert(state, x, into=into).trace, jnp.zeros(2))
+
+
+DIRECTIONS: dict[str, Any] = {
+    "trace": lambda: optax.trace(0.9),
+    "float8": lambda: float8_momentum(optax.trace(0.9), jax.random.key(0)),
+    "rms": lambda: optax.scale_by_rms(0.9),
+    "adam": optax.scale_by_adam,
+    "outside a base": lambda: optax.chain(optax.ema(0.9), optax.clip(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTIONS)
+@pytest.mark.usefixtures("standard_promotion")
+def test_directions_in_a_chain_are_kept(name: str) -> None:
+    """The run goes on as if nothing had happened, or `convert` refuses."""
+    last = primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
+    tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones(3)
+    g, state = jnp.array([1.0, -2.0, 3.0]), tx.init(x)
+    for _ in range(5):
+        updates, state = tx.update(g, state, x)
+        x = optax.apply_updates(x, updates)
+    moved = convert(state, x, into=tx.init(x))
+    chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
+    for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
+        with pytest.raises(ValueError, match="`into` must have the other directions of"):
+            convert(old, x, into=into)
 
 
 def test_a_run_of_spa_resumed_as_sgdm() -> None:
