@@ -93,7 +93,7 @@ class Step(NamedTuple):
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
-    r: dict[str, Float[Array, ""]]  # for each dtype of params; empty: 1
+    r: dict[str, Float[Array, ""]]  # for each precision of z − x; empty: 1
     c_before: Float[Array, ""]  # c_k, of the last step
 
 
@@ -158,7 +158,7 @@ def advance(
     )
     one = jnp.ones_like(now.eta)
     (eta, c, w, delta, p, _, mu_y), r, at_start, one = _shared(
-        (in_full, _ratios(now.r, state, y), is_at_start(state), one)
+        (in_full, _ratios(now.r, state, y, z), is_at_start(state), one)
     )
     seeds = seeds_like(rounding_key, state.count, z)
 
@@ -364,22 +364,31 @@ def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
 
 
 def _ratios(
-    r: tuple[Float[Array, ""], Float[Array, ""]] | None, state: SPAState, params: PyTree
+    r: tuple[Float[Array, ""], Float[Array, ""]] | None,
+    state: SPAState,
+    params: PyTree,
+    z: PyTree,
 ) -> dict[str, Float[Array, ""]]:
-    """The r for each dtype of params, if a step has one; 0 at the start and for a restart.
+    """The r for each precision of z − x, if a step has one; 0 at the start and for a restart.
 
     Rescaling multiplies the rounding error of x in z − x by r. At r = 1/√eps that would cost half
-    the digits of x, so momentum restarts from 0 instead.
+    the digits of x, so momentum restarts from 0 instead. A z of 8 bits has no such error.
     """
     if r is None:
         return {}
     (required, held), result = r, {}
     # Sorted, since every process must compile the same program.
-    for dtype in sorted({x.dtype for x in jax.tree.leaves(params) if is_float(x)}, key=str):
+    precisions = map_floats(_precision_of_distance, params, z)
+    for dtype in sorted(set(jax.tree.leaves(precisions))):
         restarts = is_at_start(state) | (required * float(jnp.finfo(dtype).eps) ** 0.5 > held)
         # With the division last, XLA on CPU does it once, not in every kernel.
-        result[str(dtype)] = jnp.where(restarts, 0, required) / held
+        result[dtype] = jnp.where(restarts, 0, required) / held
     return result
+
+
+def _precision_of_distance(x: Array, z: Array) -> str:
+    """The dtype whose rounding error z − x has."""
+    return "float32" if holds_difference(z) else str(x.dtype)
 
 
 def _rescale(
@@ -390,10 +399,10 @@ def _rescale(
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
         x_wide, z_wide = x.astype(dtype), z.astype(dtype)
+        ratio = r.get(_precision_of_distance(x, z))
         if holds_difference(z):  # 0 at the start, from whatever params
-            distance = UNIT * z_wide
-            return times(r[str(x.dtype)], distance, dtype) if r else distance
-        new = x_wide + times(r[str(x.dtype)], z_wide - x_wide, dtype) if r else x_wide
+            return UNIT * z_wide if ratio is None else times(ratio, UNIT * z_wide, dtype)
+        new = x_wide if ratio is None else x_wide + times(ratio, z_wide - x_wide, dtype)
         if x.dtype in (dtype, z.dtype):
             return new
         # Params may be replaced between `init` and the first step: z_0 then comes from the new
@@ -419,7 +428,7 @@ def _select_z(
         if holds_difference(z):
             return rescaled
         # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller windows.
-        moves = r[str(x.dtype)] != 1 if r else at_start
+        moves = r[_precision_of_distance(x, z)] != 1 if r else at_start
         return jnp.where(moves, rescaled, z.astype(rescaled.dtype))
 
     return map_floats(keep, params, z, _rescale(params, z, r, at_start), otherwise=z)

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from spa_optax._checks import check
 from spa_optax._trees import find, leaves_with_path
 
-# Their updates depend on the gradients of all layers, or of several batches.
+# They keep gradients of several batches, or skip the update of one layer and not of another.
 WAITS_FOR_ALL = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
 
@@ -46,8 +46,9 @@ def update_in_backward(
     layer by itself. That cannot be detected, since it has no state.
 
     Args:
-      layer: from x and the params of one layer to the next x, a tree of the same shapes and dtypes.
-        It is computed again in the backward pass, so it needs no `jax.checkpoint`.
+      layer: from x and the params of one layer to the next x, a tree of floating-point arrays
+        of the same shapes and dtypes. It is computed again in the backward pass, so it needs no
+        `jax.checkpoint`.
       make_tx: from i, which may be traced, to the optimizer of layer i. All must have states of
         one structure. Give each its own key if it rounds stochastically:
         `lambda i: spa_adamw(1e-3, rounding_key=jax.random.fold_in(key, i))`.
@@ -89,7 +90,7 @@ def update_in_backward(
         for node in find(state, WAITS_FOR_ALL):
             raise ValueError(
                 "`make_tx` must not accumulate or skip updates, got a"
-                f" `{type(node).__name__}`, which needs the gradients of all layers at once"
+                f" `{type(node).__name__}`, which treats each layer by itself"
             )
         return state
 

@@ -70,7 +70,8 @@ def difference(d: Array, dtype: Any, seed: Seed | None = None) -> Array:
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
     """An update in the dtype of x, such that x + u rounds once.
 
-    x + u is rounded to that dtype first: adding the result to x then gives exactly that.
+    x + u is rounded to that dtype first. Adding the result to x gives exactly that, unless u is so
+    large that it leaves less than half of x, or turns its sign.
     """
     if u.dtype == x.dtype:
         return u
@@ -139,6 +140,8 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
 def _(
     dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
+    if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
+        raise ValueError("state in 8 bits must not be differentiated, got a tangent")
     return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)
 
 

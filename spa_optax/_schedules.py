@@ -281,7 +281,7 @@ def schedule_free_averaging(
       weight_power: p ≥ 0.
 
     Returns:
-      c_{k+1}, a schedule of the count k; 0 while rates are 0.
+      c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
 
     Raises:
       ValueError: if an argument is out of range, or the schedule is traced or rises later.

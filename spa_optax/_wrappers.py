@@ -31,7 +31,7 @@ SKIPS_UPDATES = (
 )
 
 # The momentum of Optax's optimizers: a state and its field.
-_MOMENTUM: dict[Any, str] = {
+MOMENTUM: dict[Any, str] = {
     optax.TraceState: "trace",
     optax.EmaState: "ema",
     optax.ScaleByAdamState: "mu",
@@ -207,6 +207,8 @@ def stochastic_rounding(
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
+    (A step that leaves less than half of a param, or turns its sign, is rounded once more.)
+
     `base` runs in float32, as in `in_float32`, so that its moments are float32 unless it says
     otherwise (`mu_dtype=jnp.bfloat16`). Wider params are trained as by `base` alone.
 
@@ -294,7 +296,7 @@ def float8_momentum(
 
     Raises:
       ValueError: if an argument is of the wrong kind; in `init`, if `base` has no such momentum,
-        or complex params; in `update`, if the state is of another kind.
+        averages, or has complex params; in `update`, if the state is of another kind.
 
     Examples:
       >>> import jax
@@ -320,13 +322,19 @@ def float8_momentum(
         scales = [_scale(m, float(jnp.finfo(float8).max)) for m in arrays]
         seeds = seeds_like(key, count, arrays, stream=2)
         q = [rounded(m / s, float8, seed) for m, s, seed in zip(arrays, scales, seeds, strict=True)]
-        return Float8MomentumState(count, _with_momentum(of_base, q), jnp.stack(scales))
+        return Float8MomentumState(
+            count, _with_momentum(of_base, q), jnp.array(scales, jnp.float32)
+        )
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = tx.init(params)
-        if not (arrays := _momentum_of(of_base)) or any(map(jnp.iscomplexobj, arrays)):
-            kinds = "complex ones" if arrays else kinds_of(of_base)
-            names = ", ".join(f"`{kind.__name__}`" for kind in _MOMENTUM)
+        for node in find(of_base, tuple(_NOT_IN_BASE)):
+            if not isinstance(node, StochasticRoundingState):
+                raise ValueError(f"`base` must not average, got a `{type(node).__name__}`")
+        is_complex = any(map(jnp.iscomplexobj, _momentum_of(of_base)))
+        if is_complex or not find(of_base, tuple(MOMENTUM)):
+            kinds = "complex ones" if is_complex else kinds_of(of_base)
+            names = ", ".join(f"`{kind.__name__}`" for kind in MOMENTUM)
             raise ValueError(f"`base` must hold real arrays in one of {names}, got {kinds}")
         return pack(of_base, jnp.zeros([], jnp.int32))
 
@@ -339,6 +347,10 @@ def float8_momentum(
         arrays = zip(_momentum_of(state.base), state.scales, strict=True)
         of_base = _with_momentum(state.base, (q.astype(jnp.float32) * s for q, s in arrays))
         u, of_base = tx.update(updates, of_base, params, **extra_args)
+        inputs = (updates,) if params is None else (updates, params)
+        with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
+            cast = lambda u, *of: u.astype(jnp.result_type(*of))
+            u = map_floats(cast, u, *inputs, otherwise=u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -346,7 +358,7 @@ def float8_momentum(
 
 def _momentum_of(state: PyTree) -> list[Array]:
     """The arrays of Optax's momentum in a state."""
-    fields = [getattr(node, _MOMENTUM[type(node)]) for node in find(state, tuple(_MOMENTUM))]
+    fields = [getattr(node, MOMENTUM[type(node)]) for node in find(state, tuple(MOMENTUM))]
     return list(map(jnp.asarray, jax.tree.leaves(fields)))
 
 
@@ -355,13 +367,14 @@ def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
     rest = iter(arrays)
 
     def new(node: Any) -> Any:
-        field = _MOMENTUM[type(node)]
+        field = MOMENTUM[type(node)]
         return node._replace(**{field: jax.tree.map(lambda _: next(rest), getattr(node, field))})
 
-    return replace(state, tuple(_MOMENTUM), new)
+    return replace(state, tuple(MOMENTUM), new)
 
 
 def _scale(m: Array, limit: float) -> Float[Array, ""]:
     """The smallest power of two s with |m| / s < limit."""
-    least = jnp.maximum(jnp.max(jnp.abs(m), initial=0) / limit, jnp.finfo(m.dtype).tiny)
+    largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
+    least = jnp.maximum(largest / limit, jnp.finfo(m.dtype).tiny)
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

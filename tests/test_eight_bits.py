@@ -406,6 +406,57 @@ def test_momentum_that_is_not_finite_stays_so() -> None:
         y, state = run(tx, x, [g])
         y, _ = run(tx, y, [jnp.zeros(2)], state)
         assert not jnp.isfinite(y[0])
+        assert y[1] == -1.5  # others keep their scale
+
+
+def test_float8_momentum_of_no_params() -> None:
+    """An empty tree, a label that nothing has, and Optax's placeholder."""
+    tx, params = float8_momentum(optax.sgd(0.1, 0.9), KEY), {"w": jnp.ones(3)}
+    assert tx.init({}).scales.shape == (0,)
+    state = optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "b"}).init(params)
+    chex.assert_trees_all_equal_shapes(state, jax.eval_shape(lambda: state))
+    in_one = optax.tree.map_params(tx, lambda q: 1, tx.init(params))
+    assert optax.tree.get(in_one, "trace") == {"w": 1}
+
+
+@pytest.mark.parametrize(("g", "x"), [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.usefixtures("standard_promotion")
+def test_float8_momentum_keeps_the_dtype_of_updates(g: str, x: str) -> None:
+    """So it fits into wrappers that skip updates, where its base does."""
+    g, x, base = jnp.ones(3, g), jnp.ones(3, x), optax.sgd(0.1, 0.9)
+    tx = float8_momentum(base, KEY)
+    u, _ = tx.update(g, tx.init(x), x)
+    assert u.dtype == base.update(g, base.init(x), x)[0].dtype
+    if g.dtype == x.dtype:
+        tx = optax.apply_if_finite(tx, 2)
+        tx.update(g, tx.init(x), x)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_rate_that_rises_keeps_an_8_bit_momentum() -> None:
+    """Rescaling z − x costs no digits, so momentum does not restart, whatever the params."""
+    make = lambda learning_rate: spa_from_sgdm(
+        learning_rate, 0.9, state_dtype=E4M3, rounding_key=KEY
+    )
+    rate = lambda k: jnp.where(k < 10, 1e-3, 3e-2)
+    tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(rate)
+    means = []
+    for dtype in ("float32", "bfloat16"):
+        x, _ = run(tx, jnp.zeros(4_000, dtype), [jnp.full(4_000, 0.01, dtype)] * 12)
+        means.append(x.astype(float).mean())
+    # m in e4m3 is at most 1/8 off in an element, and params at most 2^-8.
+    np.testing.assert_allclose(means[1], means[0], rtol=5 * (1 / 8 + 2**-8) / 4_000**0.5)
+
+
+def test_state_in_8_bits_has_no_derivative() -> None:
+    def loss(x: jax.Array, tx: Any) -> jax.Array:
+        updates, _ = tx.update(x, tx.init(x), x)
+        return jnp.sum(x + updates)
+
+    of_z = spa(0.1, 0.1, state_dtype=E4M3, rounding_key=KEY)
+    for tx in (of_z, float8_momentum(optax.sgd(0.1, 0.9), KEY)):
+        with pytest.raises(ValueError, match="in 8 bits must not be differentiated"):
+            jax.grad(loss)(jnp.ones(2), tx)
 
 
 def test_of_momentum_refused() -> None:
@@ -423,6 +474,9 @@ def test_of_momentum_refused() -> None:
     inside = float8_momentum(track_momentum(optax.sgd(0.1, 0.9), averaging=0.1), KEY)
     _, state = run(inside, params, [jnp.ones(2)] * 3)
     assert momentum_report(state).num_measured == 3
+    for average in (primal_averaging(optax.sgd(0.1, 0.9), 0.1), spa(0.1)):
+        with pytest.raises(ValueError, match="`base` must not average, got a `SPAState`"):
+            float8_momentum(average, KEY).init(params)
     full = spa(0.1).init(params)
     for old, into, name in ((tx.init(params), full, "old_state"), (full, tx.init(params), "into")):
         with pytest.raises(ValueError, match=f"`{name}` must hold its momentum in 16 bits or more"):
