@@ -130,8 +130,8 @@ def spa_from_sgdm(
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
     point. (Neither is it if β or all later α are 0.) Rescaling also scales the rounding error of
     x in z − x, so for 16-bit params prefer schedules. Where a rising rate would magnify that error
-    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. For the place in
-    a chain, and for edited params, see `spa`.
+    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. (A z of 8 bits
+    has no such error.) For the place in a chain, and for edited params, see `spa`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
