@@ -51,8 +51,7 @@ PAIRS = (
     (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "Schedule-Free")),
     (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "float32")),
 )
-# These stand only in the table of fewer bits: the package has no 4 bits, and rounding to nearest is a
-# control.
+# Only in the table of fewer bits: the package has no 4 bits, and rounding to nearest is a control.
 ASIDE = ("averaged, int4", "averaged, float4", "bfloat16, to nearest")
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
