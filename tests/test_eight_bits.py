@@ -472,8 +472,9 @@ def test_of_momentum_refused() -> None:
     with pytest.raises(ValueError, match="must not hold a `Float8MomentumState`: put it outside"):
         track_momentum(tx, averaging=0.1).init(params)
     inside = float8_momentum(track_momentum(optax.sgd(0.1, 0.9), averaging=0.1), KEY)
-    _, state = run(inside, params, [jnp.ones(2)] * 3)
-    assert momentum_report(state).num_measured == 3
+    for measured in (inside, track_momentum(primal_averaging(tx, 0.5))):
+        _, state = run(measured, params, [jnp.ones(2)] * 3)
+        assert momentum_report(state).num_measured == 3
     for average in (primal_averaging(optax.sgd(0.1, 0.9), 0.1), spa(0.1)):
         with pytest.raises(ValueError, match="`base` must not average, got a `SPAState`"):
             float8_momentum(average, KEY).init(params)
