@@ -13,7 +13,7 @@ from spa_optax._checks import check
 from spa_optax._trees import find, leaves_with_path
 
 # They keep gradients of several batches, or skip the update of one layer and not of another.
-WAITS_FOR_ALL = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+ACCUMULATES_OR_SKIPS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
 
 class ScannedLayers(NamedTuple):
@@ -87,10 +87,9 @@ def update_in_backward(
     def init_fn(layers: PyTree) -> PyTree:
         places = jnp.arange(_num_layers(layers=layers))
         state = jax.vmap(lambda i, w: make_tx(i).init(w))(places, layers)
-        for node in find(state, WAITS_FOR_ALL):
+        for node in find(state, ACCUMULATES_OR_SKIPS):
             raise ValueError(
-                "`make_tx` must not accumulate or skip updates, got a"
-                f" `{type(node).__name__}`, which treats each layer by itself"
+                f"`make_tx` must not accumulate or skip updates, got a `{type(node).__name__}`"
             )
         return state
 

@@ -38,9 +38,9 @@ MOMENTUM: dict[Any, str] = {
     optax.ScaleByLionState: "mu",
     optax.contrib.MuonState: "mu",
 }
+_AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
 _NOT_IN_BASE: dict[type, str] = {
-    SPAState: "averages",
-    optax.contrib.ScheduleFreeState: "averages",
+    **dict.fromkeys(_AVERAGES, "averages"),
     StochasticRoundingState: "rounds: pass `rounding_key` instead",
 }
 
@@ -328,9 +328,8 @@ def float8_momentum(
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = tx.init(params)
-        for node in find(of_base, tuple(_NOT_IN_BASE)):
-            if not isinstance(node, StochasticRoundingState):
-                raise ValueError(f"`base` must not average, got a `{type(node).__name__}`")
+        for node in find(of_base, _AVERAGES):
+            raise ValueError(f"`base` must not average, got a `{type(node).__name__}`")
         is_complex = any(map(jnp.iscomplexobj, _momentum_of(of_base)))
         if is_complex or not find(of_base, tuple(MOMENTUM)):
             kinds = "complex ones" if is_complex else kinds_of(of_base)
