@@ -40,6 +40,7 @@ ALSO_TOLD = (("Adam, factored", "Schedule-Free"), ("Adam, factored", "Schedule-F
 PAIRS = (
     (("Muon", "bfloat16"), ("Muon", "float32")),
     (("Muon", "Schedule-Free"), ("Muon", "float32")),
+    (("Muon", "averaged"), ("Muon", "float32")),
     (("Muon", "Schedule-Free"), ("Muon", "EMA")),
     (("Muon", "Schedule-Free"), ("Muon", "EMA, bfloat16")),
     (("Adam, factored", "Schedule-Free"), ("AdamW", "EMA")),
