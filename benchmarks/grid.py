@@ -35,7 +35,11 @@ NUM_EVALUATIONS = 10
 EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
-ALSO_TOLD = (("Adam, factored", "Schedule-Free"), ("Adam, factored", "Schedule-Free, 8 bits"))
+ALSO_TOLD = (
+    ("Adam, factored", "averaged, 8 bits"),
+    ("Adam, factored", "Schedule-Free"),
+    ("Muon, float8 m", "bfloat16"),
+)
 # Differences that docs/which.md states.
 PAIRS = (
     (("Muon", "bfloat16"), ("Muon", "float32")),
@@ -50,7 +54,10 @@ PAIRS = (
     (("Lion, float8 m", "bfloat16"), ("Lion", "bfloat16")),
     (("AdamW, factored, float8 m", "bfloat16"), ("AdamW, factored", "bfloat16")),
     (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "Schedule-Free")),
-    (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "float32")),
+    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "averaged")),
+    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "float32")),
+    (("Muon without momentum", "averaged"), ("Muon without momentum", "Schedule-Free")),
+    (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
 )
 # Only in the table of fewer bits: the package has no 4 bits, and rounding to nearest is a control.
 ASIDE = ("averaged, int4", "averaged, float4", "bfloat16, to nearest")
