@@ -61,6 +61,7 @@ PAIRS = (
 )
 # Only in the table of fewer bits: the package has no 4 bits, and rounding to nearest is a control.
 ASIDE = ("averaged, int4", "averaged, float4", "bfloat16, to nearest")
+WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
@@ -216,15 +217,17 @@ def less(runs: dict[int, Record], other: dict[int, Record]) -> str:
     return mean.replace("-", "−")
 
 
+def level(runs: Runs, cell: Cell) -> float:
+    """The mean loss of AdamW, and the difference from it over the seeds that the cell has."""
+    reference = runs.get(REFERENCE, {})
+    both = differences(runs[cell], reference)
+    return mean_loss(reference) + statistics.mean(both) if both else mean_loss(runs[cell])
+
+
 def ranked(runs: Runs) -> list[list[Cell]]:
-    """The cells of each class of bytes, the best first, by the difference from AdamW."""
-
-    def excess(cell: Cell) -> float:
-        both = differences(runs[cell], runs.get(REFERENCE, {}))
-        return statistics.mean(both) if both else mean_loss(runs[cell])
-
+    """The cells of each class of bytes, the best first."""
     classes: list[list[Cell]] = [[] for _ in BYTE_CLASSES]
-    for cell in sorted(runs, key=excess):
+    for cell in sorted(runs, key=lambda cell: level(runs, cell)):
         classes[bisect.bisect_left(BYTE_CLASSES, round(num_bytes(runs[cell]), 1))].append(cell)
     return classes
 
@@ -321,7 +324,7 @@ def report(records: list[Record]) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Loss by bytes: a line from each base in bfloat16 to its better average, and the frontier."""
-    at = {cell: (num_bytes(of_cell), mean_loss(of_cell)) for cell, of_cell in runs.items()}
+    at = {cell: (num_bytes(of_cell), level(runs, cell)) for cell, of_cell in runs.items()}
     at = {cell: point for cell, point in at.items() if math.isfinite(point[1])}
     frontier: list[Cell] = []
     for cell in sorted(at, key=lambda cell: at[cell]):
@@ -339,17 +342,23 @@ def draw(runs: Runs, path: Path) -> None:
             axes.scatter(*zip(*points, strict=True), label=form, s=24, zorder=2)
     steps = [at[cell] for cell in frontier]
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
-    chosen = [*frontier[-5:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
+    worth_a_name = frontier[:1]
+    for cell in frontier:
+        if at[worth_a_name[-1]][1] - at[cell][1] > WORTH_A_NAME:
+            worth_a_name.append(cell)
+    chosen = [*worth_a_name[-4:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
     named = [cell for cell in dict.fromkeys(chosen) if cell in at]
     for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][1])):
-        right = at[base, form][0] > NUM_BYTES_AT_THE_RIGHT
+        x, y = at[base, form]
+        others = [right / x for right, loss in at.values() if abs(loss - y) < WORTH_A_NAME]
+        at_left = x > NUM_BYTES_AT_THE_RIGHT or any(1 < ratio < 1.3 for ratio in others)
         axes.annotate(
             f"{base}, {form}",
-            at[base, form],
-            (-4 if right else 4, (-12, 6)[i % 2]),
+            (x, y),
+            (-4 if at_left else 4, (-12, 6)[i % 2]),
             textcoords="offset points",
             fontsize=8,
-            horizontalalignment="right" if right else "left",
+            horizontalalignment="right" if at_left else "left",
         )
     axes.set_xscale("log", base=2)
     axes.margins(x=0.12)
@@ -359,7 +368,7 @@ def draw(runs: Runs, path: Path) -> None:
     axes.set_ylabel("validation loss (nats), lower is better")
     worst = max(at[cell][1] for cell in named)
     axes.set_ylim(top=worst + 0.5 * (worst - min(y for _, y in at.values())) + 0.01)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper right", ncols=3)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
