@@ -430,6 +430,13 @@ FORMS = {
         faster=2,
         tuned_as="averaged",
     ),
+    "averaged, 32 bits": Form(
+        BF16,
+        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, F32),
+        {"c": 0.1, "mu_y": 0.9},
+        faster=2,
+        tuned_as="averaged",
+    ),
     "averaged, int4": averaged_in_4_bits("int4"),
     "averaged, float4": averaged_in_4_bits("float4_e2m1fn"),
     "Schedule-Free, 8 bits": Form(
