@@ -59,7 +59,7 @@ PAIRS = (
     (("Muon without momentum", "averaged"), ("Muon without momentum", "Schedule-Free")),
     (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
 )
-# Only in the table of fewer bits: the package has no 4 bits, and the others are controls.
+# Only in the table of fewer or more bits: the package has no 4 bits, and the others are controls.
 ASIDE = ("averaged, int4", "averaged, float4", "averaged, 32 bits", "bfloat16, to nearest")
 WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
@@ -269,7 +269,7 @@ def tuning_table(tried: dict[Cell, list[Record]]) -> str:
 
 
 def coarser_table(records: list[Record]) -> str:
-    """What fewer bits cost at the same setting, seed by seed."""
+    """What fewer or more bits change at the same setting, seed by seed."""
     runs: dict[Any, dict[int, Record]] = {}
     for record in records:
         setting = ", ".join(f"{name} {value:g}" for name, value in record["h"].items())
@@ -317,7 +317,7 @@ def report(records: list[Record]) -> str:
         f"{table(runs, by_bytes, settings=False)}\n\n"
         f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
         f"Between two cells:\n\n{pairs_table(runs)}\n\n"
-        f"Fewer bits at the same setting:\n\n{coarser_table(records)}\n\n"
+        f"Fewer or more bits at the same setting:\n\n{coarser_table(records)}\n\n"
         f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
     )
 
