@@ -399,6 +399,12 @@ def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
     return Tx(init, update)
 
 
+def averaged_in(dtype: Any, tuned_as: str | None = "averaged") -> Form:
+    """With z in this dtype, c and μ_y constant."""
+    wrap = lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, dtype)
+    return Form(BF16, wrap, {"c": 0.1, "mu_y": 0.9}, faster=2, tuned_as=tuned_as)
+
+
 def averaged_in_4_bits(dtype: str) -> Form:
     return Form(
         BF16,
@@ -417,26 +423,9 @@ FORMS = {
     "bfloat16, to nearest": Form(
         BF16, lambda base, h, run: in_float32(base), tuned_as="bfloat16", evaluate=itself
     ),
-    "averaged": Form(
-        BF16,
-        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run),
-        {"c": 0.1, "mu_y": 0.9},
-        faster=2,
-    ),
-    "averaged, 8 bits": Form(
-        BF16,
-        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, jnp.float8_e4m3fn),
-        {"c": 0.1, "mu_y": 0.9},
-        faster=2,
-        tuned_as="averaged",
-    ),
-    "averaged, 32 bits": Form(
-        BF16,
-        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, F32),
-        {"c": 0.1, "mu_y": 0.9},
-        faster=2,
-        tuned_as="averaged",
-    ),
+    "averaged": averaged_in(BF16, tuned_as=None),
+    "averaged, 8 bits": averaged_in(jnp.float8_e4m3fn),
+    "averaged, 32 bits": averaged_in(F32),
     "averaged, int4": averaged_in_4_bits("int4"),
     "averaged, float4": averaged_in_4_bits("float4_e2m1fn"),
     "Schedule-Free, 8 bits": Form(

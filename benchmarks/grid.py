@@ -35,11 +35,7 @@ NUM_EVALUATIONS = 10
 EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
-ALSO_TOLD = (
-    ("Adam, factored", "averaged, 8 bits"),
-    ("Adam, factored", "Schedule-Free"),
-    ("Muon, float8 m", "bfloat16"),
-)
+ALSO_TOLD = (("Adam, factored", "averaged, 8 bits"), ("Adam, factored", "Schedule-Free"))
 # Differences that docs/which.md states.
 PAIRS = (
     (("Muon", "bfloat16"), ("Muon", "float32")),
@@ -63,7 +59,7 @@ PAIRS = (
 ASIDE = ("averaged, int4", "averaged, float4", "averaged, 32 bits", "bfloat16, to nearest")
 WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
-BYTE_CLASSES = (3, 5, 7, 9, 13, math.inf)  # the upper end of each
+BYTE_CLASSES = (2, 3.5, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
 Cell = tuple[str, str]  # base and form
 Runs = dict[Cell, dict[int, Record]]  # by seed
@@ -326,10 +322,15 @@ def draw(runs: Runs, path: Path) -> None:
     """Loss by bytes: a line from each base in bfloat16 to its better average, and the frontier."""
     at = {cell: (num_bytes(of_cell), level(runs, cell)) for cell, of_cell in runs.items()}
     at = {cell: point for cell, point in at.items() if math.isfinite(point[1])}
-    frontier: list[Cell] = []
-    for cell in sorted(at, key=lambda cell: at[cell]):
-        if not frontier or at[cell][1] < at[frontier[-1]][1]:
-            frontier.append(cell)
+
+    def lower_by(margin: float) -> list[Cell]:
+        """From the smallest on, each whose loss is lower by more than this than the last one's."""
+        result: list[Cell] = []
+        for cell in sorted(at, key=lambda cell: at[cell]):
+            if not result or at[result[-1]][1] - at[cell][1] > margin:
+                result.append(cell)
+        return result
+
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for base in BASES:
         averages = [at[base, form] for form in ("averaged", "Schedule-Free") if (base, form) in at]
@@ -340,13 +341,9 @@ def draw(runs: Runs, path: Path) -> None:
         points = [point for cell, point in at.items() if cell[1] == form]
         if points:
             axes.scatter(*zip(*points, strict=True), label=form, s=24, zorder=2)
-    steps = [at[cell] for cell in frontier]
+    steps = [at[cell] for cell in lower_by(0)]
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
-    worth_a_name = frontier[:1]
-    for cell in frontier:
-        if at[worth_a_name[-1]][1] - at[cell][1] > WORTH_A_NAME:
-            worth_a_name.append(cell)
-    chosen = [*worth_a_name[-4:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
+    chosen = [*lower_by(WORTH_A_NAME)[-4:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
     named = [cell for cell in dict.fromkeys(chosen) if cell in at]
     for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][1])):
         x, y = at[base, form]
