@@ -461,6 +461,7 @@ FORMS = {
     ),
 }
 
+FORMS["EMA, cosine"] = FORMS["EMA"]._replace(schedule=cosine)
 COARSER = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(
@@ -474,6 +475,7 @@ CELLS = list(
             *[("Lion", "Schedule-Free"), ("APOLLO-Mini", "bfloat16")],
             *[("AdamW, 8 bits", "float32"), ("AdamW, factored", "bfloat16")],
             *[("AdamW", "EMA, bfloat16"), ("Muon", "EMA, bfloat16")],
+            *[("AdamW", "EMA, cosine"), ("Muon", "EMA, cosine")],
             *[("Adam, factored", "ScheduleFree+"), ("Muon", "ScheduleFree+")],
             ("AdamW, factored", "GPA"),
             *[
