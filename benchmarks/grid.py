@@ -6,7 +6,7 @@ until none is. Then other seeds run. The rate is warmed up, then decays by a cos
 where a form says so.
 
 With --json each run is a line of OUT, and is not repeated: a stopped command goes on where it was.
-Tuning begins at the best setting in OUT of the most similar number of steps. On a CPU it costs
+Tuning begins at the best setting in OUT of the most similar length and batches. On a CPU it costs
 least to run cells side by side, each in one thread: --jobs, with
 XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
 """
@@ -425,8 +425,9 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
         return [r for r in list(records.found.values()) if [r[key] for key in KEYS[:4]] == wanted]
 
     def start_of(cell: Cell) -> Hypers:
-        """The best setting of the most similar number of steps."""
-        distance = lambda other: abs(math.log(other["steps"] / sizes["steps"]))
+        """The best setting of the most similar numbers of steps and examples in a batch."""
+        far = lambda other, name: abs(math.log(other[name] / sizes[name]))
+        distance = lambda other: far(other, "steps") + far(other, "batch")
         others = sorted((r["sizes"] for r in list(records.found.values())), key=distance)
         cell = (cell[0], FORMS[cell[1]].tuned_as or cell[1])
         bests = (best_of(found(cell, other)) for other in (sizes, *others))
