@@ -56,7 +56,13 @@ PAIRS = (
     (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
 )
 # Only in the table of fewer or more bits: the package has no 4 bits, and the others are controls.
-ASIDE = ("averaged, int4", "averaged, float4", "averaged, 32 bits", "bfloat16, to nearest")
+ASIDE = (
+    "averaged, int4",
+    "averaged, float4",
+    "averaged, 32 bits",
+    "bfloat16, to nearest",
+    "EMA, cosine",
+)
 WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (2, 3.5, 5, 7, 9, 13, math.inf)  # the upper end of each
