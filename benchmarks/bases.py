@@ -405,6 +405,17 @@ def averaged_in(dtype: Any, tuned_as: str | None = "averaged") -> Form:
     return Form(BF16, wrap, {"c": 0.1, "mu_y": 0.9}, faster=2, tuned_as=tuned_as)
 
 
+def weights_averaged_in(dtype: Any, schedule: Any = constant) -> Form:
+    """With an average beside them, both in this dtype."""
+
+    def wrap(base: Tx, h: Hypers, run: Run) -> Tx:
+        tx = base if dtype == F32 else stochastic_rounding(base, run.key)
+        return with_average(tx, h["decay"], dtype, run.key)
+
+    average = lambda state, params: state[2]
+    return Form(dtype, wrap, {"decay": 0.98}, schedule, evaluate=average)
+
+
 def averaged_in_4_bits(dtype: str) -> Form:
     return Form(
         BF16,
@@ -443,25 +454,11 @@ FORMS = {
         lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, params_of_base="z"),
         {"c": 0.1, "mu_y": 0.7},
     ),
-    "EMA": Form(
-        F32,
-        lambda base, h, run: with_average(base, h["decay"], F32, run.key),
-        {"decay": 0.98},
-        constant,
-        evaluate=lambda state, params: state[2],
-    ),
-    "EMA, bfloat16": Form(
-        BF16,
-        lambda base, h, run: with_average(
-            stochastic_rounding(base, run.key), h["decay"], BF16, run.key
-        ),
-        {"decay": 0.98},
-        constant,
-        evaluate=lambda state, params: state[2],
-    ),
+    "EMA": weights_averaged_in(F32),
+    "EMA, bfloat16": weights_averaged_in(BF16),
+    "EMA, cosine": weights_averaged_in(F32, cosine),
 }
 
-FORMS["EMA, cosine"] = FORMS["EMA"]._replace(schedule=cosine)
 COARSER = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(

@@ -55,7 +55,7 @@ PAIRS = (
     (("Muon without momentum", "averaged"), ("Muon without momentum", "Schedule-Free")),
     (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
 )
-# Only in the table of fewer or more bits: the package has no 4 bits, and the others are controls.
+# Not in the tables of cells: the package has no 4 bits, and the others are controls.
 ASIDE = (
     "averaged, int4",
     "averaged, float4",
