@@ -80,8 +80,9 @@ def convert(
     after 44 steps at β₁ = 0.9. Weight decay, which has no momentum in AdamW, takes about 1/c steps
     to take full effect.
 
-    On the way back m has the rounding error of x, divided by w. It is large for params of 16 bits
-    or fewer, and in float32 where the rate is almost 0: 0.8 % of m, two steps before a cosine ends.
+    On the way back m has the rounding error of x, divided by w, unless z has 16 bits or fewer. It is
+    large for such params, and in float32 where the rate is almost 0: 0.8 % of m, two steps before a
+    cosine ends.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
@@ -134,7 +135,8 @@ def convert(
     given = Given(x=by_path(params), count=count, **others, **rates)
     node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
     for name, of in (("old_state", node), ("into", new_node)):
-        if any(map(holds_difference, jax.tree.leaves(z_or_m(of)))) and type(of) is not SPAState:
+        narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(z_or_m(of)))
+        if narrow and type(of) is not SPAState:
             raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
     (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
     keys_of("old_state", [z_or_m(node)], params)

@@ -48,7 +48,7 @@ class SPAState(NamedTuple):
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, shaped like the params; in 8 bits it is 256 (z_k − y_k)
+    z: PyTree[Array]  # z_k, shaped like the params; in ≤ 16 bits 256 (z_k − y_k)
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
@@ -89,7 +89,7 @@ class Step(NamedTuple):
     gradient: PyTree[Array]  # g_k
     distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
     rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
-    saturated: PyTree[Array]  # how many elements of a z of 8 bits are at its limit
+    saturated: PyTree[Array]  # how many elements of z are at the limit of its dtype
     eta: Float[Array, ""]
     p: Float[Array, ""]
     delta: Float[Array, ""] | None
@@ -162,7 +162,7 @@ def advance(
     )
     seeds = seeds_like(rounding_key, state.count, z)
 
-    # z_k ← y_k + r (z_k − y_k). Where it has 8 bits, here z stands for z − y_k.
+    # z_k ← y_k + r (z_k − y_k). Where z has 16 bits or fewer, it stands for z − y_k here.
     z_k = (_rescale_or_select if r else _select_z)(y, z, r, at_start)
     # z_{k+1} = z_k − η g_k
     z_wide = map_floats(lambda z, g: z - times(eta, g, z.dtype), z_k, g, otherwise=z_k)
@@ -270,7 +270,7 @@ def z_0(x: Any, state_dtype: DTypeLike | None) -> Array:
         dtype = state_dtype
     if isinstance(x, jax.ShapeDtypeStruct):  # no value yet: the first update takes it from params
         return jnp.zeros(x.shape, dtype)
-    if is_float(x) and jnp.dtype(dtype).itemsize == 1:  # z_0 − x_0
+    if is_float(x) and jnp.dtype(dtype).itemsize <= 2:  # z_0 − x_0
         return sharded_like(jnp.zeros_like(x, dtype=dtype), x)
     # A copy, so that params and state can both be donated; unlike zeros, it keeps the sharding.
     return jnp.array(x, dtype=dtype, copy=True)
@@ -288,7 +288,7 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
 
 
 def _round_z(z: PyTree, z_wide: PyTree, seeds: PyTree) -> PyTree:
-    """z_{k+1} in the dtypes of z_k, but in full where it needs y_{k+1}: in 8 bits."""
+    """z_{k+1} in the dtypes of z_k, but in full where the difference from y_{k+1} is stored."""
     is_stored = lambda z: is_float(z) and not holds_difference(z)
     store = lambda z, new, seed: rounded(new, z.dtype, seed) if is_stored(z) else new
     return jax.tree.map(store, z, z_wide, seeds, is_leaf=is_none)
@@ -302,7 +302,7 @@ def _distance(z_wide: Array, y: Array, z: Array) -> Array:
 
 
 def _as_difference(z: PyTree, z_next: PyTree, y: PyTree, u: PyTree, seeds: PyTree) -> PyTree:
-    """From z_{k+1} − y_k to z_{k+1} − y_{k+1}, where z has 8 bits."""
+    """From z_{k+1} − y_k to z_{k+1} − y_{k+1}, where that is stored."""
 
     def leaf(z: Any, new: Any, y: Any, u: Any, seed: Seed | None) -> Any:
         if not holds_difference(z):
@@ -372,7 +372,7 @@ def _ratios(
     """The r for each precision of z − x, if a step has one; 0 at the start and for a restart.
 
     Rescaling multiplies the rounding error of x in z − x by r. At r = 1/√eps that would cost half
-    the digits of x, so momentum restarts from 0 instead. A z of 8 bits has no such error.
+    the digits of x, so momentum restarts from 0 instead. A difference has no such error.
     """
     if r is None:
         return {}
@@ -394,7 +394,7 @@ def _precision_of_distance(x: Array, z: Array) -> str:
 def _rescale(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r; in 8 bits less x_k."""
+    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r; of a difference less x_k."""
 
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
@@ -403,7 +403,7 @@ def _rescale(
         if holds_difference(z):  # 0 at the start, from whatever params
             return UNIT * z_wide if ratio is None else times(ratio, UNIT * z_wide, dtype)
         new = x_wide if ratio is None else x_wide + times(ratio, z_wide - x_wide, dtype)
-        if x.dtype in (dtype, z.dtype):
+        if x.dtype == dtype:
             return new
         # Params may be replaced between `init` and the first step: z_0 then comes from the new
         # ones. But z stays where it rounds to x, since master weights are made by calling `init` on

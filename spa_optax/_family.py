@@ -59,8 +59,8 @@ def spa(
         rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then also their master copy. A narrower z needs a `rounding_key` to keep small
-        steps. With float8_e4m3fn or float8_e5m2 the state holds 256 · (z − params) instead of z.
+        fewer: z is then also their master copy. In 16 bits or fewer (float8_e4m3fn and
+        float8_e5m2) the state holds 256 · (z − params) instead, and needs a `rounding_key`.
         Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The random bits do not
@@ -130,8 +130,8 @@ def spa_from_sgdm(
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
     point. (Neither is it if β or all later α are 0.) Rescaling also scales the rounding error of
     x in z − x, so for 16-bit params prefer schedules. Where a rising rate would magnify that error
-    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. (A z of 8 bits
-    has no such error.) For the place in a chain, and for edited params, see `spa`.
+    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. (Where z − x
+    is stored there is no such error.) For the place in a chain, and for edited params, see `spa`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under

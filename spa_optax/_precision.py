@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 from spa_optax._trees import is_float
 
 Seed = UInt32[Array, ""]
-UNIT = 2.0**-8  # of z − y where it is stored in 8 bits
+UNIT = 2.0**-8  # of z − y where it is stored in place of z
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -43,8 +43,8 @@ def widen(tree: PyTree) -> PyTree:
 
 
 def holds_difference(z: Any) -> bool:
-    """Whether z is stored as (z − y) / UNIT, in 8 bits."""
-    return is_float(z) and z.dtype.itemsize == 1
+    """Whether z is stored as (z − y) / UNIT: in 16 bits or fewer."""
+    return is_float(z) and z.dtype.itemsize <= 2
 
 
 def restored(z: Array, y: Array) -> Array:
@@ -56,7 +56,7 @@ def restored(z: Array, y: Array) -> Array:
 
 
 def num_saturated(z: Array) -> Int[Array, ""]:
-    """How many differences in 8 bits are at the dtype's largest number."""
+    """How many differences are at the dtype's largest number."""
     if not holds_difference(z):
         return jnp.zeros([], jnp.int32)
     return jnp.sum(jnp.abs(z.astype(jnp.float32)) == float(jnp.finfo(z.dtype).max), dtype=jnp.int32)

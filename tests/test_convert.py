@@ -396,17 +396,17 @@ def test_at_an_interpolation_of_1_y_is_x() -> None:
 
 
 def test_z_takes_the_dtype_of_another_member() -> None:
-    """Rounded to nearest, with all else as it was; the momentum is the same to within that."""
+    """As 256 (z − x), rounded to nearest, with all else as it was."""
     params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
     x, state = apply(old, params, [jnp.cos(params)] * 3)
     tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
     moved = convert(state, x, into=tx.init(x))
-    np.testing.assert_array_equal(moved.z, state.z.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(moved.z, (256 * (state.z - x)).astype(jnp.bfloat16))
     chex.assert_trees_all_equal(moved._replace(z=state.z), state)
     as_sgdm = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
     chex.assert_trees_all_equal(as_sgdm, state)
     back = convert(moved, x, into=old.init(x))
-    np.testing.assert_array_equal(back.z, moved.z.astype(jnp.float32))
+    np.testing.assert_array_equal(back.z, x + moved.z.astype(jnp.float32) / 256)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

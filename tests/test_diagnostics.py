@@ -722,11 +722,10 @@ def test_verdict_without_a_gain_says_why() -> None:
 
 
 def test_verdict_without_alignment_says_so() -> None:
-    """At 4 bytes a parameter, where z − x is near the rounding of x."""
+    """With z in float32 and params in bfloat16, where z − x is near the rounding of x."""
     make = gpa_adamw(
         0.01,
         averaging=0.1,
-        state_dtype=jnp.bfloat16,
         second_moment="factored",
         rounding_key=jax.random.key(0),
     )

@@ -1,4 +1,4 @@
-"""A z of 8 bits, 256 (z − y), and a momentum of 8 bits, rounded stochastically."""
+"""A z of 16 or 8 bits, 256 (z − y), and a momentum of 8 bits, rounded stochastically."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick
+from helpers import COLLECTIVE, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 
@@ -31,7 +31,8 @@ from spa_optax._precision import restored
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
-every_dtype = pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
+of_8_bits = [FLOAT8_E4M3FN, FLOAT8_E5M2]
+every_dtype = pytest.mark.parametrize("dtype", [*of_8_bits, jnp.bfloat16])
 E4M3 = jnp.float8_e4m3fn
 MAKE: dict[str, Any] = {
     "spa": functools.partial(spa, 0.5, 0.25),
@@ -182,7 +183,7 @@ def test_sharded(make: Any) -> None:
     chex.assert_trees_all_equal(*map(jax.device_get, (found_state, state)))
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", [*of_8_bits, FLOAT16])
 def test_saturation(dtype: Any) -> None:
     """z stays within the limit of y, and the gauge says how many elements are there."""
     limit = float(jnp.finfo(dtype).max) / 256
@@ -199,7 +200,7 @@ def test_saturation(dtype: Any) -> None:
     gradients = jnp.array([0.1, -0.1, 0.2, 0.3, 2.0]) * limit
     _, state = run(tx, jnp.zeros(5), [gradients] * 3)
     said = momentum_report(state).verdict()
-    assert "Elements of z at the limit of its 8 bits: 1. Use `state_dtype" in said
+    assert "Elements of z at the limit of its dtype: 1. Use `state_dtype" in said
 
 
 @every_dtype

@@ -59,7 +59,7 @@ class Sums(NamedTuple):
     sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
     inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
     sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
-    saturated: Int[Array, "*n"]  # elements of a z of 8 bits that are at its limit
+    saturated: Int[Array, "*n"]  # elements of z at the limit of its dtype
 
 
 class Gauge(NamedTuple):
@@ -73,7 +73,7 @@ class Gauge(NamedTuple):
     alignment: AlignmentMeans
     cross: CrossTerms
     uncounted: Uncounted
-    saturated: Int[Array, "*n"]  # elements of z at the limit of 8 bits, at the last measured step
+    saturated: Int[Array, "*n"]  # elements of z at the limit of its dtype, likewise
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
