@@ -326,7 +326,7 @@ def schedule_free(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     return averaged(c, h["mu_y"], base, run, dtype)
 
 
-def schedule_free_plus(base: Tx, h: Hypers, run: Run) -> Tx:
+def schedule_free_plus(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     """Weights k^r after some warm-ups of c = 1, and μ_y from 0.9 to 0.965.
 
     Without its Polyak step. Defazio, ScheduleFree+, 2026, arXiv:2605.19095.
@@ -336,7 +336,48 @@ def schedule_free_plus(base: Tx, h: Hypers, run: Run) -> Tx:
     total = jnp.cumsum(weights)
     c = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 1)
     mu_y = optax.linear_schedule(0.9, 0.965, run.num_steps)
-    return averaged(lambda k: c[jnp.minimum(k, run.num_steps - 1)], mu_y, base, run)
+    return averaged(lambda k: c[jnp.minimum(k, run.num_steps - 1)], mu_y, base, run, dtype)
+
+
+def constant_c(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
+    return averaged(h["c"], h["mu_y"], base, run, dtype)
+
+
+def authors_gpa(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
+    return averaged(h["c"], h["mu_y"], base, run, dtype, params_of_base="z")
+
+
+def stored(tx: Tx, pack: Callable[[Any, Any], Any], unpack: Callable[[Any, Any], Any]) -> Tx:
+    """`primal_averaging`, with z in float32 only within a step."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        u, state = tx.update(updates, unpack(state, params), params)
+        return u, pack(state, optax.apply_updates(params, u))
+
+    return Tx(lambda params: pack(tx.init(params), params), update)
+
+
+def z_from_bfloat16(state: Any, _: Any) -> Any:
+    """The state of `primal_averaging`."""
+    z = optax.tree.cast(state.average.z, F32)
+    return state._replace(average=state.average._replace(z=z))
+
+
+def in_bfloat16(tx: Tx, key: jax.Array) -> Tx:
+    """Stores z itself, rounded up or down at random."""
+
+    def store(z: jax.Array, random: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(z, jnp.uint32) + random.astype(jnp.uint32)
+        return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), BF16)
+
+    def pack(state: Any, _: Any) -> Any:
+        count, z = state.average.count, state.average.z
+        key_of_step = jax.random.fold_in(key, count)
+        random = optax.tree.random_like(key_of_step, z, jax.random.bits, jnp.uint16)
+        z = jax.tree.map(store, z, random)
+        return state._replace(average=state.average._replace(z=z))
+
+    return stored(tx, pack, z_from_bfloat16)
 
 
 def z_from_4_bits(state: Any, y: Any) -> Any:
@@ -373,11 +414,7 @@ def in_4_bits(tx: Tx, key: jax.Array, dtype: str) -> Tx:
         q = jax.tree.map(store, d, s, noise)
         return state._replace(average=state.average._replace(z=(q, s)))
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        u, state = tx.update(updates, z_from_4_bits(state, params), params)
-        return u, pack(state, optax.apply_updates(params, u))
-
-    return Tx(lambda params: pack(tx.init(params), params), update)
+    return stored(tx, pack, z_from_4_bits)
 
 
 def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -401,7 +438,7 @@ def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
 
 def averaged_in(dtype: Any, tuned_as: str | None = "averaged") -> Form:
     """With z in this dtype, c and μ_y constant."""
-    wrap = lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, dtype)
+    wrap = lambda base, h, run: constant_c(base, h, run, dtype)
     return Form(BF16, wrap, {"c": 0.1, "mu_y": 0.9}, faster=2, tuned_as=tuned_as)
 
 
@@ -419,7 +456,7 @@ def weights_averaged_in(dtype: Any, schedule: Any = constant) -> Form:
 def averaged_in_4_bits(dtype: str) -> Form:
     return Form(
         BF16,
-        lambda base, h, run: in_4_bits(averaged(h["c"], h["mu_y"], base, run, F32), run.key, dtype),
+        lambda base, h, run: in_4_bits(constant_c(base, h, run, F32), run.key, dtype),
         {"c": 0.1, "mu_y": 0.9},
         faster=2,
         tuned_as="averaged",
@@ -449,16 +486,31 @@ FORMS = {
     ),
     "Schedule-Free": Form(BF16, schedule_free, {"mu_y": 0.9}, constant, faster=2),
     "ScheduleFree+": Form(BF16, schedule_free_plus, {"r": 0, "warm_ups": 1}, constant, faster=2),
-    "GPA": Form(
-        BF16,
-        lambda base, h, run: averaged(h["c"], h["mu_y"], base, run, params_of_base="z"),
-        {"c": 0.1, "mu_y": 0.7},
-    ),
+    "GPA": Form(BF16, authors_gpa, {"c": 0.1, "mu_y": 0.7}),
     "EMA": weights_averaged_in(F32),
     "EMA, bfloat16": weights_averaged_in(BF16),
     "EMA, cosine": weights_averaged_in(F32, cosine),
 }
 
+
+def holding_z_itself(name: str, wrap: Callable[..., Tx]) -> Form:
+    """A form with z in bfloat16 in place of z − params."""
+    return FORMS[name]._replace(
+        wrap=lambda base, h, run: in_bfloat16(wrap(base, h, run, F32), run.key),
+        tuned_as=name,
+        evaluate=lambda state, params: eval_params(z_from_bfloat16(state, params), params),
+    )
+
+
+FORMS |= {
+    f"{name}, z itself": holding_z_itself(name, wrap)
+    for name, wrap in {
+        "averaged": constant_c,
+        "Schedule-Free": schedule_free,
+        "ScheduleFree+": schedule_free_plus,
+        "GPA": authors_gpa,
+    }.items()
+}
 COARSER = tuple(name for name, form in FORMS.items() if form.tuned_as)
 # What is compared, the most telling first.
 CELLS = list(

@@ -62,6 +62,7 @@ ASIDE = (
     "averaged, 32 bits",
     "bfloat16, to nearest",
     "EMA, cosine",
+    *(name for name in FORMS if name.endswith("z itself")),
 )
 WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there

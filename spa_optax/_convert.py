@@ -80,9 +80,9 @@ def convert(
     after 44 steps at β₁ = 0.9. Weight decay, which has no momentum in AdamW, takes about 1/c steps
     to take full effect.
 
-    On the way back m has the rounding error of x, divided by w, unless z has 16 bits or fewer. It is
-    large for such params, and in float32 where the rate is almost 0: 0.8 % of m, two steps before a
-    cosine ends.
+    On the way back from a z of more than 16 bits m has the rounding error of x, divided by w. It is
+    large for params of 16 bits or fewer, and in float32 where the rate is almost 0: 0.8 % of m, two
+    steps before a cosine ends.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,

@@ -394,7 +394,7 @@ def _precision_of_distance(x: Array, z: Array) -> str:
 def _rescale(
     params: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
-    """x_k + r (z_k − x_k) in the compute dtype, or x_0 if there is no r; of a difference less x_k."""
+    """x_k + r (z_k − x_k) in the compute dtype, or x_0 without an r. A difference: less x_k."""
 
     def rescale(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick
+from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, optimized, quick
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 

@@ -257,7 +257,7 @@ def test_leaves_and_streams_are_independent() -> None:
         state = tx.init(params)._replace(count=jnp.array(count))
         updates, state = update(grads, state, params)
         for name in names:
-            # In units of 1/256 x goes from 0 to −0.35: down to −1 or not at all. Then z − x is 0.3 or
+            # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x is 0.3 or
             # −0.7, which are 153.6/512 and 179.2/256.
             moved, z = np.asarray(updates[name]) < 0, np.float64(state.z[name])
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
