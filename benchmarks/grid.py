@@ -315,14 +315,16 @@ def report(records: list[Record]) -> str:
     runs = runs_of(records)
     by_bytes = sorted(telling(runs), key=lambda cell: num_bytes(runs[cell]))
     ordered = list(itertools.chain(*ranked(runs)))
-    return (
-        "The best two of each class of bytes, controls, and the best form of Adam:\n\n"
-        f"{table(runs, by_bytes, settings=False)}\n\n"
-        f"All:\n\n{table(runs, ordered, settings=True)}\n\n"
-        f"Between two cells:\n\n{pairs_table(runs)}\n\n"
-        f"Fewer or more bits at the same setting:\n\n{coarser_table(records)}\n\n"
-        f"Tuning, by seed 0:\n\n{tuning_table(by_cell(records))}"
-    )
+    best = "The best two of each class of bytes, controls, and the best form of Adam"
+    tables = {
+        best: table(runs, by_bytes, settings=False),
+        "All": table(runs, ordered, settings=True),
+        "Between two cells": pairs_table(runs),
+        "Fewer or more bits at the same setting": coarser_table(records),
+        "Tuning, by seed 0": tuning_table(by_cell(records)),
+    }
+    has_rows = lambda text: len(text.splitlines()) > 2
+    return "\n\n".join(f"{title}:\n\n{of}" for title, of in tables.items() if has_rows(of))
 
 
 def draw(runs: Runs, path: Path) -> None:
