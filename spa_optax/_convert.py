@@ -135,8 +135,8 @@ def convert(
     given = Given(x=by_path(params), count=count, **others, **rates)
     node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
     for name, of in (("old_state", node), ("into", new_node)):
-        narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(z_or_m(of)))
-        if narrow and type(of) is not SPAState:
+        in_float8 = lambda leaf: is_float(leaf) and leaf.dtype.itemsize == 1
+        if any(map(in_float8, jax.tree.leaves(z_or_m(of)))) and type(of) is not SPAState:
             raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
     (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
     keys_of("old_state", [z_or_m(node)], params)

@@ -409,6 +409,13 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     np.testing.assert_array_equal(back.z, x + moved.z.astype(jnp.float32) / 256)
 
 
+def test_integers_of_8_bits_are_no_momentum_of_8_bits() -> None:
+    sgd, tx = optax.sgd(0.1, 0.5), spa_from_sgdm(0.1, 0.5)
+    x = {"w": jnp.ones(2), "i": jnp.ones(2, jnp.int8)}
+    moved = convert(sgd.init(x), x, into=tx.init(x), learning_rate=0.1, momentum=0.5, count=0)
+    chex.assert_trees_all_equal(moved.z, x)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_new_optimizer_may_freeze_params(nesterov: bool) -> None:
     """Both ways. The others train on as before."""
