@@ -357,10 +357,14 @@ def stored(tx: Tx, pack: Callable[[Any, Any], Any], unpack: Callable[[Any, Any],
     return Tx(lambda params: pack(tx.init(params), params), update)
 
 
+def with_z(state: Any, z: Any) -> Any:
+    """A state of `primal_averaging` with another z."""
+    return state._replace(average=state.average._replace(z=z))
+
+
 def z_from_bfloat16(state: Any, _: Any) -> Any:
     """The state of `primal_averaging`."""
-    z = optax.tree.cast(state.average.z, F32)
-    return state._replace(average=state.average._replace(z=z))
+    return with_z(state, optax.tree.cast(state.average.z, F32))
 
 
 def in_bfloat16(tx: Tx, key: jax.Array) -> Tx:
@@ -374,8 +378,7 @@ def in_bfloat16(tx: Tx, key: jax.Array) -> Tx:
         count, z = state.average.count, state.average.z
         key_of_step = jax.random.fold_in(key, count)
         random = optax.tree.random_like(key_of_step, z, jax.random.bits, jnp.uint16)
-        z = jax.tree.map(store, z, random)
-        return state._replace(average=state.average._replace(z=z))
+        return with_z(state, jax.tree.map(store, z, random))
 
     return stored(tx, pack, z_from_bfloat16)
 
@@ -384,7 +387,7 @@ def z_from_4_bits(state: Any, y: Any) -> Any:
     """The state of `primal_averaging`, with z = y + s q."""
     q, s = state.average.z
     z = jax.tree.map(lambda y, q, s: y.astype(F32) + s * q.astype(F32), y, q, s)
-    return state._replace(average=state.average._replace(z=z))
+    return with_z(state, z)
 
 
 LEVELS = {  # what 4 bits can hold
@@ -412,7 +415,7 @@ def in_4_bits(tx: Tx, key: jax.Array, dtype: str) -> Tx:
         count = jax.random.fold_in(key, state.average.count)
         noise = optax.tree.random_like(count, d, jax.random.uniform)
         q = jax.tree.map(store, d, s, noise)
-        return state._replace(average=state.average._replace(z=(q, s)))
+        return with_z(state, (q, s))
 
     return stored(tx, pack, z_from_4_bits)
 
@@ -438,7 +441,7 @@ def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
 
 def averaged_in(dtype: Any, tuned_as: str | None = "averaged") -> Form:
     """With z in this dtype, c and μ_y constant."""
-    wrap = lambda base, h, run: constant_c(base, h, run, dtype)
+    wrap = functools.partial(constant_c, dtype=dtype)
     return Form(BF16, wrap, {"c": 0.1, "mu_y": 0.9}, faster=2, tuned_as=tuned_as)
 
 
@@ -478,7 +481,7 @@ FORMS = {
     "averaged, float4": averaged_in_4_bits("float4_e2m1fn"),
     "Schedule-Free, 8 bits": Form(
         BF16,
-        lambda base, h, run: schedule_free(base, h, run, jnp.float8_e4m3fn),
+        functools.partial(schedule_free, dtype=jnp.float8_e4m3fn),
         {"mu_y": 0.9},
         constant,
         faster=2,
