@@ -12,8 +12,9 @@ from spa_optax._checks import check, check_one_run, is_surely
 from spa_optax._core import SPAState, StochasticRoundingState, times, z_0
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
+from spa_optax._optax_states import INJECTED, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import difference, holds_difference, restored, wide_dtype
-from spa_optax._second_moment import RMSState, factored_axes
+from spa_optax._second_moment import factored_axes
 from spa_optax._trees import (
     by_path,
     copy,
@@ -26,11 +27,10 @@ from spa_optax._trees import (
     replace,
     scalar_of,
 )
-from spa_optax._wrappers import MOMENTUM, Float8MomentumState, PrimalAveragingState
+from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 Given = SimpleNamespace  # x, the params by their paths, and the arguments of `convert`
-INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # The state of a direction in a chain, which a run keeps as it is.
 _DIRECTIONS = (Float8MomentumState, *MOMENTUM, optax.ScaleByRmsState)
 
@@ -363,8 +363,6 @@ def _scalars_of_adam(given: Given, k: Array) -> tuple[Array, Array, Array]:
 
 # --------------------------------------------------------------------------------- second moments
 
-_SECOND_MOMENTS = (RMSState, optax.FactoredState)
-
 
 def _without_bias(moment: ByPath, given: Given, decay: Any, k: Array) -> ByPath:
     """A moment as Adam uses it; 0 before the first step."""
@@ -385,7 +383,7 @@ def _required_second_moment(run: Snapshot) -> ByPath:
 
 def _second_moment_of(name: str, state: PyTree) -> Any:
     """The node that holds a second moment, full or factored, if there is one."""
-    return only(state, name, _SECOND_MOMENTS) if find(state, _SECOND_MOMENTS) else None
+    return only(state, name, SECOND_MOMENTS) if find(state, SECOND_MOMENTS) else None
 
 
 def _read_second_moment(state: PyTree, given: Given, k: Array) -> ByPath | None:

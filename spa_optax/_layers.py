@@ -10,10 +10,8 @@ import optax
 from jaxtyping import PyTree
 
 from spa_optax._checks import check
+from spa_optax._optax_states import SKIPS_UPDATES
 from spa_optax._trees import find, leaves_with_path
-
-# They keep gradients of several batches, or skip the update of one layer and not of another.
-ACCUMULATES_OR_SKIPS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
 
 class ScannedLayers(NamedTuple):
@@ -87,7 +85,7 @@ def update_in_backward(
     def init_fn(layers: PyTree) -> PyTree:
         places = jnp.arange(_num_layers(layers=layers))
         state = jax.vmap(lambda i, w: make_tx(i).init(w))(places, layers)
-        for node in find(state, ACCUMULATES_OR_SKIPS):
+        for node in find(state, SKIPS_UPDATES):
             raise ValueError(
                 f"`make_tx` must not accumulate or skip updates, got a `{type(node).__name__}`"
             )

@@ -9,11 +9,9 @@ import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check, is_plain_number
+from spa_optax._optax_states import RMSState
 from spa_optax._precision import rounded, seeds_like, wide_dtype
 from spa_optax._trees import check_same_tree, is_none, sharded_like
-
-# Optax does not export it. (To call `init` here would start JAX at import.)
-RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
 
 
 def scale_by_second_moment(

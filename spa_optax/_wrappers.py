@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 from spa_optax._checks import check
 from spa_optax._core import SPAState, StochasticRoundingState, z_now
 from spa_optax._family import gpa
+from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES
 from spa_optax._precision import round_update, rounded, seeds_like, widen
 from spa_optax._trees import (
     check_same_tree,
@@ -22,22 +23,6 @@ from spa_optax._trees import (
     replace,
 )
 
-# States of wrappers that skip updates. x is averaged, and measured, at every update.
-SKIPS_UPDATES = (
-    optax.MultiStepsState,
-    optax.ApplyIfFiniteState,
-    optax.ConditionallyTransformState,
-    optax.ConditionallyMaskState,
-)
-
-# The momentum of Optax's optimizers: a state and its field.
-MOMENTUM: dict[Any, str] = {
-    optax.TraceState: "trace",
-    optax.EmaState: "ema",
-    optax.ScaleByAdamState: "mu",
-    optax.ScaleByLionState: "mu",
-    optax.contrib.MuonState: "mu",
-}
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
 _NOT_IN_BASE: dict[type, str] = {
     **dict.fromkeys(_AVERAGES, "averages"),

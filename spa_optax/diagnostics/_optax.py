@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax._convert import INJECTED
 from spa_optax._core import Step, times
+from spa_optax._optax_states import INJECTED
 from spa_optax._precision import wide_dtype
 from spa_optax._trees import find, map_floats
 
