@@ -15,7 +15,7 @@ from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._optax_states import INJECTED, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import wide_dtype
 from spa_optax._second_moment import factored_axes
-from spa_optax._storage import form_of, storage_of, trees_of
+from spa_optax._storage import form_of, storage_of, trees_of, z_of
 from spa_optax._trees import (
     by_path,
     copy,
@@ -275,8 +275,8 @@ def _read_spa(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
     k, w, eta, c, mu_y = _scalars(node.count, node.w, node.eta, node.c, node.mu_y)
     bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
     others = [by_path(tree) for tree in trees_of(node.z)[1:]]
-    wide = lambda key: form_of(node.z).decode(given.x[key], z[key], *(of[key] for of in others))
-    z = {key: wide(key) if is_float(leaf) else leaf for key, leaf in z.items()}
+    wide = lambda key: z_of(form_of(node.z), given.x[key], z[key], *(of[key] for of in others))
+    z = {key: wide(key) if is_float(given.x[key]) else leaf for key, leaf in z.items()}
     return Snapshot(k, z, w, eta, c, mu_y, _read_second_moment(state, given, k), *bases)
 
 

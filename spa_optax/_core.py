@@ -22,7 +22,7 @@ from spa_optax._precision import (
     rounds_to,
     seeds_like,
 )
-from spa_optax._storage import Form, ScaledDifference, Storage, form_of, map_stored, trees_of
+from spa_optax._storage import Difference, Form, Storage, form_of, map_stored, trees_of
 from spa_optax._trees import (
     check_same_tree,
     is_array,
@@ -42,7 +42,7 @@ class SPAState(NamedTuple):
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
-    z: PyTree[Array] | ScaledDifference  # z_k, shaped like the params
+    z: PyTree[Array] | Difference  # z_k, shaped like the params
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
@@ -157,23 +157,28 @@ def advance(
     )
     seeds = seeds_like(rounding_key, state.count, trees_of(state.z)[0])
 
+    # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
+    # two kernels of `spa_adamw`.)
+    form = form_of(state.z)
     # z_k ← y_k + r (z_k − y_k)
-    z = _anchored(form_of(state.z), y, _storage.decode(y, state.z), r, at_start)
+    z = _anchored(form, y, _storage.decode(y, state.z), r, at_start)
     # z_{k+1} = z_k − η g_k
     z_next = map_floats(lambda z, g: z - times(eta, g, z.dtype), z, g)
     # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
-    u = _param_update(y, z_next, g, p, delta, seeds)
+    distance = lambda z, y: z if form.follows_params else z - y.astype(z.dtype)
+    u = _param_update(y, map_floats(distance, z_next, y), g, p, delta, seeds)
     # From y + u, an output: XLA for TPU then makes one kernel of both.
-    stored = _storage.encode(z_next, _add(y, u), seeds, state.z)
+    itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
+    stored = _storage.encode(map_floats(itself, z_next, y), _add(y, u), seeds, state.z)
 
     # Under jit this is computed only if observed.
-    distance = map_floats(_distance, z, y)
-    rounding = map_stored(_rounding_error, y, state.z, distance)
+    d = map_floats(distance, z, y)
+    rounding = map_stored(_rounding_error, y, state.z, d)
     saturated = map_stored(lambda form, _, *arrays: form.num_saturated(*arrays), y, state.z)
-    step = Step(g, distance, rounding, saturated, eta, p, delta, r, state.c)
+    step = Step(g, d, rounding, saturated, eta, p, delta, r, state.c)
     if given.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
-        d, rounding = (map_floats(over_mu_y, tree) for tree in (distance, rounding))
+        d, rounding = (map_floats(over_mu_y, tree) for tree in (d, rounding))
         step = step._replace(distance=d, rounding=rounding, p=c, delta=None)
     count = jnp.asarray(optax.safe_increment(state.count))
     # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
@@ -187,7 +192,8 @@ def z_now(state: SPAState, params: PyTree) -> PyTree:
     _storage.check_readable("state.z", state.z)
     state = jax.tree.map(jnp.asarray, state)
     y = _as_arrays(params, state.z)
-    z = _anchored(form_of(state.z), y, _storage.decode(y, state.z), {}, is_at_start(state))
+    z = map_stored(_storage.z_of, y, state.z)
+    z = _anchored(form_of(state.z), y, z, {}, is_at_start(state))
     return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
 
 
@@ -238,32 +244,27 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
     return (scalar_of(state.count) == 0) & (scalar_of(state.w) == 0)
 
 
-def _distance(z: Array, y: Array) -> Array:
-    """Z − y."""
-    return z - y.astype(z.dtype)
-
-
 def _rounding_error(form: Form, y: Array, *arrays: Array) -> Array:
-    """A bound on the rounding error of d = z − y, the last of the arrays."""
+    """A bound on the rounding error of d = z − y, which comes after the arrays of z."""
     *stored, d = arrays
     eps = max(float(jnp.finfo(y.dtype).eps), form.eps(*stored))
     return eps * (d if form.follows_params else y.astype(d.dtype))
 
 
 def _param_update(
-    y: PyTree, z: PyTree, g: PyTree, p: Array, delta: Array | None, seeds: PyTree
+    y: PyTree, d: PyTree, g: PyTree, p: Array, delta: Array | None, seeds: PyTree
 ) -> PyTree:
-    """y_{k+1} − y_k, with y_{k+1} rounded to the params' dtype."""
+    """y_{k+1} − y_k = p d − δ g_k, with y_{k+1} rounded to the params' dtype."""
 
-    def update(y: Any, z: Any, g: Any, seed: Seed | None) -> Array | None:
-        if z is None:
+    def update(y: Any, d: Any, g: Any, seed: Seed | None) -> Array | None:
+        if d is None:
             return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
-        u = times(p, _distance(z, y), z.dtype)
+        u = times(p, d, d.dtype)
         if delta is not None:
-            u -= times(delta, g, z.dtype)
+            u -= times(delta, g, d.dtype)
         return round_update(u, y, seed, low_bits=True)
 
-    return jax.tree.map(update, y, z, g, seeds, is_leaf=is_none)
+    return jax.tree.map(update, y, d, g, seeds, is_leaf=is_none)
 
 
 def _add(y: PyTree, u: PyTree) -> PyTree:
@@ -308,14 +309,14 @@ def _ratios(
     """The r for each precision of z − y, if a step has one; 0 at the start and for a restart.
 
     Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
-    the digits of y, so momentum restarts from 0 instead.
+    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
     """
     if r is None:
         return {}
     (required, held), result = r, {}
-    form = form_of(state.z)
+    follows_params = form_of(state.z).follows_params
     # Sorted, since every process must compile the same program.
-    precisions = map_floats(lambda y: _precision(form, y), params)
+    precisions = map_floats(lambda y: "float32" if follows_params else str(y.dtype), params)
     for dtype in sorted(set(jax.tree.leaves(precisions))):
         restarts = is_at_start(state) | (required * float(jnp.finfo(dtype).eps) ** 0.5 > held)
         # With the division last, XLA on CPU does it once, not in every kernel.
@@ -323,22 +324,16 @@ def _ratios(
     return result
 
 
-def _precision(form: Form, y: Array) -> str:
-    """The dtype with whose rounding error z − y is known."""
-    return "float32" if form.follows_params else str(y.dtype)
-
-
 def _rescale(
-    form: Form, y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
+    y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
     """y_k + r (z_k − y_k), or y_0 without an r."""
 
     def rescale(z: Array, y: Array) -> Array:
-        ratio = r.get(_precision(form, y))
         new = y.astype(z.dtype)
-        if ratio is not None:
-            new += times(ratio, z - new, z.dtype)
-        if y.dtype == z.dtype or form.follows_params:
+        if r:
+            new += times(r[str(y.dtype)], z - new, z.dtype)
+        if y.dtype == z.dtype:
             return new
         # Params may be replaced between `init` and the first step: z_0 then comes from the new
         # ones. But z stays where it rounds to y, since master weights are made by calling `init` on
@@ -353,15 +348,15 @@ def _anchored(
 ) -> PyTree:
     """z_k, moved to y_k + r (z_k − y_k) if a step has an r, and at the start to y_0.
 
-    A difference is 0 at the start, from whatever params.
+    A difference is r (z_k − y_k), and 0 at the start from whatever params.
     """
     if form.follows_params:
-        return _rescale(form, y, z, r, at_start) if r else z
-    return (_rescale_or_select if r else _select_z)(form, y, z, r, at_start)
+        return map_floats(lambda d: times(r["float32"], d, d.dtype), z) if r else z
+    return (_rescale_or_select if r else _select_z)(y, z, r, at_start)
 
 
 def _select_z(
-    form: Form, y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
+    y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
 ) -> PyTree:
     """`_rescale`, but z_k itself where r = 1 or, without an r, after the start.
 
@@ -373,17 +368,17 @@ def _select_z(
 
     def keep(z: Array, y: Array, rescaled: Array) -> Array:
         # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller windows.
-        moves = r[_precision(form, y)] != 1 if r else at_start
+        moves = r[str(y.dtype)] != 1 if r else at_start
         return select(moves, rescaled, z)
 
-    return map_floats(keep, z, y, _rescale(form, y, z, r, at_start))
+    return map_floats(keep, z, y, _rescale(y, z, r, at_start))
 
 
-_rescale_or_select = jax.custom_jvp(_select_z, nondiff_argnums=(0,))
+_rescale_or_select = jax.custom_jvp(_select_z)
 
 
 @_rescale_or_select.defjvp
-def _(form: Form, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+def _(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
     """The derivative of `_rescale`, since z_k depends on r at r = 1 too."""
-    _, tangent = jax.jvp(functools.partial(_rescale, form), primals, tangents)
-    return _rescale_or_select(form, *primals), tangent
+    _, tangent = jax.jvp(_rescale, primals, tangents)
+    return _rescale_or_select(*primals), tangent

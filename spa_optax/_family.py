@@ -16,7 +16,7 @@ from spa_optax._core import (
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
 from spa_optax._precision import has_narrow, wide_dtype
-from spa_optax._storage import check_readable, form_of, trees_of
+from spa_optax._storage import check_readable, form_of, trees_of, z_of
 from spa_optax._trees import (
     by_path,
     check_same_tree,
@@ -351,7 +351,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             continue
         for key, *arrays in zip(of_state, *map(jax.tree.leaves, of_z), strict=True):
             if is_float(x[key]):
-                x[key] = _x(x[key], form_of(state.z).decode(x[key], *arrays), state)
+                x[key] = _x(x[key], z_of(form_of(state.z), x[key], *arrays), state)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 

@@ -74,18 +74,20 @@ def rounded(
     drop 16 bits each: one takes its high bits, the other its low bits. What saturates is at most
     the largest number of the dtype, and NaN may become any.
     """
-    if jnp.iscomplexobj(x):
+    if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)
-    if saturates:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -limit, limit)
-    if seed is None or dtype == x.dtype:
-        return x.astype(dtype)
+    if seed is None:
+        return (_clipped(x, dtype) if saturates else x).astype(dtype)
     return _stochastic(x, seed, dtype, low_bits, saturates)
 
 
+def _clipped(x: Array, dtype: Any) -> Array:
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, is_finite: bool) -> Array:
+def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
@@ -96,8 +98,12 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, is_finite: boo
     sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
+        if saturates:  # one operation, where `_clipped` takes two
+            size = jnp.minimum(size, float(narrow.max))
         shift = jnp.where(size < tiny, tiny, 0)
         bits = as_bits(size + shift)
+    elif saturates:
+        bits = as_bits(_clipped(x, dtype))
     num_random = min(num_extra, 32)
     random = random_bits(seed, x.shape)
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
@@ -107,18 +113,18 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, is_finite: boo
     if shift is not None:
         bits = as_bits(as_float(bits) - shift) | sign
     result = as_float(bits)
-    if not is_finite:
+    if not saturates:
         result = jnp.where(jnp.isfinite(x), result, x)  # the bits of a NaN could overflow
     return result.astype(dtype)
 
 
 @_stochastic.defjvp
 def _(
-    dtype: Any, low_bits: bool, is_finite: bool, primals: Any, tangents: Any
+    dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
         raise ValueError("state in 8 bits must not be differentiated, got a tangent")
-    return _stochastic(*primals, dtype, low_bits, is_finite), tangents[0].astype(dtype)
+    return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)
 
 
 def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:

@@ -1,7 +1,7 @@
 """How z is kept in a state: itself, or in 16 bits or fewer as its difference from the params.
 
 The form is the type of a node. So the structure of a state, and of its checkpoints, says what the
-arrays hold, and a cast changes their precision alone. The update sees z, in 32 bits or more.
+arrays hold, and a cast changes their precision alone. The update computes in 32 bits or more.
 """
 
 import functools
@@ -16,18 +16,17 @@ from spa_optax._precision import Seed, rounded, wide_dtype
 from spa_optax._trees import check_same_tree, is_float, is_none, leaves_with_path, map_floats
 from spa_optax._xla import sharded_like
 
-UNIT = 2.0**-8
-
 
 class Itself:
-    """z as it is, in 32 bits or more. Its tree stands in the state without a node.
+    """z in 32 bits or more, as it is. Its tree stands in the state without a node.
 
     A form has these functions of a parameter y and of its arrays in the state, one of each field.
     """
 
     _fields = ("z",)
     _make = staticmethod(lambda trees: next(iter(trees)))
-    follows_params = False  # z stays where it is if params are edited or replaced
+    # Whether z − y is stored: z then follows params that are edited or replaced.
+    follows_params = False
 
     @staticmethod
     def start(y: Array, dtype: Any) -> tuple[Array, ...]:
@@ -36,12 +35,12 @@ class Itself:
 
     @staticmethod
     def decode(y: Array, z: Array) -> Array:
-        """Z in the dtype to compute in."""
+        """z, or z − y where that is stored, in the dtype to compute in."""
         return z.astype(wide_dtype(y, z))
 
     @staticmethod
     def encode(z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
-        """The arrays for the state, in the dtypes that they have."""
+        """The arrays that hold z, in the dtypes of old ones."""
         return (rounded(z, old.dtype, seed),)
 
     @staticmethod
@@ -55,44 +54,50 @@ class Itself:
         return jnp.zeros([], jnp.int32)
 
 
-class ScaledDifference(NamedTuple):
-    """z in 16 bits or fewer: 256 (z − y), with the params y.
+class Difference(NamedTuple):
+    """z in bfloat16: z − y, with the params y.
 
     z itself would be rounded to 2^−8 of the params, and small steps would vanish.
     """
 
     value: PyTree[Array]
     follows_params = True
+    unit = 1.0
 
-    @staticmethod
-    def start(y: Array, dtype: Any) -> tuple[Array, ...]:
+    @classmethod
+    def start(cls, y: Array, dtype: Any) -> tuple[Array, ...]:
         """Zeros."""
         return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
 
-    @staticmethod
-    def decode(y: Array, value: Array) -> Array:
-        """Adds y."""
-        dtype = wide_dtype(y)
-        return y.astype(dtype) + UNIT * value.astype(dtype)
+    @classmethod
+    def decode(cls, y: Array, value: Array) -> Array:
+        """The difference."""
+        return cls.unit * value.astype(wide_dtype(y))
 
-    @staticmethod
-    def encode(z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
+    @classmethod
+    def encode(cls, z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
         """Saturates. Where z is NaN, y is, so any number will do."""
-        return (rounded((z - y.astype(z.dtype)) / UNIT, old.dtype, seed, saturates=True),)
+        return (rounded((z - y.astype(z.dtype)) / cls.unit, old.dtype, seed, saturates=True),)
 
-    @staticmethod
-    def eps(value: Array) -> float:
+    @classmethod
+    def eps(cls, value: Array) -> float:
         """That of the difference."""
         return float(jnp.finfo(value.dtype).eps)
 
-    @staticmethod
-    def num_saturated(value: Array) -> Int[Array, ""]:
+    @classmethod
+    def num_saturated(cls, value: Array) -> Int[Array, ""]:
         """How many differences are the dtype's largest number."""
         limit = float(jnp.finfo(value.dtype).max)
-        return jnp.sum(jnp.abs(value.astype(jnp.float32)) == limit, dtype=jnp.int32)
+        return jnp.sum(jnp.abs(value.astype(wide_dtype(value))) == limit, dtype=jnp.int32)
 
 
-Form = Any  # `Itself`, `ScaledDifference`, or another class with their functions
+class ScaledDifference(Difference):
+    """z in float16 or float8, whose exponents have few bits: 256 (z − y)."""
+
+    unit = 2.0**-8
+
+
+Form = Any  # one of these classes, or another with their functions
 
 
 class Storage(NamedTuple):
@@ -110,13 +115,15 @@ class Storage(NamedTuple):
             return jnp.dtype(jnp.float32) if dtype.itemsize <= 2 else dtype
         if not jnp.iscomplexobj(y):
             return jnp.dtype(self.dtype)
-        return jnp.dtype(complex if jnp.finfo(self.dtype).bits == 64 else jnp.complex64)
+        return jnp.dtype(jnp.complex128 if jnp.finfo(self.dtype).bits == 64 else jnp.complex64)
 
 
 def storage_of(state_dtype: DTypeLike | None) -> Storage:
     """The difference in 16 bits or fewer, otherwise z itself."""
-    is_narrow = state_dtype is not None and jnp.dtype(state_dtype).itemsize <= 2
-    return Storage(ScaledDifference if is_narrow else Itself, state_dtype)
+    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 2:
+        return Storage(Itself, state_dtype)
+    has_all_exponents = jnp.finfo(state_dtype).nexp == jnp.finfo(jnp.float32).nexp
+    return Storage(Difference if has_all_exponents else ScaledDifference, state_dtype)
 
 
 def form_of(z: PyTree) -> Form:
@@ -143,12 +150,18 @@ def init(params: PyTree, storage: Storage) -> PyTree:
 
 
 def decode(params: PyTree, z: PyTree) -> PyTree:
-    """Z in the dtype to compute in; None for integers."""
+    """z, or z − y where that is stored, in the dtype to compute in; None for integers."""
     return map_stored(lambda form, y, *arrays: form.decode(y, *arrays), params, z)
 
 
+def z_of(form: Form, y: Array, *arrays: Array) -> Array:
+    """The value of z, in the dtype to compute in."""
+    decoded = form.decode(y, *arrays)
+    return y.astype(decoded.dtype) + decoded if form.follows_params else decoded
+
+
 def encode(z: PyTree, params: PyTree, seeds: PyTree, old: PyTree) -> PyTree:
-    """Z in the form and the dtypes of an old one; integers, and leaves without z, stay."""
+    """Stores z in the form and the dtypes of an old one. Integers and leaves without z stay."""
     form = form_of(old)
 
     def leaf(y: Any, z: Any, seed: Seed | None, *arrays: Any) -> tuple[Any, ...]:
@@ -194,15 +207,15 @@ def check(name: str, z: PyTree, params: PyTree, storage: Storage) -> None:
 def check_readable(name: str, z: PyTree) -> None:
     """Raises ValueError if arrays have a dtype that their form never has: they have been cast."""
     form = form_of(z)
-    for leaf in jax.tree.leaves(z) if form in (Itself, ScaledDifference) else ():
-        is_narrow = jnp.result_type(leaf).itemsize <= 2
-        is_real = is_float(leaf) and not jnp.iscomplexobj(leaf)
-        if is_real and is_narrow != (form is ScaledDifference):
-            raise ValueError(
-                f"`{name}` must hold z as a `state_dtype` asks for, itself in 32 bits or more or a"
-                f" `ScaledDifference` in fewer, got {_described(form, [leaf.dtype])}: for another"
-                " `state_dtype` use `convert`"
-            )
+    for leaf in jax.tree.leaves(z) if form in (Itself, Difference, ScaledDifference) else ():
+        if is_float(leaf) and not jnp.iscomplexobj(leaf):
+            dtype = jnp.result_type(leaf)
+            if (expected := storage_of(dtype).form) is not form:
+                raise ValueError(
+                    f"`{name}` must hold z as a `state_dtype` asks for, in {dtype.name} as"
+                    f" {_described(expected, ())}, got {_described(form, ())}: for another"
+                    " `state_dtype` use `convert`"
+                )
 
 
 @functools.cache
@@ -222,7 +235,7 @@ def _name(dtype: Any) -> str:
 
 def _described(form: Form, dtypes: Any) -> str:
     kind = "z itself" if form is Itself else f"a `{form.__name__}`"
-    return f"{kind} in {', '.join(map(_name, dtypes))}"
+    return " in ".join([kind, *([", ".join(map(_name, dtypes))] if dtypes else [])])
 
 
 def _by_field(form: Form, function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:

@@ -175,7 +175,7 @@ def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> 
     of_momentum = () if isinstance(momentum, SPAState) else (Float8MomentumState,)
     for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState, *of_momentum)):
         raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
-    count = lambda tree: sum(map(is_float, jax.tree.leaves(tree)))
+    count = lambda tree: len(jax.tree.leaves(tree))
     if (got := count(z_or_m(momentum))) != (num := count(params)):
         raise ValueError(f"`inner` must hold a momentum of all {num} arrays of params, got {got}")
     if not isinstance(momentum, SPAState):
