@@ -60,8 +60,9 @@ def update_in_backward(
 
     Raises:
       ValueError: if an argument is not a function; if `layers` are not floating-point arrays with
-        the same first axis; in `init`, if `make_tx(i)` accumulates or skips updates, or steps aside
-        (`optax.contrib.sam`); in `backward`, if state or inputs are of another number of layers.
+        the same first axis; in `init`, if `make_tx(i)` accumulates or skips updates, or moves
+        params aside (`optax.contrib.sam`); in `backward`, if state or inputs are of another number
+        of layers.
 
     Examples:
       Two layers of one number, y = 3 · (2 · 1), with the loss y: the gradients are 2 and 3.
@@ -88,7 +89,7 @@ def update_in_backward(
         state = jax.vmap(lambda i, w: make_tx(i).init(w))(places, layers)
         for node in [*find(state, SKIPS_UPDATES), *visible_sam(state)]:
             raise ValueError(
-                "`make_tx` must not accumulate or skip updates, or step aside, got a"
+                "`make_tx` must not accumulate or skip updates, or move params aside, got a"
                 f" `{type(node).__name__}`"
             )
         return state

@@ -31,8 +31,8 @@ SKIPS_UPDATES = (
 
 
 def visible_sam(state: PyTree) -> list[Any]:
-    """The nodes of `optax.contrib.sam` that have its steps aside among their updates.
+    """The nodes of `optax.contrib.sam` whose updates move params aside, and later back.
 
-    Unless `opaque_mode=True`, it keeps the params to which it steps back.
+    They keep these params. With `opaque_mode=True` they do not, and only its real steps are seen.
     """
     return [node for node in find(state, optax.contrib.SAMState) if node.cache is not None]

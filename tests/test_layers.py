@@ -178,7 +178,7 @@ def test_x_of_each_layer() -> None:
 )
 def test_what_needs_all_gradients_is_refused(wrap: Any) -> None:
     model = of_one_number(lambda i: wrap(spa_adamw(0.1)))
-    with pytest.raises(ValueError, match="`make_tx` must not accumulate or skip updates, or step "):
+    with pytest.raises(ValueError, match="`make_tx` must not accumulate or skip updates, or move "):
         model.init(jnp.ones((2, 1)))
 
 
