@@ -54,27 +54,24 @@ def check_floats(name: str, tree: PyTree) -> None:
             raise ValueError(f"`{name}` must be floating-point arrays, got {got}")
 
 
-def _check_values(name: str, schedule: Callable[[Any], Any]) -> None:
-    """Raises ValueError where a schedule is seen to leave (0, 1], at one of 550 counts."""
+def _check_above_0(name: str, schedule: Callable[[Any], Any]) -> None:
+    """Raises ValueError where a schedule is seen to reach 0, at one of 550 counts."""
     counts = np.append(0, np.unique(np.geomspace(1, 10**6, 700).astype(np.int32)))
     try:
         with jax.ensure_compile_time_eval():
             values = np.asarray(jax.vmap(schedule)(jnp.asarray(counts)), float)
     except Exception:  # it is traced, or has an error of its own, which its first use raises
         return
-    outside = (values <= 0) | (values > 1 + 1e-6)  # up to rounding; past its end it may be NaN
-    if values.shape == counts.shape and outside.any():
-        k = np.argmax(outside)
-        raise ValueError(
-            f"`{name}` must be in (0, 1] at every count, got {values[k]:g} at {counts[k]}"
-        )
+    if values.shape == counts.shape and (values <= 0).any():  # past its end it may be NaN
+        k = np.argmax(values <= 0)
+        raise ValueError(f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}")
 
 
 def _check(name: str, value: Any) -> None:
     rule, holds = _RULES[name]
     is_jax = isinstance(value, jax.Array)
     if callable(value) and name == "interpolation":
-        _check_values(name, value)
+        _check_above_0(name, value)
     if (value is None and name in _OPTIONAL) or (callable(value) and name in _SCHEDULES):
         return
     if name in _SCALARS and not _is_real(value):

@@ -229,13 +229,12 @@ def test_schedules_that_cannot_be_traced(schedule: Any) -> None:
     [
         (optax.linear_schedule(0.9, 0.0, 1_000), r"got -?0 at 10\d\d"),  # one of the 550 counts
         (lambda k: 0.9 - 0.001 * k, "got -"),
-        (lambda k: 1.0 + k, "got 2 at 1"),
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_interpolation_that_reaches_0(schedule: Any, got: str) -> None:
     """The params would be z, which does not tell x."""
-    rule = r"`interpolation` must be in \(0, 1\] at every count, "
+    rule = "`interpolation` must be > 0 at every count, "
     for make in (
         lambda: gpa(0.1, 0.1, schedule),
         lambda: gpa_adamw(0.1, 0.1, schedule),
