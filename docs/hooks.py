@@ -16,7 +16,15 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
     """Notebooks get the repository's address, if it is known, and equations become MathML."""
-    return mathml(colab(content, page.file.src_uri, config.repo_url))
+    path = page.file.src_uri
+    return mathml(colab(links_of_notebook(content, path), path, config.repo_url))
+
+
+def links_of_notebook(content: str, path: str) -> str:
+    """MkDocs turns links to pages into those of the site, except in notebooks."""
+    if not path.endswith(".ipynb"):
+        return content
+    return re.sub(r'href="(\.\./[\w./-]+)\.md(#[^"]*)?"', r'href="../\1/\2"', content)
 
 
 def colab(content: str, path: str, repo_url: str | None) -> str:

@@ -9,12 +9,13 @@ import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax._checks import check, check_one_run, is_surely
-from spa_optax._core import SPAState, StochasticRoundingState, times, z_0
+from spa_optax._core import SPAState, StochasticRoundingState, times
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._optax_states import INJECTED, MOMENTUM, SECOND_MOMENTS, RMSState
-from spa_optax._precision import difference, holds_difference, restored, wide_dtype
+from spa_optax._precision import wide_dtype
 from spa_optax._second_moment import factored_axes
+from spa_optax._storage import form_of, storage_of, trees_of
 from spa_optax._trees import (
     by_path,
     copy,
@@ -165,7 +166,8 @@ def convert(
 def z_or_m(node: Any) -> PyTree:
     """The tree of an optimizer's state that has a leaf for each parameter."""
     field, _, _ = _FORMATS[type(node)]
-    return getattr(node, field)
+    tree = getattr(node, field)
+    return trees_of(tree)[0] if field == "z" else tree
 
 
 def _with_directions(into: PyTree, new_node: Any, old_state: PyTree, node: Any) -> PyTree:
@@ -219,7 +221,8 @@ def _snapshot(
     given: Given, k: Array, scalars: tuple[Array, ...], scale: Array, m: ByPath, nu: ByPath | None
 ) -> Snapshot:
     """The run at z_k = x_k − scale · m. The scalars are w, η and c, which are 0 at the start."""
-    z = {key: z_0(given.x[key], None) for key in m}
+    x = {key: given.x[key] for key in m}
+    z = {key: x.astype(storage_of(None).dtype_of(x)) for key, x in x.items()}
     z |= {key: z[key] - times(scale, m[key], z[key].dtype) for key in m if is_float(z[key])}
     w, eta, c = (jnp.where(k == 0, 0, scalar) for scalar in scalars)
     return Snapshot(k, z, w, eta, c, jnp.ones([]), nu)
@@ -271,7 +274,9 @@ def _read_schedule_free(state: PyTree, node: Any, z: ByPath, given: Given) -> Sn
 def _read_spa(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
     k, w, eta, c, mu_y = _scalars(node.count, node.w, node.eta, node.c, node.mu_y)
     bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
-    z = {key: restored(leaf, given.x[key]) for key, leaf in z.items()}
+    others = [by_path(tree) for tree in trees_of(node.z)[1:]]
+    wide = lambda key: form_of(node.z).decode(given.x[key], z[key], *(of[key] for of in others))
+    z = {key: wide(key) if is_float(leaf) else leaf for key, leaf in z.items()}
     return Snapshot(k, z, w, eta, c, mu_y, _read_second_moment(state, given, k), *bases)
 
 
@@ -322,13 +327,13 @@ def _write_schedule_free(into: PyTree, given: Given, run: Snapshot) -> PyTree:
 
 
 def _write_spa(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    def stored(z: Array, y: Array, old: Any) -> Array:
-        return difference(z - y, old.dtype) if holds_difference(old) else z
-
     def new(node: SPAState) -> SPAState:
-        old = map(jnp.asarray, jax.tree.leaves(node.z))
-        z = [stored(z, given.x[key], of) for (key, z), of in zip(run.z.items(), old, strict=True)]
-        return SPAState(run.count, z, run.eta, run.c, run.w, run.mu_y)
+        form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
+        z = [
+            form.encode(run.z[key], given.x[key], None, *old) if is_float(run.z[key]) else old
+            for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
+        ]
+        return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
 
     into = replace(into, SPAState, new)
     if not find(into, PrimalAveragingState):

@@ -15,7 +15,8 @@ from spa_optax._core import (
 )
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
-from spa_optax._precision import has_narrow, holds_difference, restored, wide_dtype
+from spa_optax._precision import has_narrow, wide_dtype
+from spa_optax._storage import check_readable, form_of, trees_of
 from spa_optax._trees import (
     by_path,
     check_same_tree,
@@ -28,6 +29,7 @@ from spa_optax._trees import (
     replace,
     scalar_of,
 )
+from spa_optax._xla import select
 
 
 def spa(
@@ -341,13 +343,15 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     states = _states("opt_state", opt_state)
     check_one_run("opt_state", [(state.count, state.mu_y) for state in states])
     x = by_path(params)
-    keys = keys_of("opt_state", [state.z for state in states], params)
-    for state, of_state in zip(states, keys, strict=True):
+    trees = [jax.tree.map(jnp.asarray, trees_of(state.z)) for state in states]
+    keys = keys_of("opt_state", [tree for tree, *_ in trees], params)
+    for state, of_state, of_z in zip(states, keys, trees, strict=True):
+        check_readable("opt_state", state.z)
         if is_surely(scalar_of(state.mu_y) == 1):
             continue
-        for key, z in zip(of_state, jax.tree.leaves(state.z), strict=True):
+        for key, *arrays in zip(of_state, *map(jax.tree.leaves, of_z), strict=True):
             if is_float(x[key]):
-                x[key] = _x(x[key], restored(jnp.asarray(z), x[key]), state)
+                x[key] = _x(x[key], form_of(state.z).decode(x[key], *arrays), state)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
@@ -359,12 +363,11 @@ def _states(name: str, state: PyTree) -> list[SPAState]:
 
 
 def _x(y: Array, z: Array, state: SPAState) -> Array:
-    dtype = wide_dtype(y, z)
-    mu_y = scalar_of(state.mu_y).astype(dtype)
-    y_wide = y.astype(dtype)
-    x = y_wide + (1 / mu_y - 1) * (y_wide - z.astype(dtype))
+    mu_y = scalar_of(state.mu_y).astype(z.dtype)
+    y_wide = y.astype(z.dtype)
+    x = y_wide + (1 / mu_y - 1) * (y_wide - z)
     # Params may have been replaced before the first step, and z is not updated until then.
-    return jnp.where(is_at_start(state), y, x.astype(y.dtype))
+    return select(is_at_start(state), y, x.astype(y.dtype))
 
 
 def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
@@ -396,7 +399,10 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       [3. 0.]
     """
     check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
-    zs = [state.z for state in _states("spa_state", spa_state)]
+    states = _states("spa_state", spa_state)
+    for state in states:
+        check_readable("spa_state", state.z)
+    zs = [trees_of(state.z)[0] for state in states]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     if old_leaves and all(old is new for old, new in zip(old_leaves, new_leaves, strict=True)):
@@ -406,13 +412,14 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     def shifted(key: str, z: Array) -> Array:
         if not is_float(z):
             return new[key]
-        if holds_difference(z):
-            return z
         dtype = wide_dtype(z, old[key])
         return (z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))).astype(z.dtype)
 
     def move(node: SPAState) -> SPAState:
+        of_node = next(keys)
+        if form_of(node.z).follows_params:
+            return node
         z = map(jnp.asarray, jax.tree.leaves(node.z))
-        return node._replace(z=like(node.z, list(map(shifted, next(keys), z))))
+        return node._replace(z=like(node.z, list(map(shifted, of_node, z))))
 
     return copy(replace(spa_state, SPAState, move))

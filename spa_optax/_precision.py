@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 from spa_optax._trees import is_float
 
 Seed = UInt32[Array, ""]
-UNIT = 2.0**-8  # of z − y where it is stored in place of z
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -40,31 +39,6 @@ def widen(tree: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
 
     return jax.tree.map(leaf, tree)
-
-
-def holds_difference(z: Any) -> bool:
-    """Whether z is stored as (z − y) / UNIT: in 16 bits or fewer."""
-    return is_float(z) and z.dtype.itemsize <= 2
-
-
-def restored(z: Array, y: Array) -> Array:
-    """What is stored as z itself."""
-    if not holds_difference(z):
-        return z
-    dtype = wide_dtype(y)
-    return y.astype(dtype) + UNIT * z.astype(dtype)
-
-
-def num_saturated(z: Array) -> Int[Array, ""]:
-    """How many differences are at the dtype's largest number."""
-    if not holds_difference(z):
-        return jnp.zeros([], jnp.int32)
-    return jnp.sum(jnp.abs(z.astype(jnp.float32)) == float(jnp.finfo(z.dtype).max), dtype=jnp.int32)
-
-
-def difference(d: Array, dtype: Any, seed: Seed | None = None) -> Array:
-    """What is stored of z − y. Where it is NaN, y is."""
-    return rounded(d / UNIT, dtype, seed, saturates=True)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
@@ -102,14 +76,18 @@ def rounded(
     drop 16 bits each: one takes its high bits, the other its low bits. What saturates is at most
     the largest number of the dtype, and NaN may become any.
     """
-    if seed is None or dtype == x.dtype or jnp.iscomplexobj(x):
+    if jnp.iscomplexobj(x):
+        return x.astype(dtype)
+    if saturates:
         limit = float(jnp.finfo(dtype).max)
-        return (jnp.clip(x, -limit, limit) if saturates else x).astype(dtype)
+        x = jnp.clip(x, -limit, limit)
+    if seed is None or dtype == x.dtype:
+        return x.astype(dtype)
     return _stochastic(x, seed, dtype, low_bits, saturates)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool) -> Array:
+def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, is_finite: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
@@ -120,8 +98,6 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
     sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
-        if saturates:
-            size = jnp.minimum(size, float(narrow.max))
         shift = jnp.where(size < tiny, tiny, 0)
         bits = as_bits(size + shift)
     num_random = min(num_extra, 32)
@@ -133,18 +109,18 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
     if shift is not None:
         bits = as_bits(as_float(bits) - shift) | sign
     result = as_float(bits)
-    if not saturates:
+    if not is_finite:
         result = jnp.where(jnp.isfinite(x), result, x)  # the bits of a NaN could overflow
     return result.astype(dtype)
 
 
 @_stochastic.defjvp
 def _(
-    dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
+    dtype: Any, low_bits: bool, is_finite: bool, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
         raise ValueError("state in 8 bits must not be differentiated, got a tangent")
-    return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)
+    return _stochastic(*primals, dtype, low_bits, is_finite), tangents[0].astype(dtype)
 
 
 def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 from spa_optax._checks import check, check_floats, is_plain_number
 from spa_optax._optax_states import RMSState
 from spa_optax._precision import rounded, seeds_like, wide_dtype
-from spa_optax._trees import check_same_tree, is_none, sharded_like
+from spa_optax._trees import check_same_tree, is_none
+from spa_optax._xla import sharded_like
 
 
 def scale_by_second_moment(

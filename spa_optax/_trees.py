@@ -47,25 +47,6 @@ def scalar_of(value: PyTree) -> Array:
     return jnp.asarray(*jax.tree.leaves(value))
 
 
-def behind_a_barrier(tree: PyTree) -> PyTree:
-    """The same arrays, but XLA treats them as different ones."""
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = iter(jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)]))
-    return structure.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
-
-
-def sharded_like(zeros: Array, x: Any) -> Array:
-    """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops under jit.
-
-    Without it every device would hold all of them. XLA would fold a constant predicate before it
-    propagates shardings, hence the barrier.
-    """
-    if not isinstance(x, jax.Array) or x.shape != zeros.shape:
-        return zeros
-    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return jnp.where(never, jnp.real(x).astype(zeros.dtype), zeros)
-
-
 # ------------------------------------------------------------------------------------------- nodes
 
 

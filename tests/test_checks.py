@@ -401,7 +401,8 @@ def test_an_array_is_no_dtype() -> None:
     named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
-    assert optax.tree.get(state, "z").dtype == jnp.bfloat16
+    (z,) = jax.tree.leaves(optax.tree.get(state, "z"))
+    assert z.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, spa_adamw, gpa_adamw])

@@ -1,16 +1,47 @@
 """The Python blocks of the README and of each page run, each page in a namespace of its own."""
 
+import contextlib
+import functools
+import html
+import io
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import nbformat
+import numpy as np
+import optax
 import pytest
-from helpers import quick_names
+from flax import nnx
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick_names
+from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
+from safetensors.flax import load_file, save_file
 
+from spa_optax import (
+    convert,
+    eval_params,
+    float8_momentum,
+    gpa,
+    gpa_adamw,
+    in_float32,
+    primal_averaging,
+    reanchor,
+    scale_by_factored_second_moment,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
+
+KEY = jax.random.key(0)
+standard_promotion = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -27,20 +58,23 @@ BLOCKS = {
 OF_TRAINERS = BLOCKS.pop("docs/trainers.md")
 
 
-def run_blocks(name: str) -> dict[str, Any]:
+@functools.cache
+def run_blocks(name: str) -> tuple[dict[str, Any], str]:
+    """The names that the blocks of a page define, and what they print."""
     namespace: dict[str, Any] = {}
-    with jax.numpy_dtype_promotion("standard"):  # what users have
+    printed = io.StringIO()
+    with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
         for block in BLOCKS[name]:
             exec(compile(block, name, "exec"), namespace)
-    return namespace
+    return namespace, printed.getvalue()
 
 
 @pytest.mark.parametrize("name", quick_names(BLOCKS, "README.md"))
-def test_python_blocks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_blocks(name)
+def test_python_blocks(name: str) -> None:
+    _, printed = run_blocks(name)
     # What a block is said to print, it prints.
     said = re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
-    assert capsys.readouterr().out.splitlines() == said
+    assert printed.splitlines() == said
 
 
 def test_code_for_trainers_is_what_their_scripts_run() -> None:
@@ -89,3 +123,245 @@ def test_what_is_linked_is_there(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[name])
     for link in links:
         assert ((ROOT / name).parent / link).exists(), link
+
+
+@pytest.mark.slow
+def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
+    """Notebooks linked pages by their names in the repository, and a page linked a script."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, check=True)
+    dead = []
+    for page in tmp_path.rglob("index.html"):
+        for link in re.findall(r'(?:href|src)="([^"#:]+)[#"]', page.read_text(encoding="utf-8")):
+            target = page.parent / html.unescape(link)
+            if not (target / "index.html" if target.is_dir() else target).exists():
+                dead.append(f"{page.relative_to(tmp_path)}: {link}")
+    assert not dead
+
+
+# ------------------------------------------------------------------------------ what pages say
+
+
+def trained(tx: Any, params: Any, num_steps: int) -> tuple[Any, Any]:
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(num_steps):
+        updates, state = update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.slow
+@standard_promotion
+@pytest.mark.parametrize("tx", [gpa_adamw(1e-2), spa_adamw(1e-2)], ids=["gpa_adamw", "spa_adamw"])
+def test_x_outlives_a_donated_step(tx: Any) -> None:
+    """nnx.clone shares arrays with the model: BatchNorm's, and where x is the params all."""
+    page, _ = run_blocks("docs/export.md")
+    model, batch = page["Network"](nnx.Rngs(0)), jnp.ones((8, 3))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model: Any, optimizer: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.mean((model(batch) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    step(model, optimizer)
+    average, clone = page["at_x"](model, optimizer), nnx.clone(model)
+    before = average(batch)
+    step(model, optimizer)
+    np.testing.assert_array_equal(average(batch), before)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        clone(batch)
+
+
+@pytest.mark.slow
+@standard_promotion
+def test_files_hold_the_statistics_of_batch_norm(tmp_path: Path) -> None:
+    """The params alone give another model, without a word."""
+    page, _ = run_blocks("docs/export.md")
+    average, batch = page["average"], page["batches"][0]
+    differences = {}
+    for kinds in (nnx.Param, nnx.Any(nnx.Param, nnx.BatchStat)):
+        page["save"](nnx.to_pure_dict(nnx.state(average, kinds)), tmp_path / "file")
+        loaded = page["Network"](nnx.Rngs(1))
+        nnx.update(loaded, nnx.restore_int_paths(page["load"](tmp_path / "file")))
+        loaded.eval()
+        differences[kinds] = jnp.abs(loaded(batch) - average(batch)).max()
+    params_alone, whole = differences.values()
+    assert whole == 0
+    assert params_alone > 0.1
+
+
+@pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
+def test_float8_in_safetensors(dtype: Any, tmp_path: Path) -> None:
+    """If loading works, docs/export.md need not say how to get around it."""
+    file, as_bytes = tmp_path / "file", jnp.arange(256, dtype=jnp.uint8)
+    x = as_bytes.view(dtype)
+    save_file({"x": x}, file)
+    with pytest.raises(AttributeError, match="float8"):
+        load_file(file)
+    save_file({"x": x.view(jnp.uint8)}, file)
+    np.testing.assert_array_equal(load_file(file)["x"].view(dtype).view(jnp.uint8), as_bytes)
+    save_file({"x": x.astype(jnp.bfloat16)}, file)
+    same = load_file(file)["x"].astype(dtype).view(jnp.uint8) == as_bytes
+    np.testing.assert_array_equal(same | jnp.isnan(x), True)
+
+
+@pytest.mark.slow
+@standard_promotion
+def test_muon_trains_params_without_a_layer_by_adamw() -> None:
+    """The function of the page needed two names, which a position embedding has not."""
+    kernels = run_blocks("docs/any-optimizer.md")[0]["kernels"]
+    params = {
+        "position": jnp.ones((4, 8)),
+        "out": {"kernel": jnp.ones((2, 4, 8)), "bias": jnp.ones(8)},
+        "layers": [{"kernel": jnp.ones((8, 2, 4))}],
+        "kernel": jnp.ones((8, 8)),
+    }
+    numbers = optax.contrib.MuonDimensionNumbers
+    assert kernels(params) == {
+        "position": None,
+        "out": {"kernel": numbers((0, 1), (2,)), "bias": None},
+        "layers": [{"kernel": numbers((0,), (1, 2))}],
+        "kernel": numbers((0,), (1,)),
+    }
+    assert kernels(params["kernel"]) is None
+    muon = optax.contrib.muon(0.01, muon_weight_dimension_numbers=kernels)
+    found, _ = trained(muon, params, 1)
+    assert all((a != b).all() for a, b in zip(*map(jax.tree.leaves, (found, params)), strict=True))
+
+
+@standard_promotion
+def test_the_rate_to_log() -> None:
+    """Each row of the table in docs/getting-started.md, after five steps."""
+    rate = optax.cosine_decay_schedule(1e-2, 100)
+    base = optax.inject_hyperparams(optax.adamw)(rate)
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    of_group = optax.partition({"a": gpa_adamw(rate), "b": gpa_adamw(1.0)}, {"a": "a", "b": "b"})
+    get = optax.tree.get
+    injected = lambda state: get(state, "hyperparams")["learning_rate"]
+    rows = [
+        *((make(rate, 0.1), lambda s: get(s, "eta")) for make in (spa, gpa, spa_adamw, gpa_adamw)),
+        (spa_from_sgdm(rate), lambda s: get(s, "eta") * get(s, "c")),
+        (optax.inject_hyperparams(spa_from_sgdm)(rate), injected),
+        (primal_averaging(base, 0.1), injected),
+        (stochastic_rounding(base, KEY), injected),
+        (float8_momentum(base, KEY), injected),
+        (of_group, lambda s: get(get(s, "inner_states")["a"], "eta")),
+    ]
+    for tx, of_state in rows:
+        _, state = trained(optax.chain(optax.clip(1.0), tx), params, 5)
+        np.testing.assert_allclose(of_state(state), rate(4), rtol=1e-5)
+
+
+@pytest.mark.slow
+@standard_promotion
+def test_factored_by_leaf_on_a_mesh() -> None:
+    """nnx gives the means, of fewer axes, the sharding of their parameter, which fails."""
+    (block,) = (block for block in OF_TRAINERS if "def by_leaf" in block)
+    page: dict[str, Any] = {}
+    exec(block, page)
+    narrow = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
+    factored = gpa_adamw(1e-3, second_moment="factored", **narrow)
+    by_leaf = optax.chain(
+        page["by_leaf"](in_float32(scale_by_factored_second_moment())),
+        optax.add_decayed_weights(1e-4),
+        gpa(1e-3, 0.05, 0.9, **narrow),
+    )
+    x = jnp.ones((8, 256), jnp.bfloat16)
+
+    def train(tx: Any) -> Any:
+        initial = nnx.initializers.lecun_normal()
+        if jax.sharding.get_abstract_mesh().shape:
+            initial = nnx.with_partitioning(initial, ("data", None))
+        options = {"use_bias": False, "param_dtype": jnp.bfloat16, "kernel_init": initial}
+        model = nnx.Linear(256, 128, **options, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        loss = lambda model: jnp.mean(model(x).astype(float) ** 2)
+        step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model)))
+        for _ in range(3):
+            step(model, optimizer)
+        return eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))["kernel"][...]
+
+    expected = train(factored)
+    with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
+        with pytest.raises(ValueError, match="shard"):
+            train(factored)
+        found = train(by_leaf)
+    assert found.sharding.spec[0] == PartitionSpec("data")[0]
+    difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
+    assert jnp.abs(difference).max() < 2**-8  # rounded elsewhere: an ulp of the largest
+
+
+@pytest.mark.slow
+def test_a_state_in_host_memory() -> None:
+    """Moved to the device, as on the page, it is the state that it was."""
+    page, _ = run_blocks("docs/scale.md")
+    params, new = page["params"], page["params"] * 2
+    tx = gpa(0.1, 0.05, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    on_device = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)[1]
+    on_host = page["in_memory"](on_device, "pinned_host")
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(on_host)} == {"pinned_host"}
+    for function in (
+        lambda state: tx.update(params, state, params),
+        lambda state: eval_params(state, params),
+        lambda state: reanchor(state, params, new),
+        lambda state: convert(state, params, into=gpa(0.1, 0.05).init(params)),
+    ):
+        found = function(page["in_memory"](on_host, "device"))
+        jax.tree.map(np.testing.assert_array_equal, found, function(on_device))
+
+
+def test_float8_has_a_range() -> None:
+    """60 steps of `spa` towards a minimum at 100, as docs/low-precision.md says."""
+    reached = {}
+    for dtype in (jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2):
+        tx = spa(1.0, 0.1, state_dtype=dtype, rounding_key=KEY)
+
+        def body(carry: Any, _: None, tx: Any = tx) -> Any:
+            x, state = carry
+            updates, state = tx.update(0.1 * (x - 100), state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        x = jnp.zeros(1_000)
+        (x, _), _ = optimized(lambda c, body=body: jax.lax.scan(body, c, None, 60))((x, tx.init(x)))
+        reached[jnp.dtype(dtype).name] = float(x.mean())
+    expected = {"float32": 99.6, "float8_e4m3fn": 53, "float8_e5m2": 99.6}
+    assert reached == pytest.approx(expected, abs=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rate", "params_dtype", "e4m3", "e5m2"),
+    [
+        (1e-6, jnp.float32, 0.17, 0.02),
+        (2e-4, jnp.float32, 0.009, 0.017),
+        (1e-6, jnp.bfloat16, 0.20, 0.17),
+    ],
+)
+def test_float8_at_small_rates(rate: float, params_dtype: Any, e4m3: float, e5m2: float) -> None:
+    """How far `gpa_adamw` is from float32, over the length of its path, as the page says."""
+    n = 4_000
+
+    def path(z_dtype: Any, params_dtype: Any, key: Any) -> Any:
+        options = {"state_dtype": z_dtype, "rounding_key": key}
+        tx = gpa_adamw(rate, 0.1, weight_decay=0.0, **options)
+        start = (0.02 * jax.random.normal(jax.random.key(7), n)).astype(params_dtype)
+
+        def body(carry: Any, k: Any) -> Any:
+            params, state = carry
+            g = 0.3 + jax.random.normal(jax.random.fold_in(jax.random.key(3), k), n)
+            updates, state = tx.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry = (start, tx.init(start))
+        (params, state), _ = optimized(lambda c: jax.lax.scan(body, c, jnp.arange(2_000)))(carry)
+        return eval_params(state, params).astype(jnp.float32) - start.astype(jnp.float32)
+
+    expected = path(jnp.float32, jnp.float32, None)
+    off = lambda dtype: float(
+        jnp.linalg.norm(path(dtype, params_dtype, KEY) - expected) / jnp.linalg.norm(expected)
+    )
+    assert off(jnp.float8_e4m3fn) == pytest.approx(e4m3, rel=0.1)
+    assert off(jnp.float8_e5m2) == pytest.approx(e5m2, rel=0.2)
+    assert off(jnp.bfloat16) < (0.001 if params_dtype == jnp.float32 else 0.095)

@@ -27,7 +27,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._core import SPAState
-from spa_optax._precision import restored
+from spa_optax._storage import ScaledDifference, decode
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
@@ -54,7 +54,7 @@ def spa_state(state: Any) -> SPAState:
 
 
 def z_of(state: Any, params: Any) -> Any:
-    return jax.tree.map(restored, spa_state(state).z, params)
+    return decode(params, spa_state(state).z)
 
 
 def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
@@ -80,7 +80,9 @@ def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> 
     chex.assert_trees_all_equal(found, expected)
     chex.assert_trees_all_equal(z_of(state, found), spa_state(wide_state).z)
     chex.assert_trees_all_equal(eval_params(state, found), eval_params(wide_state, expected))
-    assert spa_state(state).z["w"].dtype == dtype
+    z = spa_state(state).z
+    assert isinstance(z, ScaledDifference)
+    assert z.value["w"].dtype == dtype
     moved = jax.tree.map(lambda z, y: jnp.all(z != y), z_of(state, found), found)
     assert all(jax.tree.leaves(moved))
 
@@ -171,7 +173,7 @@ def test_sharded(make: Any) -> None:
     sharding = NamedSharding(mesh, PartitionSpec("a"))
     params, grads = jax.device_put((params, grads), sharding)
     sharded_state = jax.jit(tx.init)(params)
-    z = spa_state(sharded_state).z["w"]
+    z = spa_state(sharded_state).z.value["w"]
     assert z.sharding.is_equivalent_to(sharding, 2)
     assert z.dtype == E4M3
     compiled = jax.jit(tx.update).lower(grads, sharded_state, params).compile()
@@ -302,7 +304,7 @@ def test_converted_both_ways() -> None:
     # Too far away it is at the limit, not NaN.
     far = as_wide._replace(z=jax.tree.map(lambda z: z + 100, as_wide.z))
     z = convert(far, params, into=narrow.init(params)).z
-    np.testing.assert_array_equal(np.float32(z["w"]), 448)
+    np.testing.assert_array_equal(np.float32(z.value["w"]), 448)
 
 
 @pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, gpa_adamw])

@@ -27,7 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from spa_optax import _precision, gpa, spa, spa_from_sgdm
-from spa_optax._precision import random_bits, restored, rounded, seeds_like
+from spa_optax._precision import random_bits, rounded, seeds_like
+from spa_optax._storage import decode
 
 KEY = jax.random.key(0)
 BF16 = jnp.bfloat16
@@ -259,7 +260,7 @@ def test_leaves_and_streams_are_independent() -> None:
         for name in names:
             # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x is 0.3 or
             # −0.7, which are 153.6/512 and 179.2/256.
-            moved, z = np.asarray(updates[name]) < 0, np.float64(state.z[name])
+            moved, z = np.asarray(updates[name]) < 0, np.float64(state.z.value[name])
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
             for draw, p in ((moved, 0.35), (away, np.where(moved, 0.6, 0.2))):
                 draws.append((draw - p) / np.sqrt(p * (1 - p)))
@@ -282,7 +283,7 @@ def test_the_mean_of_a_step(state_dtype: Any) -> None:
     for _ in range(5):
         z = z - np.float64(np.float32(0.01)) * g
         x = x + np.float64(np.float32(0.2)) * (z - x)
-    for found, expected in ((params, x), (restored(state.z, params), z)):
+    for found, expected in ((params, x), (decode(params, state.z), z)):
         found = np.asarray(found, np.float64)
         error = found.std(1) / np.sqrt(n) + 1e-6
         assert (np.abs(found.mean(1) - expected) < 5 * error).all()

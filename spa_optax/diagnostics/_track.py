@@ -14,8 +14,9 @@ from spa_optax._checks import check, is_surely
 from spa_optax._convert import z_or_m
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import SKIPS_UPDATES
-from spa_optax._trees import behind_a_barrier, by_path, find, is_float, only
+from spa_optax._trees import by_path, find, is_float, only
 from spa_optax._wrappers import Float8MomentumState
+from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
 
