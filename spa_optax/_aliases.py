@@ -184,9 +184,12 @@ def _after_adam(
 
 def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
     """A mask as a function of the params that raises ValueError unless it fits them."""
+    leaves = jax.tree.leaves(mask)
+    # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
+    function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
 
     def mask_of(params: PyTree) -> PyTree:
-        tree = mask(params) if callable(mask) else mask
+        tree = function(params)
         try:
             jax.tree.map(lambda leaf, _: check(mask=leaf), tree, params)
         except ValueError as error:

@@ -3,14 +3,17 @@
 import contextlib
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf, nan
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 from optax import GradientTransformation, MultiSteps
+
+from spa_optax._trees import is_float, leaves_with_path
 
 
 def check(**arguments: Any) -> None:
@@ -43,9 +46,32 @@ def check_one_run(name: str, *counts: Any) -> None:
         raise ValueError(f"`{name}` must be of one run, got a batch of them: use `jax.vmap`")
 
 
+def check_floats(name: str, tree: PyTree) -> None:
+    """Raises ValueError unless the leaves are floating-point arrays, or None."""
+    for path, leaf in leaves_with_path(tree):
+        if leaf is not None and not (hasattr(leaf, "dtype") and is_float(leaf)):
+            got = f"{getattr(leaf, 'dtype', repr(leaf))} at {path or 'its root'}"
+            raise ValueError(f"`{name}` must be floating-point arrays, got {got}")
+
+
+def _check_above_0(name: str, schedule: Callable[[Any], Any]) -> None:
+    """Raises ValueError where a schedule is seen to reach 0, at one of 550 counts."""
+    counts = np.append(0, np.unique(np.geomspace(1, 10**6, 700).astype(np.int32)))
+    try:
+        with jax.ensure_compile_time_eval():
+            values = np.asarray(jax.vmap(schedule)(jnp.asarray(counts)), float)
+    except Exception:  # it is traced, or has an error of its own, which its first use raises
+        return
+    if values.shape == counts.shape and (values <= 0).any():  # past its end it may be NaN
+        k = np.argmax(values <= 0)
+        raise ValueError(f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}")
+
+
 def _check(name: str, value: Any) -> None:
     rule, holds = _RULES[name]
     is_jax = isinstance(value, jax.Array)
+    if callable(value) and name == "interpolation":
+        _check_above_0(name, value)
     if (value is None and name in _OPTIONAL) or (callable(value) and name in _SCHEDULES):
         return
     if name in _SCALARS and not _is_real(value):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float, Int
@@ -23,6 +24,12 @@ class SGDMHyperparams(NamedTuple):
     momentum: optax.ScalarOrSchedule  # β_k at count k
 
 
+# What JAX raises where a traced count must be a number.
+_NEEDS_A_NUMBER = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 AtCount = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
@@ -42,7 +49,11 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> AtCount:
     """A hyper-parameter as a function of the count, a scalar of the default floating dtype."""
 
     def at(count: Int[Array, ""]) -> Float[Array, ""]:
-        value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
+        try:
+            value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
+        except _NEEDS_A_NUMBER as error:
+            rule = "must be a schedule that can be traced, with `jnp.where` in place of `if`"
+            raise ValueError(f"`{name}` {rule}, got a {type(error).__name__}") from error
         if value.shape != ():
             got = f"an array of shape {value.shape}"
             raise ValueError(f"`{name}` must be a scalar or a schedule of scalars, got {got}")

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from spa_optax._checks import check
-from spa_optax._optax_states import SKIPS_UPDATES
+from spa_optax._checks import check, check_floats
+from spa_optax._optax_states import SKIPS_UPDATES, visible_sam
 from spa_optax._trees import find, leaves_with_path
 
 
@@ -59,8 +59,10 @@ def update_in_backward(
       its relatives `jax.vmap(eval_params)(state, layers)` is the point to evaluate.
 
     Raises:
-      ValueError: if an argument is not a function; in `init`, if `make_tx(i)` accumulates or skips
-        updates; in `backward`, if the arrays do not have the same first axis.
+      ValueError: if an argument is not a function; if `layers` are not floating-point arrays with
+        the same first axis; in `init`, if `make_tx(i)` accumulates or skips updates, or moves
+        params aside (`optax.contrib.sam`); in `backward`, if state or inputs are of another number
+        of layers.
 
     Examples:
       Two layers of one number, y = 3 · (2 · 1), with the loss y: the gradients are 2 and 3.
@@ -85,13 +87,15 @@ def update_in_backward(
     def init_fn(layers: PyTree) -> PyTree:
         places = jnp.arange(_num_layers(layers=layers))
         state = jax.vmap(lambda i, w: make_tx(i).init(w))(places, layers)
-        for node in find(state, SKIPS_UPDATES):
+        for node in [*find(state, SKIPS_UPDATES), *visible_sam(state)]:
             raise ValueError(
-                f"`make_tx` must not accumulate or skip updates, got a `{type(node).__name__}`"
+                "`make_tx` must not accumulate or skip updates, or move params aside, got a"
+                f" `{type(node).__name__}`"
             )
         return state
 
     def forward_fn(layers: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        _num_layers(layers=layers)
         return jax.lax.scan(lambda x, w: (layer(x, w), x), x, layers)
 
     def backward_fn(
@@ -117,7 +121,8 @@ def update_in_backward(
 
 
 def _num_layers(**trees: PyTree) -> int:
-    """The length of the first axis, which all arrays must have."""
+    """The length of the first axis, which all arrays must have. Layers have a gradient, too."""
+    check_floats("layers", trees["layers"])
     first = None
     for name, tree in trees.items():
         for path, leaf in leaves_with_path(tree):
@@ -128,6 +133,7 @@ def _num_layers(**trees: PyTree) -> int:
                 rule = "have the layers as first axis of every array"
                 rule += "" if first is None else f", {first}"
                 raise ValueError(f"`{name}` must {rule}, got {np.shape(leaf)} at {at}")
-    if first is None:
-        raise ValueError("`layers` must hold an array, got none")
-    return first
+        if not first:
+            got = "none" if first is None else "arrays of 0 layers"
+            raise ValueError(f"`{name}` must hold an array of one layer or more, got {got}")
+    return first or 0

@@ -4,6 +4,9 @@ from typing import Any
 
 import jax
 import optax
+from jaxtyping import PyTree
+
+from spa_optax._trees import find
 
 # Optax does not export it. (To call `init` here would start JAX at import.)
 RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
@@ -25,3 +28,11 @@ SKIPS_UPDATES = (
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
+
+
+def visible_sam(state: PyTree) -> list[Any]:
+    """The nodes of `optax.contrib.sam` whose updates move params aside, and later back.
+
+    They keep these params. With `opaque_mode=True` they do not, and only its real steps are seen.
+    """
+    return [node for node in find(state, optax.contrib.SAMState) if node.cache is not None]

@@ -44,12 +44,14 @@ def widen(tree: PyTree) -> PyTree:
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
     """An update in the dtype of x, such that x + u rounds once.
 
-    x + u is rounded to that dtype first. Adding the result to x gives exactly that, unless u is so
-    large that it leaves less than half of x, or turns its sign.
+    x + u is rounded to that dtype first. Adding the result to x gives exactly that if u neither
+    more than halves nor more than doubles x, nor turns its sign (Sterbenz). Otherwise the result is
+    rounded to nearest too, and the sum is up to an ulp off, of x or of x + u.
     """
-    if u.dtype == x.dtype:
-        return u
-    return rounded(x.astype(u.dtype) + u, x.dtype, seed, low_bits) - x
+    dtype = wide_dtype(u, x)
+    if dtype == x.dtype:
+        return u.astype(dtype)
+    return rounded(x.astype(dtype) + u.astype(dtype), x.dtype, seed, low_bits) - x
 
 
 def seeds_like(

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check, is_plain_number
+from spa_optax._checks import check, check_floats, is_plain_number
 from spa_optax._optax_states import RMSState
 from spa_optax._precision import rounded, seeds_like, wide_dtype
 from spa_optax._trees import check_same_tree, is_none
@@ -39,7 +39,8 @@ def scale_by_second_moment(
       A transformation with the state of `optax.scale_by_rms`.
 
     Raises:
-      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+      ValueError: if an argument is out of range; in `init`, if `params` are not floating-point
+        arrays; in `update`, if the trees differ.
 
     Examples:
       The first direction is the gradient's sign.
@@ -64,6 +65,7 @@ def scale_by_second_moment(
     b2, eps = _plain(b2), _plain(eps)
 
     def init_fn(params: PyTree) -> Any:
+        check_floats("params", params)
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
         nu = jax.tree.map(lambda x: sharded_like(zeros(x), x), params)
         return RMSState(jnp.zeros([], jnp.int32), nu)
@@ -111,7 +113,8 @@ def scale_by_factored_second_moment(
       A transformation with the state of `optax.scale_by_factored_rms`.
 
     Raises:
-      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+      ValueError: if an argument is out of range; in `init`, if `params` are not floating-point
+        arrays; in `update`, if the trees differ.
 
     Examples:
       The first ν of a gradient of rank one is its square.
@@ -135,6 +138,7 @@ def scale_by_factored_second_moment(
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
+        check_floats("params", params)
         state: Any = init(params)
         return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 from spa_optax._checks import check
 from spa_optax._core import SPAState, StochasticRoundingState, z_now
 from spa_optax._family import gpa
-from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES
+from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
 from spa_optax._precision import round_update, rounded, seeds_like, widen
 from spa_optax._trees import (
     check_same_tree,
@@ -34,7 +34,7 @@ class Float8MomentumState(NamedTuple):
     """State of `float8_momentum`."""
 
     count: Int[Array, ""]  # the random bits depend on it
-    base: PyTree  # with m / s as its momentum, in float8
+    base: PyTree  # with m / s as its momentum (Adam's: m / (s √ν)), in float8
     scales: Float[Array, " arrays"]  # s, a power of two for each array of momentum
 
 
@@ -121,18 +121,19 @@ def primal_averaging(
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, as for `gpa`.
       params_of_base: the params that `base` sees: "params", y_k; or "z", where weight decay, trust
-        ratios and the like are those of z_k.
+        ratios and the like are those of z_k. Use "z" for `optax.contrib.cocob`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state is a `PrimalAveragingState`; its updates have the params' dtype. For the gauge and
-      `convert`, η is 1 and the gradient −u.
+      state has the fields `base` and `average`, an `SPAState`; its updates have the params' dtype.
+      For the gauge and `convert`, η is 1 and the gradient −u.
 
     Raises:
       ValueError: if an argument is out of range; in `init`, if `base` averages or rounds already,
-        or skips updates; in `update`, if `params` is missing or the trees differ.
+        skips updates, or moves params back (`optax.lookahead`, `optax.contrib.sam`); in `update`,
+        if `params` is missing or the trees differ.
 
     Examples:
       A step of −4 takes z from 10 to 6, x half of the way to z, and y is midway between x and z.
@@ -163,6 +164,11 @@ def primal_averaging(
                 "`base` must neither average, round nor skip updates, got a"
                 f" `{type(node).__name__}`, which {does}"
             )
+        for node in [*visible_sam(state), *find(state, optax.LookaheadState)]:
+            raise ValueError(
+                f"`base` must not move params aside or back, got a `{type(node).__name__}`: for"
+                " `optax.contrib.sam` set `opaque_mode=True`"
+            )
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
     def update_fn(
@@ -192,7 +198,8 @@ def stochastic_rounding(
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
-    (A step that leaves less than half of a param, or turns its sign, is rounded once more.)
+    (If a step more than halves or doubles a param, or turns its sign, the result is rounded once
+    more, to nearest. The mean may then be off by an ulp of the larger of the two.)
 
     `base` runs in float32, as in `in_float32`, so that its moments are float32 unless it says
     otherwise (`mu_dtype=jnp.bfloat16`). Wider params are trained as by `base` alone.
@@ -200,15 +207,15 @@ def stochastic_rounding(
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
       key: PRNG key. The random bits depend on it, the count and the position in the array, as for
-        `spa`.
+        `spa`. Two optimizers with one key round alike: under `optax.partition` give each its own.
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state is that of `base` and a count; its updates have the params' dtype.
+      state has the fields `count` and `base`; its updates have the params' dtype.
 
     Raises:
-      ValueError: if an argument is of the wrong kind, or, in `update`, `params` is missing or the
-        trees differ.
+      ValueError: if an argument is of the wrong kind; in `init`, if `base` averages; in `update`,
+        if `params` is missing or the trees differ.
 
     Examples:
       Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that is rounded up one
@@ -231,7 +238,14 @@ def stochastic_rounding(
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
-        return StochasticRoundingState(jnp.zeros([], jnp.int32), tx.init(params))
+        state = tx.init(params)
+        for node in find(state, _AVERAGES):
+            raise ValueError(
+                f"`base` must not average, got a `{type(node).__name__}`: use `primal_averaging("
+                "base, schedule_free_averaging(...), interpolation, rounding_key=key)`, or pass"
+                " `rounding_key` to the member of the family"
+            )
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), state)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -248,7 +262,8 @@ def stochastic_rounding(
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None:
                 return None
-            return round_update(u, jnp.asarray(x), seed) if is_float(x) else jnp.zeros_like(x)
+            u, x = jnp.asarray(u), jnp.asarray(x)
+            return round_update(u, x, seed) if is_float(x) else jnp.zeros_like(x)
 
         u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
@@ -266,6 +281,10 @@ def float8_momentum(
     Each array has its own s, the power of two with which max |q| is from 224 to 448, the largest
     number of float8_e4m3fn. `base` sees m in float32. On a mesh s is an all-reduce of one number.
 
+    Adam divides m by √ν, which may differ a lot within an array. So there q stands for m / √ν:
+
+        m = s √ν q,  q ← m / (s √ν)
+
     With bfloat16 params put it into `stochastic_rounding` or `primal_averaging`: Muon's kernels
     then take 3 bytes a parameter, or with a bfloat16 z 5.
 
@@ -276,12 +295,14 @@ def float8_momentum(
       key: PRNG key, as for `stochastic_rounding`, which may have the same.
 
     Returns:
-      A transformation with the updates of `base`, but for the rounding of m. Its state is a
-      `Float8MomentumState`. Put `track_momentum` inside, around `base`.
+      A transformation with the updates of `base`, except for the rounding of m. Its state has the
+      fields `count`, `base` (the state of `base`, with q as its momentum) and `scales` (s). Put
+      `track_momentum` inside, around `base`.
 
     Raises:
-      ValueError: if an argument is of the wrong kind; in `init`, if `base` has no such momentum,
-        averages, or has complex params; in `update`, if the state is of another kind.
+      ValueError: if an argument is of the wrong kind; in `init`, if `base` averages, or has no such
+        momentum, or one of complex numbers or of 64 bits; in `update`, if the state is of another
+        kind.
 
     Examples:
       >>> import jax
@@ -303,10 +324,11 @@ def float8_momentum(
     float8 = jnp.float8_e4m3fn
 
     def pack(of_base: PyTree, count: Array) -> Float8MomentumState:
-        arrays = [m.astype(jnp.float32) for m in _momentum_of(of_base)]
+        arrays = jax.tree.map(jnp.divide, *_momentum_and_units(of_base))
         scales = [_scale(m, float(jnp.finfo(float8).max)) for m in arrays]
         seeds = seeds_like(key, count, arrays, stream=2)
-        q = [rounded(m / s, float8, seed) for m, s, seed in zip(arrays, scales, seeds, strict=True)]
+        store = lambda m, s, seed: rounded(m / s, float8, seed)
+        q = jax.tree.map(store, arrays, scales, seeds)
         return Float8MomentumState(
             count, _with_momentum(of_base, q), jnp.array(scales, jnp.float32)
         )
@@ -315,11 +337,13 @@ def float8_momentum(
         of_base = tx.init(params)
         for node in find(of_base, _AVERAGES):
             raise ValueError(f"`base` must not average, got a `{type(node).__name__}`")
-        is_complex = any(map(jnp.iscomplexobj, _momentum_of(of_base)))
-        if is_complex or not find(of_base, tuple(MOMENTUM)):
-            kinds = "complex ones" if is_complex else kinds_of(of_base)
+        if not find(of_base, tuple(MOMENTUM)):
             names = ", ".join(f"`{kind.__name__}`" for kind in MOMENTUM)
-            raise ValueError(f"`base` must hold real arrays in one of {names}, got {kinds}")
+            raise ValueError(f"`base` must hold one of {names}, got {kinds_of(of_base)}")
+        for dtype in {m.dtype for m in _momentum_of(of_base)}:
+            if jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize > 4:
+                rule = "have a momentum of real numbers in 32 bits or fewer"
+                raise ValueError(f"`base` must {rule}, got one of dtype {dtype}")
         return pack(of_base, jnp.zeros([], jnp.int32))
 
     def update_fn(
@@ -328,9 +352,9 @@ def float8_momentum(
         if not isinstance(state, Float8MomentumState):
             got = type(state).__name__
             raise ValueError(f"`state` must be a `Float8MomentumState`, got {got}")
-        arrays = zip(_momentum_of(state.base), state.scales, strict=True)
-        of_base = _with_momentum(state.base, (q.astype(jnp.float32) * s for q, s in arrays))
-        u, of_base = tx.update(updates, of_base, params, **extra_args)
+        q, units = _momentum_and_units(state.base)
+        m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
+        u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra_args)
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))
@@ -344,6 +368,24 @@ def _momentum_of(state: PyTree) -> list[Array]:
     """The arrays of Optax's momentum in a state."""
     fields = [getattr(node, MOMENTUM[type(node)]) for node in find(state, tuple(MOMENTUM))]
     return list(map(jnp.asarray, jax.tree.leaves(fields)))
+
+
+def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
+    """The same in float32, and what each array is divided by: √ν under Adam, else 1."""
+    units = []
+    for node in find(state, tuple(MOMENTUM)):
+        if isinstance(node, optax.ScaleByAdamState):
+            units += [_root(jnp.asarray(v)) for v in jax.tree.leaves(node.nu)]
+        else:
+            num_arrays = len(jax.tree.leaves(getattr(node, MOMENTUM[type(node)])))
+            units += [jnp.ones([], jnp.float32)] * num_arrays
+    return [m.astype(jnp.float32) for m in _momentum_of(state)], units
+
+
+def _root(nu: Array) -> Array:
+    """√ν in float32, neither 0 nor inf, so that m stays finite. A ν that underflows is not 0."""
+    wide, least = jnp.finfo(jnp.float32), float(jnp.finfo(nu.dtype).tiny)
+    return jnp.sqrt(jnp.clip(nu.astype(jnp.float32), max(least, float(wide.tiny)), wide.max))
 
 
 def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:

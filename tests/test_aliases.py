@@ -3,6 +3,7 @@
 from typing import Any
 
 import chex
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +137,33 @@ def test_an_alias_is_a_chain_of_the_pieces(alias: Any, kwargs: Any, dtype: Any) 
     if kwargs:
         full, _ = apply(alias(0.1, 0.2, **ADAMW, mask=mask), params, [grads] * 3)
         assert not np.array_equal(found[0]["w"], full["w"])
+
+
+@both_aliases
+def test_a_mask_may_be_callable(alias: Any) -> None:
+    """As for Optax: a tree of booleans shaped like an Equinox module, whose leaves are bools."""
+    model = equinox.filter(equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), equinox.is_array)
+    mask = jax.tree.map(lambda x: x.ndim > 1, model)
+    assert callable(mask)
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    params, _ = apply(alias(0.1, weight_decay=0.5, mask=mask), model, [zeros])
+    chex.assert_trees_all_equal(jax.tree.map(lambda x, y: jnp.any(x != y), params, model), mask)
+
+
+@both_aliases
+def test_frozen_params_are_frozen_in_x_too(alias: Any) -> None:
+    """Divided, or with their direction set to 0, just before the average, and not their update."""
+    params, frozen = {"head": jnp.ones(3), "trunk": jnp.ones(3)}, {"head": False, "trunk": True}
+    freeze = optax.masked(optax.set_to_zero(), frozen)
+    labels = {"head": "trained", "trunk": "frozen"}
+    divided = optax.partition({"trained": alias(0.1), "frozen": optax.set_to_zero()}, labels)
+    before = optax.chain(in_float32(optax.add_decayed_weights(0.1)), freeze, gpa(0.1))
+    for tx, moves in ((divided, False), (before, False), (optax.chain(gpa(0.1), freeze), True)):
+        y, state = apply(tx, params, [params] * 3)
+        x = eval_params(state, y)
+        assert jnp.all(y["trunk"] == 1)
+        assert jnp.any(x["trunk"] != 1) == moves
+        assert jnp.all(x["head"] < 1)
 
 
 @both_aliases

@@ -22,6 +22,7 @@ from spa_optax import (
     schedule_free_averaging,
     spa,
     spa_adamw,
+    spa_from_sgdm,
     stagewise,
     theory,
 )
@@ -525,3 +526,25 @@ def test_the_reports_of_the_docs() -> None:
         theory.audit_sgdm(0.1, rise, 1_000),
     ):
         assert f"> {audit.report().splitlines()[0]}\n" in docs
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+def test_the_advice_for_a_few_steps_is_an_averaging(num_steps: int) -> None:
+    assert "With a constant c of 1 it" in theory.audit_sgdm(0.1, 0.9, num_steps).report()
+
+
+def test_nesterov_momentum() -> None:
+    """As `spa_from_sgdm` makes it, but for the last step, after which any w will do."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, 0.3, 20, 100)
+    with jax.numpy_dtype_promotion("standard"):
+        found = theory.audit_sgdm(rate, 0.9, 100, nesterov=True)
+        tx, x = spa_from_sgdm(rate, 0.9, nesterov=True), jnp.ones(1)
+        step = lambda state, _: (new := tx.update(x, state, x)[1], (new.eta, new.c))
+        eta, c = jax.lax.scan(step, tx.init(x), None, 100)[1]
+    np.testing.assert_allclose(found.eta[:-1], eta[:-1], rtol=1e-4)
+    np.testing.assert_allclose(found.c[:-1], c[:-1], rtol=1e-4)
+    assert found.report(verbose=True).startswith("Nothing to change: neither α nor α/(1 − β) jumps")
+    without = theory.audit_sgdm(0.1, 0.0, 10, nesterov=True)
+    np.testing.assert_allclose((without.eta, without.c), [[0.1] * 10, [1.0] * 10], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"`smoothness` must be None with Nesterov .* got 1\.0"):
+        theory.audit_sgdm(0.1, 0.9, 10, nesterov=True, smoothness=1.0)

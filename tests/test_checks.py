@@ -208,6 +208,61 @@ def test_params_missing_or_of_another_model() -> None:
         tx.update(PARAMS, tx.init(small), PARAMS)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda k: 0.1 if k < 3 else 0.01, lambda k: [0.1, 0.2][k], lambda k: np.cos(k) ** 2],
+    ids=["bool", "index", "NumPy"],
+)
+def test_schedules_that_cannot_be_traced(schedule: Any) -> None:
+    match = "must be a schedule that can be traced, with `jnp.where` in place of `if`, got a Tracer"
+    params = jnp.ones(2)
+    for name in ("learning_rate", "momentum"):
+        tx = spa_from_sgdm(**{"learning_rate": 0.1, name: schedule})
+        with pytest.raises(ValueError, match=f"`{name}` {match}"):
+            tx.update(params, tx.init(params), params)
+    with pytest.raises(ValueError, match=f"`averaging` {match}"):
+        theory.audit(0.1, schedule, 10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "got"),
+    [
+        (optax.linear_schedule(0.9, 0.0, 1_000), r"got -?0 at 10\d\d"),  # one of the 550 counts
+        (lambda k: 0.9 - 0.001 * k, "got -"),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_interpolation_that_reaches_0(schedule: Any, got: str) -> None:
+    """The params would be z, which does not tell x."""
+    rule = "`interpolation` must be > 0 at every count, "
+    for make in (
+        lambda: gpa(0.1, 0.1, schedule),
+        lambda: gpa_adamw(0.1, 0.1, schedule),
+        lambda: primal_averaging(optax.sgd(0.1), 0.1, schedule),
+    ):
+        with pytest.raises(ValueError, match=rule + got):
+            make()
+
+
+def test_interpolation_that_cannot_be_seen() -> None:
+    """Traced, NaN past its end, with a Python `if`, or above 0 for ever: left alone."""
+    x, untraceable = jnp.ones(2), lambda k: 0.9 if k < 3 else 0.8
+    for schedule in (
+        lambda k: 0.9 * jnp.sqrt(1 - k / 1_000.5),
+        lambda k: 0.9,
+        untraceable,
+        optax.linear_schedule(0.9, 0.01, 100),
+    ):
+        gpa(0.1, 0.1, schedule)
+
+    @jax.jit
+    def step(end: Any) -> Any:
+        tx = gpa(0.1, 0.1, lambda k: jnp.where(k < 5, 0.9, end))
+        return tx.update(x, tx.init(x), x)[0]
+
+    assert jnp.isfinite(step(0.0)).all()
+
+
 @pytest.mark.parametrize("count", [-1, True, 3.0, jnp.ones(1, int), jnp.array(1.0), "3"])
 def test_counts(count: Any) -> None:
     with pytest.raises(ValueError, match=r"`count` must be a concrete integer >= 0 .*, got"):
@@ -346,7 +401,8 @@ def test_an_array_is_no_dtype() -> None:
     named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
-    assert optax.tree.get(state, "z").dtype == jnp.bfloat16
+    (z,) = jax.tree.leaves(optax.tree.get(state, "z"))
+    assert z.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, spa_adamw, gpa_adamw])

@@ -92,7 +92,7 @@ def test_schedule_free_under_warm_up() -> None:
 
 
 def test_an_integer_count_divides_to_a_float32() -> None:
-    """Also under x64, as the docstring of `gpa` says."""
+    """Also under x64, where a schedule of float64 would make the state's scalars float64."""
     with x64():
         k = jnp.array(2, jnp.int32)
         assert (1 / (k + 1)).dtype == jnp.float32

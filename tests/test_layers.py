@@ -172,12 +172,13 @@ def test_x_of_each_layer() -> None:
     [
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
         lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
     ],
-    ids=["MultiSteps", "apply_if_finite"],
+    ids=["MultiSteps", "apply_if_finite", "sam"],
 )
 def test_what_needs_all_gradients_is_refused(wrap: Any) -> None:
     model = of_one_number(lambda i: wrap(spa_adamw(0.1)))
-    with pytest.raises(ValueError, match="`make_tx` must not accumulate or skip updates, got a"):
+    with pytest.raises(ValueError, match="`make_tx` must not accumulate or skip updates, or move "):
         model.init(jnp.ones((2, 1)))
 
 
@@ -191,8 +192,28 @@ def test_another_number_of_layers() -> None:
         model.backward(w, state, inputs, y)
     with pytest.raises(ValueError, match=r"`inputs` must .* every array, 3, got \(\) at its root"):
         model.backward(w, model.init(w), y, y)
-    with pytest.raises(ValueError, match="`layers` must hold an array, got none"):
-        model.init({})
+
+
+@pytest.mark.parametrize(
+    ("layers", "got"),
+    [
+        ({}, "an array of one layer or more, got none"),
+        ({"a": None}, "an array of one layer or more, got none"),
+        (jnp.ones((0, 3)), "an array of one layer or more, got arrays of 0 layers"),
+        (
+            {"a": jnp.ones((2, 1)), "n": jnp.arange(2)},
+            r"floating-point arrays, got int32 at \['n'\]",
+        ),
+        ({"a": jnp.ones((2, 1)), "n": "xx"}, r"floating-point arrays, got 'xx' at \['n'\]"),
+    ],
+)
+def test_layers_are_arrays(layers: Any, got: str) -> None:
+    model = of_one_number(lambda i: optax.sgd(0.1))
+    x = jnp.array(1.0)
+    backward = lambda layers: model.backward(layers, (), x, x)
+    for call in (model.init, lambda layers: model.forward(layers, x), backward):
+        with pytest.raises(ValueError, match=f"`layers` must .*{got}"):
+            call(layers)
 
 
 def test_functions_are_functions() -> None:

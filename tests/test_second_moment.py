@@ -225,3 +225,10 @@ def test_clipped_in_a_chain(scale: Any) -> None:
     expected = jax.tree.map(lambda g: -0.25 * jnp.sign(g), params)
     rtol = 2.0**-8 if scale is SCALES["16 bits"] else 1e-5  # √ν to half of its last bit
     chex.assert_trees_all_close(updates, expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("scale", ["full", "factored"])
+@pytest.mark.parametrize("leaf", [jnp.arange(3), 1.0, 3, "x", jnp.ones(2, bool)])
+def test_params_are_floating_point_arrays(scale: str, leaf: Any) -> None:
+    with pytest.raises(ValueError, match=r"`params` must be floating-point arrays, got .*\['a'\]"):
+        SCALES[scale].init({"a": leaf, "b": jnp.ones(3)})

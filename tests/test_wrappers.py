@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import UNIFORM, WARMUP_COSINE, apply, slow, trajectory, unchecked, x64
+from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, apply, slow, trajectory, unchecked, x64
 
 from spa_optax import (
     eval_params,
@@ -20,6 +20,7 @@ from spa_optax import (
     spa,
     stochastic_rounding,
 )
+from spa_optax._precision import round_update
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.linspace(-1.0, 2.0, 48).reshape(6, 8), "b": jnp.ones(8)}
@@ -179,6 +180,15 @@ def test_refused() -> None:
         for base in bases:
             with pytest.raises(ValueError, match=f"`base` must neither average, .* {match}"):
                 primal_averaging(base, 0.1).init(PARAMS)
+    for base in refused["which averages"]:  # `eval_params` would be y
+        with pytest.raises(ValueError, match=r"must not average, .*: use `primal_averaging.base, "):
+            stochastic_rounding(base, KEY).init(PARAMS)
+    for base, params in (
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), PARAMS),
+        (optax.chain(optax.lookahead(optax.sgd(0.1), 5, 0.5)), optax.LookaheadParams(1.0, 1.0)),
+    ):
+        with pytest.raises(ValueError, match=r"`base` must not move params aside or back, got a `"):
+            primal_averaging(base, 0.1).init(params)
     tx = primal_averaging(optax.sgd(0.1), 0.1)
     with pytest.raises(ValueError, match="`state` must be a `PrimalAveragingState`, got tuple"):
         tx.update(GRADS, optax.sgd(0.1).init(PARAMS), PARAMS)
@@ -197,7 +207,50 @@ def test_refused() -> None:
         unchecked(stochastic_rounding)(optax.sgd(0.1), 0)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_sam_in_opaque_mode() -> None:
+    """Its steps aside are none of its updates, so it finds the minimum: of a quadratic at 1."""
+    grad = lambda x, i=0: jnp.array([0.1, 1.0, 2.0]) * (x - 1)
+    aside = optax.chain(optax.contrib.normalize(), optax.sgd(0.01))
+    sam = optax.contrib.sam(optax.sgd(0.5), aside, opaque_mode=True)
+    tx = primal_averaging(sam, 0.1, 0.9)
+    x, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    for _ in range(200):
+        updates, state = tx.update(grad(x), state, x, grad_fn=grad)
+        x = optax.apply_updates(x, updates)
+    np.testing.assert_allclose(eval_params(state, x), 1.0, atol=0.03)
+
+
 # ---------------------------------------------------------------------------- stochastic rounding
+
+
+@pytest.mark.parametrize("of", [jnp.bfloat16, FLOAT16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, jnp.float32])
+def test_updates_of_any_dtype_are_added_in_float32(dtype: Any, of: Any) -> None:
+    """Of a base that casts them itself: the mean is right, and 3e4 + 6e4 no infinity on the way."""
+    params = jnp.concatenate([jnp.full(10_000, 1.0), jnp.full(9, 3e4)]).astype(dtype)
+    base = optax.stateless(lambda g, _: optax.tree.cast(g, of))
+    tx = stochastic_rounding(base, KEY)
+    updates, _ = tx.update(jnp.where(params == 1, -0.0009765625, 3e4), tx.init(params), params)
+    x = optax.apply_updates(params, updates)
+    assert x.dtype == dtype
+    # In bfloat16 the neighbours are 1/256 apart: 5 standard errors.
+    np.testing.assert_allclose(x[:10_000].astype(float).mean(), 1 - 2**-10, atol=5 * 2**-8 / 200)
+    assert jnp.all(x[10_000:].astype(float) > 5.9e4)
+
+
+def test_where_a_step_is_rounded_once() -> None:
+    """By Sterbenz: x to x' from x/2 to 2x. All x' from x/4 to 4x, for all x from 1 to 2."""
+    mantissas = 1 + jnp.arange(128) / 128
+    all_new = jnp.concatenate([mantissas * 2.0**e for e in (-2, -1, 0, 1)])
+    x, new = jnp.meshgrid(mantissas, all_new)
+    narrow = x.astype(jnp.bfloat16)
+    found = (narrow + round_update(new - x, narrow, None)).astype(float)
+    ratio, ulp = new / x, jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(new, x))) - 7)
+    once = (ratio >= 1 / 2) & (ratio <= 2)
+    assert jnp.all(found[once] == new[once])
+    assert 0.1 < jnp.mean(found[~once] != new[~once]) < 0.5
+    assert jnp.max(jnp.abs(found - new) / ulp) == 1
 
 
 @every_base

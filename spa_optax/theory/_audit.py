@@ -137,7 +137,7 @@ class Audit(NamedTuple):
             return []
         text = (
             f"Averages over 1/c steps are too long for {n:,}: x ends with {100 * weight:.2g} % of"
-            f" x_0. With a constant c of {5 / n:.2g} it would be less than 1 %."
+            f" x_0. With a constant c of {min(5 / n, 1):.2g} it would be less than 1 %."
         )
         return [Finding("average", [n - 1], text)]
 
@@ -296,17 +296,21 @@ def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[np.nd
     return [np.asarray(value, np.float64) for value in values]
 
 
-def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int) -> tuple[np.ndarray, ...]:
+def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int, nesterov: bool) -> tuple[np.ndarray, ...]:
     """η, c, α and β of a recipe of SGD+M, in O(n): w backward, which is stable."""
     alpha, beta = _values(num_steps, **sgdm._asdict())
-    a = np.asarray(foreseen_rate(jnp.asarray(alpha)), float)
     b = np.asarray(foreseen_momentum(jnp.asarray(beta)), float)
+    a = np.asarray(foreseen_rate(jnp.asarray(alpha)), float) * (b if nesterov else 1)
     w = np.zeros(num_steps + 1)
-    w[-1] = jax.jit(lambda k: look_ahead(*sgdm, k).w)(np.int32(num_steps - 1))
+    w[-1] = jax.jit(lambda k: look_ahead(*sgdm, k, nesterov=nesterov).w)(np.int32(num_steps - 1))
     for k in reversed(range(num_steps)):
         w[k] = b[k] * (a[k] + w[k + 1])
-    eta = alpha + w[1:]
-    return eta, alpha / np.where(eta == 0, 1, eta), alpha, beta
+    now = alpha * (beta if nesterov else 1)
+    total = now + w[1:]
+    c = now / np.where(total == 0, 1, total)
+    if nesterov:  # without any momentum, x goes where z goes
+        c = np.where((total == 0) & (alpha > 0), 1, c)
+    return (total + alpha if nesterov else total), c, alpha, beta
 
 
 def audit(
@@ -357,7 +361,7 @@ def audit(
         smoothness = float(value)
     sgdm = getattr(learning_rate, "sgdm", None)
     if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
-        eta, c, alpha, beta = _from_sgdm(sgdm, num_steps)
+        eta, c, alpha, beta = _from_sgdm(sgdm, num_steps, nesterov=False)
     else:
         eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
         alpha, beta = eta * c, None
@@ -387,6 +391,7 @@ def audit_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule,
     num_steps: int,
+    nesterov: bool = False,
     *,
     smoothness: float | None = None,
 ) -> Audit:
@@ -396,6 +401,8 @@ def audit_sgdm(
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
       momentum: β_k in [0, 1), a scalar or a schedule that can be vmapped.
       num_steps: the number of steps to check, n ≥ 1.
+      nesterov: whether it is Nesterov momentum. The paper has no bound for that: R_k's coefficients
+        are then NaN, and `smoothness` must be None.
       smoothness: as for `audit`, of which the result, errors and references are the same too.
 
     Examples:
@@ -405,4 +412,13 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
       Nothing to change: α falls 10-fold at step 500. As p
     """
-    return audit(*hyperparams_from_sgdm(learning_rate, momentum), num_steps, smoothness=smoothness)
+    check(nesterov=nesterov)
+    hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
+    if not nesterov:
+        return audit(*hyperparams, num_steps, smoothness=smoothness)
+    check(num_steps=num_steps)
+    if smoothness is not None:
+        raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
+    sgdm, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)
+    eta, c, alpha, beta = _from_sgdm(sgdm, num_steps, nesterov=True)
+    return Audit(eta, c, alpha, beta, unknown, unknown, None, None, None)
