@@ -22,7 +22,15 @@ from spa_optax._precision import (
     rounds_to,
     seeds_like,
 )
-from spa_optax._storage import Difference, Form, Storage, form_of, map_stored, trees_of
+from spa_optax._storage import (
+    Difference,
+    Form,
+    ScaledDifference,
+    Storage,
+    form_of,
+    map_stored,
+    trees_of,
+)
 from spa_optax._trees import (
     check_same_tree,
     is_array,
@@ -42,7 +50,7 @@ class SPAState(NamedTuple):
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
-    z: PyTree[Array] | Difference  # z_k, shaped like the params
+    z: PyTree[Array] | Difference | ScaledDifference  # z_k, shaped like the params
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k

@@ -61,12 +61,17 @@ def spa(
         rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then also their master copy. In 16 bits or fewer (float8_e4m3fn and
-        float8_e5m2) the state holds 256 · (z − params) instead, and needs a `rounding_key`.
-        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+        fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params:
+        as a `Difference` in bfloat16, and as a `ScaledDifference` in float16, float8_e4m3fn and
+        float8_e5m2, which cannot hold more than 255, 1.75 and 224. Elements of z that are farther
+        from the params are moved to that limit; `diagnostics.momentum_report` counts them. 8 bits
+        need a `rounding_key`, and for rates below 1e-4 are too few: use bfloat16. To change it in
+        mid-run use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
+        `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
-        lower precision. None rounds to nearest; complex values always are. The random bits do not
-        depend on the sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
+        lower precision. None rounds to nearest; complex values always are. Two optimizers, as in
+        `optax.partition`, need two keys, or their bits are the same. The bits do not depend on the
+        sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
         `jax.shard_map`, share their bits. If that matters, give each its own key, such as
         `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which
         params are replicated.
@@ -299,7 +304,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)      under `gpa`
 
     Under `spa`, `spa_from_sgdm` and `stochastic_rounding`, x is `params`. Leaves handled by another
-    optimizer, or by none, are returned unchanged.
+    optimizer, or by none, are returned unchanged. Arrays that are unchanged are those of `params`,
+    so a step that donates them deletes them: to keep x, copy it, `jax.tree.map(jnp.copy, x)`.
 
     With Flax nnx, evaluate a clone. `nnx.state` and `nnx.split` return live variables, so the model
     itself could not go back from x to y:
@@ -318,7 +324,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       x_k, shaped like `params` and of their dtype.
 
     Raises:
-      ValueError: if `opt_state` has no `SPAState`, or batched ones, or z does not fit `params`.
+      ValueError: if `opt_state` has no `SPAState`, or batched ones, or z does not fit `params`, or
+        was cast to a dtype in which it is stored otherwise.
 
     Examples:
       Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.

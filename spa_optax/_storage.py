@@ -54,15 +54,11 @@ class Itself:
         return jnp.zeros([], jnp.int32)
 
 
-class Difference(NamedTuple):
-    """z in bfloat16: z − y, with the params y.
+class _DifferenceIn:
+    """The functions of a difference, stored in units."""
 
-    z itself would be rounded to 2^−8 of the params, and small steps would vanish.
-    """
-
-    value: PyTree[Array]
+    unit: float
     follows_params = True
-    unit = 1.0
 
     @classmethod
     def start(cls, y: Array, dtype: Any) -> tuple[Array, ...]:
@@ -91,8 +87,18 @@ class Difference(NamedTuple):
         return jnp.sum(jnp.abs(value.astype(wide_dtype(value))) == limit, dtype=jnp.int32)
 
 
-class ScaledDifference(Difference):
-    """z in float16 or float8, whose exponents have few bits: 256 (z − y)."""
+# Checkpoints name fields, not types, so the names differ too.
+class Difference(_DifferenceIn, NamedTuple("_Difference", [("difference", PyTree[Array])])):
+    """z in bfloat16: z − y, with the params y.
+
+    z itself would be rounded to 2^−8 of the params, and small steps would vanish.
+    """
+
+    unit = 1.0
+
+
+class ScaledDifference(_DifferenceIn, NamedTuple("_ScaledDifference", [("scaled", PyTree[Array])])):
+    """z in float16 or float8, whose exponents have few bits: 256 (z − y), with the params y."""
 
     unit = 2.0**-8
 

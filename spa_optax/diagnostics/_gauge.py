@@ -59,7 +59,7 @@ class Sums(NamedTuple):
     sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
     inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
     sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
-    saturated: Int[Array, "*n"]  # elements of z at the limit of its dtype
+    saturated: Int[Array, "*n"]  # elements of z at the limit of what can be stored
 
 
 class Gauge(NamedTuple):
@@ -73,7 +73,7 @@ class Gauge(NamedTuple):
     alignment: AlignmentMeans
     cross: CrossTerms
     uncounted: Uncounted
-    saturated: Int[Array, "*n"]  # elements of z at the limit of its dtype, likewise
+    saturated: Int[Array, "*n"]  # the most elements of z at the limit of what can be stored
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
@@ -177,5 +177,5 @@ def update_gauge(
         alignment=alignment,
         cross=cross,
         uncounted=jax.tree.map(counted, gauge.uncounted, reasons),
-        saturated=jnp.where(is_measured, saturated, gauge.saturated),
+        saturated=jnp.where(is_measured, jnp.maximum(saturated, gauge.saturated), gauge.saturated),
     )

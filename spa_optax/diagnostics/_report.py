@@ -35,7 +35,7 @@ class MomentumReport(NamedTuple):
     t: Float[Array, ""]  # how far steps add up, in standard errors of pure noise; negative: oppose
     average_length: Float[Array, ""]  # 1/c of the last step; NaN for Optax's own momentum
     num_steps: Int[Array, ""]  # taken so far
-    num_saturated: Int[Array, ""]  # elements of z at the limit of its dtype, when last measured
+    num_saturated: Int[Array, ""]  # the most elements of z at its dtype's limit in a measured step
     num_measured: Int[Array, ""]  # measured steps that count
 
     def verdict(self) -> str:
@@ -73,8 +73,8 @@ class MomentumReport(NamedTuple):
             text += f" The average is longer than the run: 1/c is {length:.0f}, after"
             text += f" {int(self.num_steps)} steps."
         if number := int(self.num_saturated):
-            text += f" Elements of z at the limit of its dtype: {number}. Use"
-            text += " `state_dtype=jnp.float8_e5m2` or `jnp.bfloat16`."
+            text += f" Up to {number} elements of z were at the limit of its dtype, so their steps"
+            text += " were cut. Use `state_dtype=jnp.bfloat16`."
         return text
 
 
