@@ -180,6 +180,7 @@ def convert(
     misfit |= _check_accumulation(rest)
     given.k = _steps_taken(node, old, new_node, new, given)
     is_same = type(node) is type(new_node) is not SPAState
+    run: Any = None
     if not is_same or given.nu not in (None, node):
         _warn_of_narrow_params(node, old, given)
         run = read(node, by_path(z_or_m(node)), given)

@@ -75,7 +75,7 @@ def check_adam(
     as_adam = lambda state, new: jax.tree.map(
         lambda of: new(of) if is_adam(of) else of, state, is_leaf=is_adam
     )
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         tiny = jax.tree.map(lambda x: 2 * jnp.ones((1,) * jnp.ndim(x), wide_dtype(x)), params)
         try:
             _, state = update(tiny, inner.init(tiny), tiny)
