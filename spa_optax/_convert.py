@@ -2,29 +2,31 @@
 
 import itertools
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax._checks import check, check_one_run, is_surely
 from spa_optax._core import SPAState, StochasticRoundingState, times, z_0
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
+from spa_optax._nodes import (
+    base_of,
+    count_field,
+    is_momentum,
+    map_nodes,
+    matched,
+    nodes_of,
+    signature,
+    with_base,
+)
 from spa_optax._optax_states import (
     ADAM_OR_TRACE,
-    COUNTS,
-    DIRECTIONS,
-    INNER,
-    MONITORS,
     SECOND_MOMENTS,
-    SKIPS_UPDATES,
     RMSState,
 )
 from spa_optax._precision import difference, holds_difference, restored, wide_dtype
@@ -32,33 +34,15 @@ from spa_optax._second_moment import factored_axes
 from spa_optax._trees import (
     by_path,
     copy,
-    find,
-    is_array,
     is_float,
     keys_of,
     like,
     only,
-    replace,
     scalar_of,
 )
-from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState
-from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 Given = SimpleNamespace  # x, the params by their paths, k, and the arguments of `convert`
-# The registry, with our own states.
-_BASES = {optax.contrib.ScheduleFreeState: "base_optimizer_state", PrimalAveragingState: "base"}
-_INNER = {
-    **INNER,
-    optax.contrib.ScheduleFreeState: ("base_optimizer_state",),
-    PrimalAveragingState: ("base", "average"),
-    StochasticRoundingState: ("base",),
-    TrackMomentumState: ("inner",),  # whose gauge starts anew
-}
-_COUNTS = {**COUNTS, StochasticRoundingState: "count"}
-_DIRECTIONS = (*DIRECTIONS, Float8MomentumState)  # both runs must have the same
-# What goes on as it is if both runs have the same.
-_KEPT = (*_DIRECTIONS, *SECOND_MOMENTS, *SKIPS_UPDATES, *MONITORS)
 
 
 class Snapshot(NamedTuple):
@@ -96,9 +80,24 @@ def convert(
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
-    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's.
-    Second moments, in the new optimizer's form, are kept, and so is the state of a base optimizer
-    and of other directions in a chain, such as `optax.ema`.
+    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's. A momentum that
+    keeps its form is copied.
+
+    Everything else in the two states must be known, and is
+
+        copied       second moments; directions, which both runs must have; the same base optimizer
+        converted    a second moment that takes another form
+        copied if    both runs have it: `optax.MultiSteps` and other wrappers that skip updates.
+                     A new `MultiSteps` starts between two updates, at k.
+        set to k     counts of schedules, `optax.inject_hyperparams` and the like
+        of `into`    injected hyper-parameters, gauges
+
+    Directions that are known: those in `optax` except L-BFGS and line searches, `optax.add_noise`,
+    `optax.contrib.reduce_on_plateau`, and `float8_momentum`. Others raise ValueError.
+
+    Adamax, Adopt, RAdam, Yogi, NAdam(W) and LAMB keep a state of the same type as Adam's, and the
+    state alone does not show it. Convert only runs of `optax.adam` and `optax.adamw`, without
+    Nesterov momentum: an error is raised only for moments that Adam cannot have.
 
     From AdamW, the next step's momentum is AdamW's, except for the gradient's effect on ν. The
     gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): within 1 %
@@ -112,11 +111,13 @@ def convert(
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
         `optimizer.opt_state`.
-      params: the run's current params; from AdamW, better their float32 master copy.
+      params: the run's current params. If it has a float32 master copy, pass that: z is made from
+        them. A warning is given where the moments are wider than the params.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
-        Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free.
+        Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free, unless the momentum
+        keeps its form.
       momentum: β_k, a scalar or a schedule of the count k. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
@@ -124,16 +125,18 @@ def convert(
       b2: β₂ of both runs, in [0, 1), if they have a second moment.
       eps: ε of both runs, ≥ 0, if they have a second moment.
       weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
-      count: k, the number of steps taken, if `old_state` has none, as that of `optax.sgd` with a
-        number as learning rate. Needed there if momentum is a schedule.
+      count: k, the number of steps taken. Needed if `old_state` has none, as that of `optax.sgd`
+        with a number as learning rate, unless it is at its start.
 
     Returns:
       `into` with the run, and k as its count and that of its schedules. It shares no buffer with
       the arguments.
 
     Raises:
-      ValueError: if an argument is missing or out of range; if a state holds none of these, or
-        several; if the trees or other directions do not match; or if only one run trains at y.
+      ValueError: if an argument is missing or out of range; if a state holds none of these
+        momenta, several, or a state that is not known; if the trees, directions or second moments
+        do not match; if accumulated gradients would be lost; or if only one run trains at y. (Under
+        `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -170,18 +173,18 @@ def convert(
     if odd := sorted(set(keys) - set(by_path(z_or_m(node)))):
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
     # The same base optimizer goes on as it is. Every other state must be known.
-    base, new_base = _base_of(old_state), _base_of(into)
-    if is_same_base := base is not None and _signature([base]) == _signature([new_base]):
-        old_state, into = _with_base(old_state, None), _with_base(into, None)
-    old, new = _nodes("old_state", old_state, node), _nodes("into", into, new_node)
-    kept, rest = _kept(old, new)
+    base, new_base = base_of(old_state), base_of(into)
+    if is_same_base := base is not None and signature([base]) == signature([new_base]):
+        old_state, into = with_base(old_state, None), with_base(into, None)
+    old, new = nodes_of("old_state", old_state, node), nodes_of("into", into, new_node)
+    kept, rest = matched(old, new)
     unkept = [of for place, of in enumerate(new) if place not in kept]
     given.nu = _second_moment_to_convert([*rest, node], [*unkept, new_node])
     misfit |= _check_accumulation(rest)
     given.k = _steps_taken(node, old, new_node, new, given)
     is_same = type(node) is type(new_node) is not SPAState
     run: Any = None
-    if not is_same or given.nu not in (None, node):
+    if not is_same or not (given.nu is None or given.nu is node):
         _warn_of_narrow_params(node, old, given)
         run = read(node, by_path(z_or_m(node)), given)
         run = run._replace(z={key: run.z[key] for key in keys})
@@ -189,7 +192,7 @@ def convert(
 
     def moved(_: str, of: Any) -> Any:
         place = next(places)
-        if _is_momentum(of, new_node):
+        if is_momentum(of, new_node):
             values = by_path(node)
             new = [values[path] for path in by_path(of)] if is_same else write(of, given, run)
             nan = lambda leaf: jnp.where(misfit, jnp.nan, leaf) if is_float(leaf) else leaf
@@ -198,11 +201,11 @@ def convert(
             return like(of, kept[place])
         if isinstance(of, SECOND_MOMENTS):
             return like(of, _write_second_moment(of, given, run))
-        field = _count_field(of)
+        field = count_field(of)
         return of._replace(**{field: like(getattr(of, field), given.k)}) if field else of
 
-    state = _map_nodes(moved, into)
-    return copy(_with_base(state, like(new_base, base)) if is_same_base else state)
+    state = map_nodes(moved, into)
+    return copy(with_base(state, like(new_base, base)) if is_same_base else state)
 
 
 def z_or_m(node: Any) -> PyTree:
@@ -229,80 +232,7 @@ def _check_mu_y(node: Any, new_node: Any) -> Array:
     return misfit
 
 
-# ------------------------------------------------------------------------------------------- nodes
-
-
-def _map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
-    """A state with a function of the path and the value of each node, inner states first.
-
-    Wrappers are passed without the states inside them.
-    """
-
-    def node(keys: Any, of: Any) -> Any:
-        here = path + keystr(keys)
-        fields = _INNER.get(type(of), ())
-        inner = {f: _map_nodes(function, getattr(of, f), f"{here}.{f}") for f in fields}
-        own = function(here, of._replace(**dict.fromkeys(fields)) if fields else of)
-        return own._replace(**inner) if fields else own
-
-    return tree_map_with_path(node, state, is_leaf=lambda of: hasattr(of, "_fields"))
-
-
-def _is_momentum(of: Any, node: Any) -> bool:
-    """Whether a node is the one with the momentum; of Schedule-Free there is only one."""
-    return of is node or isinstance(of, optax.contrib.ScheduleFreeState)
-
-
-def _count_field(of: Any) -> str | None:
-    return "count" if getattr(of, "_fields", 0) == ("count",) else _COUNTS.get(type(of))
-
-
-def _nodes(name: str, state: PyTree, momentum: Any) -> list[Any]:
-    """The nodes of a state, None for the momentum. Raises ValueError at an unknown one."""
-    nodes = []
-
-    def add(path: str, of: Any) -> Any:
-        is_known = isinstance(of, (*_KEPT, *_INNER)) or _count_field(of)
-        is_known = is_known or _is_momentum(of, momentum)
-        if not is_known and any(map(is_array, jax.tree.leaves(of))):
-            at = f"`{type(of).__name__}` at {path or 'its root'}"
-            raise ValueError(f"`{name}` must hold only states that `convert` knows, got a {at}")
-        nodes.append(None if _is_momentum(of, momentum) else of)
-        return of
-
-    _map_nodes(add, state)
-    return nodes
-
-
-def _signature(nodes: list[Any]) -> Any:
-    return jax.tree.structure(nodes), list(map(np.shape, jax.tree.leaves(nodes)))
-
-
-def _base_of(state: PyTree) -> PyTree:
-    """The state of a base optimizer, if there is one."""
-    return next((getattr(of, _BASES[type(of)]) for of in find(state, tuple(_BASES))), None)
-
-
-def _with_base(state: PyTree, base: PyTree) -> PyTree:
-    return replace(state, tuple(_BASES), lambda of: of._replace(**{_BASES[type(of)]: base}))
-
-
-def _kept(old: list[Any], new: list[Any]) -> tuple[dict[int, Any], list[Any]]:
-    """The nodes of `old_state` that go on as they are, by their places in `into`, and the rest."""
-    kept, rest = {}, []
-    for kind in _KEPT:
-        olds = [of for of in old if type(of) is kind]
-        places = [place for place, of in enumerate(new) if type(of) is kind]
-        if _signature(olds) == _signature([new[place] for place in places]):
-            kept |= dict(zip(places, olds, strict=True))
-        elif kind in _DIRECTIONS:
-            raise ValueError(
-                f"`into` must have the other directions of `old_state`, in the same shapes, got"
-                f" {len(places)} `{kind.__name__}` for {len(olds)}"
-            )
-        else:
-            rest += olds
-    return kept, rest
+# -------------------------------------------------------------------------- what else states hold
 
 
 def _second_moment_to_convert(olds: list[Any], news: list[Any]) -> Any:
@@ -336,7 +266,7 @@ def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given
     if not isinstance(node, optax.TraceState):
         return _scalars(node.count)[0]
     # The `step` of a wrapper that skips updates counts those too.
-    fields = [(of, _count_field(of)) for of in old]
+    fields = [(of, count_field(of)) for of in old]
     counts = _scalars(*(getattr(of, field) for of, field in fields if field not in (None, "step")))
     moving = jnp.any(jnp.array([jnp.any(m != 0) for m in by_path(node.trace).values()], bool))
     if given.count is not None:
@@ -344,7 +274,7 @@ def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given
     elif counts and not is_surely(jnp.any(jnp.array(counts) != counts[0])):
         k = counts[0].astype(jnp.int32)
     elif is_surely(~moving) or (
-        isinstance(new_node, optax.TraceState) and not any(map(_count_field, new))
+        isinstance(new_node, optax.TraceState) and not any(map(count_field, new))
     ):
         k = jnp.where(moving, 1, 0)  # which nothing depends on
     else:
@@ -406,17 +336,15 @@ def _check_moments_of_adam(node: Any, given: Given) -> None:
     (Σ_j (1 − β₁) β₁^j g_j)² ≤ (1 − β₁)²/(1 − β₂) Σ_j (β₁²/β₂)^j · Σ_j (1 − β₂) β₂^j g_j²
     """
     b1, b2 = (jnp.asarray(b, jnp.float32) for b in (given.b1, given.b2))
-    ratio, k = b1**2 / b2, given.k.astype(jnp.float32)
-    terms = jnp.where(jnp.abs(1 - ratio) < 1e-3, k, (1 - ratio**k) / (1 - ratio))
-    limit = jnp.maximum((1 - b1) ** 2 / (1 - b2) * terms, 0)
+    limit = (1 - b1) ** 2 / (1 - b2) / (1 - b1**2 / b2)
     pairs = zip(jax.tree.leaves(node.mu), jax.tree.leaves(node.nu), strict=True)
-    # 1.1 and 1e-30: for rounding and underflow, which are too large in 16 bits.
+    # In 16 bits ν may be far off. 1.1 and 1e-30 are for rounding and underflow.
     excess = [
         jnp.any(jnp.square(jnp.abs(m)).astype(v.dtype) > times(1.1 * limit, v, v.dtype) + 1e-30)
         for m, v in pairs
         if is_float(v) and v.dtype.itemsize >= 4
     ]
-    if is_surely(jnp.any(jnp.array(excess, bool))):
+    if is_surely(jnp.any(jnp.array(excess, bool)) & (b1**2 < b2)):
         raise ValueError(
             "`old_state` must be of `optax.adam` or `optax.adamw` with the given `b1` and `b2`, got"
             " moments that these cannot have"
