@@ -76,7 +76,7 @@ def convert(
 
     Between a member of this package, or a wrapper around a base optimizer, and another member or
 
-        optax.sgd, optax.trace          z = x − w m
+        optax.sgd, optax.trace          z = x − w m, if the learning rate comes after m
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
@@ -148,7 +148,7 @@ def convert(
       >>> x = jnp.array(10.0)
       >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(x), x)
       >>> x = optax.apply_updates(x, updates)
-      >>> new = convert(state, x, into=tx.init(x), learning_rate=1.0, momentum=0.5)
+      >>> new = convert(state, x, into=tx.init(x), learning_rate=1.0, momentum=0.5, count=1)
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
@@ -224,10 +224,14 @@ def _check_mu_y(node: Any, new_node: Any) -> Array:
     if isinstance(new_node, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
         misfit |= jnp.abs(old - new) > 2**-8
     if is_surely(misfit):
-        hint = ". To keep this momentum, pass `interpolation=1.0`" if old == 1 else ""
+        if old == 1:
+            raise ValueError(
+                "`into` must keep the momentum of `old_state`, that of AdamW's b1 or SGD's: pass"
+                f" `interpolation=1.0`, got {new:g}"
+            )
         raise ValueError(
             "`into` must have the params of `old_state`, x (μ_y = 1) or y, and Schedule-Free the"
-            f" same μ_y as its b1, got μ_y = {old:g} into {new:g}{hint}"
+            f" same μ_y as its b1, got μ_y = {old:g} into {new:g}"
         )
     return misfit
 
@@ -273,10 +277,11 @@ def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given
         k = jnp.asarray(given.count, jnp.int32)
     elif counts and not is_surely(jnp.any(jnp.array(counts) != counts[0])):
         k = counts[0].astype(jnp.int32)
-    elif is_surely(~moving) or (
-        isinstance(new_node, optax.TraceState) and not any(map(count_field, new))
+    elif not (callable(given.learning_rate) or callable(given.momentum)) and (
+        is_surely(~moving)  # at the start
+        or (isinstance(new_node, optax.TraceState) and not any(map(count_field, new)))
     ):
-        k = jnp.where(moving, 1, 0)  # which nothing depends on
+        k = jnp.where(moving, 1, 0)
     else:
         raise ValueError("`count` must be given where `old_state` does not hold one, got None")
     if is_surely(moving & (k == 0)):

@@ -387,12 +387,10 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
         _, state = old.update(g, old.init(y), y)
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
     move = lambda state, into: convert(state, y, into=into, **kwargs)
-    with pytest.raises(
-        ValueError, match=r"`into` must have the params of `old_state`, x \(μ_y = 1\) or y"
-    ) as error:
-        move(state, new.init(y))
     trains_at_x = optax.tree.get(state, "mu_y", optax.tree.get(state, "b1", 1.0)) == 1
-    assert ("To keep this momentum, pass `interpolation=1.0`" in str(error.value)) == trains_at_x
+    at_x, at_y = "AdamW's b1 or SGD's: pass `interpolation=1.0`", "x \\(μ_y = 1\\) or y"
+    with pytest.raises(ValueError, match=at_x if trains_at_x else at_y):
+        move(state, new.init(y))
     moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)
 

@@ -263,7 +263,7 @@ def test_narrow_params_beside_wide_moments_warn() -> None:
     """They are probably rounded from a master copy, of which z should be made."""
     x, narrow = start(), start(jnp.bfloat16)
     adam, new = optax.adamw(RATE), spa_adamw(RATE, rounding_key=KEY)
-    sgd, sgdm = optax.sgd(0.1, 0.9), {"momentum": 0.9}
+    sgd, sgdm = optax.sgd(0.1, 0.9), {"momentum": 0.9, "count": 0}
     for tx, into, kwargs in ((adam, new, ADAM), (sgd, spa_from_sgdm(0.1, rounding_key=KEY), sgdm)):
         for state, params, warns in (
             (tx.init(x), narrow, True),
