@@ -1,5 +1,7 @@
 """Moves a run in the middle: from one optimizer's state into another's."""
 
+import itertools
+import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,28 +14,32 @@ from spa_optax._checks import check, check_one_run, is_surely
 from spa_optax._core import SPAState, StochasticRoundingState, times
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._optax_states import INJECTED, MOMENTUM, SECOND_MOMENTS, RMSState
+from spa_optax._nodes import (
+    base_of,
+    count_field,
+    is_momentum,
+    map_nodes,
+    matched,
+    nodes_of,
+    signature,
+    with_base,
+)
+from spa_optax._optax_states import ADAM_OR_TRACE, SECOND_MOMENTS, RMSState
 from spa_optax._precision import wide_dtype
 from spa_optax._second_moment import factored_axes
 from spa_optax._storage import form_of, storage_of, trees_of, z_of
 from spa_optax._trees import (
     by_path,
     copy,
-    find,
     is_float,
     keys_of,
-    kinds_of,
     like,
     only,
-    replace,
     scalar_of,
 )
-from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
-Given = SimpleNamespace  # x, the params by their paths, and the arguments of `convert`
-# The state of a direction in a chain, which a run keeps as it is.
-_DIRECTIONS = (Float8MomentumState, *MOMENTUM, optax.ScaleByRmsState)
+Given = SimpleNamespace  # x, the params by their paths, k, and the arguments of `convert`
 
 
 class Snapshot(NamedTuple):
@@ -46,7 +52,6 @@ class Snapshot(NamedTuple):
     c: Array  # c, likewise
     mu_y: Array
     nu: ByPath | None  # free of bias
-    base: PyTree = None  # the state of a wrapped optimizer
 
 
 def convert(
@@ -68,13 +73,28 @@ def convert(
 
     Between a member of this package, or a wrapper around a base optimizer, and another member or
 
-        optax.sgd, optax.trace          z = x − w m
+        optax.sgd, optax.trace          z = x − w m, if the learning rate comes after m
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
-    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's.
-    Second moments, in the new optimizer's form, are kept, and so is the state of a base optimizer
-    and of other directions in a chain, such as `optax.ema`.
+    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's. A momentum that
+    keeps its form is copied.
+
+    Everything else in the two states must be known, and is
+
+        copied       second moments; directions, which both runs must have; the same base optimizer
+        converted    a second moment that takes another form
+        copied if    both runs have it: `optax.MultiSteps` and other wrappers that skip updates.
+                     A new `MultiSteps` starts between two updates, at k.
+        set to k     counts of schedules, `optax.inject_hyperparams` and the like
+        of `into`    injected hyper-parameters, gauges
+
+    Directions that are known: those in `optax` except L-BFGS and line searches, `optax.add_noise`,
+    `optax.contrib.reduce_on_plateau`, and `float8_momentum`. Others raise ValueError.
+
+    Adamax, Adopt, RAdam, Yogi, NAdam(W) and LAMB keep a state of the same type as Adam's, and the
+    state alone does not show it. Convert only runs of `optax.adam` and `optax.adamw`, without
+    Nesterov momentum: an error is raised only for moments that Adam cannot have.
 
     From AdamW, the next step's momentum is AdamW's, except for the gradient's effect on ν. The
     gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): within 1 %
@@ -88,11 +108,13 @@ def convert(
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
         `optimizer.opt_state`.
-      params: the run's current params; from AdamW, better their float32 master copy.
+      params: the run's current params. If it has a float32 master copy, pass that: z is made from
+        them. A warning is given where the moments are wider than the params.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
-        Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free.
+        Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free, unless the momentum
+        keeps its form.
       momentum: β_k, a scalar or a schedule of the count k. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
@@ -100,16 +122,18 @@ def convert(
       b2: β₂ of both runs, in [0, 1), if they have a second moment.
       eps: ε of both runs, ≥ 0, if they have a second moment.
       weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
-      count: k, the number of steps taken, if `old_state` has none, as that of `optax.sgd` with a
-        number as learning rate. Needed there if momentum is a schedule.
+      count: k, the number of steps taken. Needed if `old_state` has none, as that of `optax.sgd`
+        with a number as learning rate, unless it is at its start.
 
     Returns:
       `into` with the run, and k as its count and that of its schedules. It shares no buffer with
       the arguments.
 
     Raises:
-      ValueError: if an argument is missing or out of range; if a state holds none of these, or
-        several; if the trees or other directions do not match; or if only one run trains at y.
+      ValueError: if an argument is missing or out of range; if a state holds none of these
+        momenta, several, or a state that is not known; if the trees, directions or second moments
+        do not match; if accumulated gradients would be lost; or if only one run trains at y. (Under
+        `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -121,7 +145,7 @@ def convert(
       >>> x = jnp.array(10.0)
       >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(x), x)
       >>> x = optax.apply_updates(x, updates)
-      >>> new = convert(state, x, into=tx.init(x), learning_rate=1.0, momentum=0.5)
+      >>> new = convert(state, x, into=tx.init(x), learning_rate=1.0, momentum=0.5, count=1)
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
@@ -141,26 +165,44 @@ def convert(
             raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
     (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
     keys_of("old_state", [z_or_m(node)], params)
-    run = read(old_state, node, by_path(z_or_m(node)), given)
-    mu_y = getattr(new_node, "mu_y", getattr(new_node, "b1", 1.0))
-    check_one_run("into", mu_y)
+    misfit = _check_mu_y(node, new_node)
     (keys,) = keys_of("into", [z_or_m(new_node)], params)
-    if odd := sorted(set(keys) - set(run.z)):
+    if odd := sorted(set(keys) - set(by_path(z_or_m(node)))):
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
-    old_mu_y, new_mu_y = (scalar_of(scalar).astype(float) for scalar in (run.mu_y, mu_y))
-    mismatch = (old_mu_y == 1) != (new_mu_y == 1)
-    if isinstance(new_node, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
-        mismatch |= jnp.abs(old_mu_y - new_mu_y) > 2**-8
-    if is_surely(mismatch):
-        raise ValueError(
-            "`into` must have the params of `old_state`, x (μ_y = 1) or y, and Schedule-Free the"
-            f" same μ_y as its b1, got μ_y = {old_mu_y:g} into {new_mu_y:g}"
-        )
-    fits = is_surely(~mismatch)  # or is traced: a wrong answer is not silent
-    into_run = _with_directions(into, new_node, old_state, node)
-    checked = lambda z: z if fits or not is_float(z) else jnp.where(mismatch, jnp.nan, z)
-    run = run._replace(z={key: checked(run.z[key]) for key in keys})
-    return copy(like(into, _with_count(write(into_run, given, run), run.count)))
+    # The same base optimizer goes on as it is. Every other state must be known.
+    base, new_base = base_of(old_state), base_of(into)
+    if is_same_base := base is not None and signature([base]) == signature([new_base]):
+        old_state, into = with_base(old_state, None), with_base(into, None)
+    old, new = nodes_of("old_state", old_state, node), nodes_of("into", into, new_node)
+    kept, rest = matched(old, new)
+    unkept = [of for place, of in enumerate(new) if place not in kept]
+    given.nu = _second_moment_to_convert([*rest, node], [*unkept, new_node])
+    misfit |= _check_accumulation(rest)
+    given.k = _steps_taken(node, old, new_node, new, given)
+    is_same = type(node) is type(new_node) is not SPAState
+    run: Any = None
+    if not is_same or not (given.nu is None or given.nu is node):
+        _warn_of_narrow_params(node, old, given)
+        run = read(node, by_path(z_or_m(node)), given)
+        run = run._replace(z={key: run.z[key] for key in keys})
+    places = itertools.count()
+
+    def moved(_: str, of: Any) -> Any:
+        place = next(places)
+        if is_momentum(of, new_node):
+            values = by_path(node)
+            new = [values[path] for path in by_path(of)] if is_same else write(of, given, run)
+            nan = lambda leaf: jnp.where(misfit, jnp.nan, leaf) if is_float(leaf) else leaf
+            return like(of, new if is_surely(~misfit) else jax.tree.map(nan, new))
+        if place in kept:
+            return like(of, kept[place])
+        if isinstance(of, SECOND_MOMENTS):
+            return like(of, _write_second_moment(of, given, run))
+        field = count_field(of)
+        return of._replace(**{field: like(getattr(of, field), given.k)}) if field else of
+
+    state = map_nodes(moved, into)
+    return copy(with_base(state, like(new_base, base)) if is_same_base else state)
 
 
 def z_or_m(node: Any) -> PyTree:
@@ -170,37 +212,79 @@ def z_or_m(node: Any) -> PyTree:
     return trees_of(tree)[0] if field == "z" else tree
 
 
-def _with_directions(into: PyTree, new_node: Any, old_state: PyTree, node: Any) -> PyTree:
-    """A state with the directions of the run that stand beside its momentum."""
-    # Bases are found too, so that their own directions are not.
-    kinds = (*_DIRECTIONS, PrimalAveragingState, optax.contrib.ScheduleFreeState)
-    is_direction = lambda of, momentum: of is not momentum and isinstance(of, _DIRECTIONS)
-    old = [of for of in find(old_state, kinds) if is_direction(of, node)]
-    new = [of for of in find(into, kinds) if is_direction(of, new_node)]
-    shapes = lambda nodes: [(type(of), list(map(jnp.shape, jax.tree.leaves(of)))) for of in nodes]
-    if shapes(old) != shapes(new):
-        names = " and ".join(kinds_of(tuple(nodes)) for nodes in (old, new))
-        raise ValueError(f"`into` must have the other directions of `old_state`, got {names}")
-    rest = iter(old)
-    take = lambda of: like(of, next(rest)) if is_direction(of, new_node) else of
-    return replace(into, kinds, take)
+def _check_mu_y(node: Any, new_node: Any) -> Array:
+    """Raises if only one run trains at y; whether it does, if that is traced."""
+    of_node = lambda of: getattr(of, "mu_y", getattr(of, "b1", 1.0))
+    for name, of in (("old_state", node), ("into", new_node)):
+        check_one_run(name, of_node(of), of._asdict().get("count", ()))
+    old, new = (scalar_of(of_node(of)).astype(float) for of in (node, new_node))
+    misfit = (old == 1) != (new == 1)
+    if isinstance(new_node, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
+        misfit |= jnp.abs(old - new) > 2**-8
+    if is_surely(misfit):
+        if old == 1:
+            raise ValueError(
+                "`into` must keep the momentum of `old_state`, that of AdamW's b1 or SGD's: pass"
+                f" `interpolation=1.0`, got {new:g}"
+            )
+        raise ValueError(
+            "`into` must have the params of `old_state`, x (μ_y = 1) or y, and Schedule-Free the"
+            f" same μ_y as its b1, got μ_y = {old:g} into {new:g}"
+        )
+    return misfit
 
 
-def _with_count(state: PyTree, count: Array) -> PyTree:
-    """A state with a new count for its schedules."""
-    # States with no other field are those of `optax.scale_by_schedule` and `optax.WrappedSchedule`.
-    is_counted = lambda node: (
-        isinstance(node, (*INJECTED, StochasticRoundingState, Float8MomentumState))
-        or getattr(node, "_fields", 0) == ("count",)
-    )
+# -------------------------------------------------------------------------- what else states hold
 
-    def counted(node: Any) -> Any:
-        if not is_counted(node):
-            return node
-        inside = {name: _with_count(field, count) for name, field in node._asdict().items()}
-        return node._replace(**inside | {"count": count})
 
-    return jax.tree.map(counted, state, is_leaf=is_counted)
+def _second_moment_to_convert(olds: list[Any], news: list[Any]) -> Any:
+    """The node with a second moment that takes another form, if there is one."""
+    is_nu = lambda of: isinstance(of, (*SECOND_MOMENTS, optax.ScaleByAdamState))
+    found = [("old_state", list(filter(is_nu, olds))), ("into", list(filter(is_nu, news)))]
+    (few, fewer), (many, more) = sorted(found, key=lambda of: len(of[1]))
+    if len(more) > 1:
+        raise ValueError(f"`{many}` must hold one second moment to convert, got {len(more)}")
+    if len(fewer) < len(more):
+        raise ValueError(f"`{few}` must hold a second moment, as `{many}` does, got none")
+    return found[0][1][0] if more else None
+
+
+def _check_accumulation(rest: list[Any]) -> Array:
+    """Raises if `convert` would lose accumulated gradients; whether it would, if that is traced."""
+    steps = [scalar_of(of.mini_step) for of in rest if isinstance(of, optax.MultiStepsState)]
+    is_lost = jnp.any(jnp.array([step != 0 for step in steps], bool))
+    if is_surely(is_lost):
+        raise ValueError(
+            "`into` must have the `optax.MultiSteps` of `old_state` in the middle of an"
+            f" accumulation, got another or none at a mini_step of {steps[0]}"
+        )
+    return is_lost
+
+
+def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given: Given) -> Array:
+    """The count k."""
+    if isinstance(node, optax.contrib.ScheduleFreeState):
+        return _scalars(node.step_count)[0] - 1
+    if not isinstance(node, optax.TraceState):
+        return _scalars(node.count)[0]
+    # The `step` of a wrapper that skips updates counts those too.
+    fields = [(of, count_field(of)) for of in old]
+    counts = _scalars(*(getattr(of, field) for of, field in fields if field not in (None, "step")))
+    moving = jnp.any(jnp.array([jnp.any(m != 0) for m in by_path(node.trace).values()], bool))
+    if given.count is not None:
+        k = jnp.asarray(given.count, jnp.int32)
+    elif counts and not is_surely(jnp.any(jnp.array(counts) != counts[0])):
+        k = counts[0].astype(jnp.int32)
+    elif not (callable(given.learning_rate) or callable(given.momentum)) and (
+        is_surely(~moving)  # at the start
+        or (isinstance(new_node, optax.TraceState) and not any(map(count_field, new)))
+    ):
+        k = jnp.where(moving, 1, 0)
+    else:
+        raise ValueError("`count` must be given where `old_state` does not hold one, got None")
+    if is_surely(moving & (k == 0)):
+        raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
+    return k
 
 
 def _required(given: Given, name: str) -> Any:
@@ -218,72 +302,94 @@ def _scalars(*values: PyTree) -> list[Array]:
 
 
 def _snapshot(
-    given: Given, k: Array, scalars: tuple[Array, ...], scale: Array, m: ByPath, nu: ByPath | None
+    given: Given, scalars: tuple[Array, ...], scale: Array, m: ByPath, nu: ByPath | None
 ) -> Snapshot:
     """The run at z_k = x_k − scale · m. The scalars are w, η and c, which are 0 at the start."""
     x = {key: given.x[key] for key in m}
     z = {key: x.astype(storage_of(None).dtype_of(x)) for key, x in x.items()}
     z |= {key: z[key] - times(scale, m[key], z[key].dtype) for key in m if is_float(z[key])}
-    w, eta, c = (jnp.where(k == 0, 0, scalar) for scalar in scalars)
-    return Snapshot(k, z, w, eta, c, jnp.ones([]), nu)
+    w, eta, c = (jnp.where(given.k == 0, 0, scalar) for scalar in scalars)
+    return Snapshot(given.k, z, w, eta, c, jnp.ones([]), nu)
 
 
-def _read_trace(state: PyTree, node: Any, m: ByPath, given: Given) -> Snapshot:
+def _read_trace(node: Any, m: ByPath, given: Given) -> Snapshot:
     alpha, beta = _required(given, "learning_rate"), _required(given, "momentum")
-    counted = find(state, (optax.ScaleByScheduleState, *INJECTED))
-    counts = _scalars(*(of.count for of in counted))
-    moving = jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in m.values()]))
-    if given.count is not None:
-        k = jnp.asarray(given.count, jnp.int32)
-    elif len(counts) == 1:
-        k = counts[0]
-    elif not (callable(alpha) or callable(beta)):
-        k = jnp.where(moving, 1, 0)
-    else:
-        raise ValueError("`count` must be given where `old_state` does not hold one, got None")
-    if is_surely(moving & (k == 0)):
-        raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
     # w_k, as step k − 1 would have computed it.
-    ahead = look_ahead(alpha, beta, k - 1, nesterov=given.nesterov)
+    ahead = look_ahead(alpha, beta, given.k - 1, nesterov=given.nesterov)
     w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
     scalars = (w, *eta_and_c(ahead, w, nesterov=given.nesterov))
-    return _snapshot(given, k.astype(jnp.int32), scalars, w, m, None)
+    return _snapshot(given, scalars, w, m, _read_second_moment(given))
 
 
-def _read_adam(state: PyTree, node: Any, mu: ByPath, given: Given) -> Snapshot:
-    (k,) = _scalars(node.count)
+def _read_adam(node: Any, mu: ByPath, given: Given) -> Snapshot:
+    k = given.k
     w, eta, c = _scalars_of_adam(given, k)
     if is_surely(c <= 0):
         raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
+    _check_moments_of_adam(node, given)
     # Of the momentum that step k adds AdamW corrects the bias by k + 1.
     m = _without_bias(mu, given, given.b1, k + 1)
     nu = _without_bias(by_path(node.nu), given, given.b2, k)
     d = {key: m[key] / (jnp.sqrt(nu[key]) + given.eps) for key in m}
-    return _snapshot(given, k, (w, eta, c), w / c, mu | d, nu)
+    return _snapshot(given, (w, eta, c), w / c, mu | d, nu)
 
 
-def _read_schedule_free(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
-    step_count, mu_y, eta, total = _scalars(node.step_count, node.b1, node.max_lr, node.weight_sum)
-    k = step_count - 1
+def _check_moments_of_adam(node: Any, given: Given) -> None:
+    """Raises if no gradients give these moments, by the inequality of Cauchy and Schwarz.
+
+    (Σ_j (1 − β₁) β₁^j g_j)² ≤ (1 − β₁)²/(1 − β₂) Σ_j (β₁²/β₂)^j · Σ_j (1 − β₂) β₂^j g_j²
+    """
+    b1, b2 = (jnp.asarray(b, jnp.float32) for b in (given.b1, given.b2))
+    limit = (1 - b1) ** 2 / (1 - b2) / (1 - b1**2 / b2)
+    pairs = zip(jax.tree.leaves(node.mu), jax.tree.leaves(node.nu), strict=True)
+    # In 16 bits ν may be far off. 1.1 and 1e-30 are for rounding and underflow.
+    excess = [
+        jnp.any(jnp.square(jnp.abs(m)).astype(v.dtype) > times(1.1 * limit, v, v.dtype) + 1e-30)
+        for m, v in pairs
+        if is_float(v) and v.dtype.itemsize >= 4
+    ]
+    if is_surely(jnp.any(jnp.array(excess, bool)) & (b1**2 < b2)):
+        raise ValueError(
+            "`old_state` must be of `optax.adam` or `optax.adamw` with the given `b1` and `b2`, got"
+            " moments that these cannot have"
+        )
+
+
+def _warn_of_narrow_params(node: Any, old: list[Any], given: Given) -> None:
+    """Warns if z would be made from params of fewer bits than the run seems to have."""
+    if not isinstance(node, ADAM_OR_TRACE) or any(
+        type(of) is StochasticRoundingState for of in old
+    ):
+        return
+    moments = by_path(getattr(node, "nu", z_or_m(node)))
+    bits = lambda leaf: leaf.dtype.itemsize * 8 if is_float(leaf) else 0
+    if any(0 < bits(given.x[key]) <= 16 < bits(moment) for key, moment in moments.items()):
+        warnings.warn(
+            "`params` should be the float32 master copy of the run if it has one, as its float32"
+            " moments suggest: z is made from them. Cast the params after `convert`.",
+            stacklevel=3,
+        )
+
+
+def _read_schedule_free(node: Any, z: ByPath, given: Given) -> Snapshot:
+    mu_y, eta, total = _scalars(node.b1, node.max_lr, node.weight_sum)
     c = jnp.where(total > 0, eta**given.weight_power / jnp.where(total > 0, total, 1), 0)
-    base = node.base_optimizer_state
-    nu = _read_second_moment(base, given, k)
-    return Snapshot(k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu, base)
+    nu = _read_second_moment(given)
+    return Snapshot(given.k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu)
 
 
-def _read_spa(state: PyTree, node: Any, z: ByPath, given: Given) -> Snapshot:
-    k, w, eta, c, mu_y = _scalars(node.count, node.w, node.eta, node.c, node.mu_y)
-    bases = [wrapper.base for wrapper in find(state, PrimalAveragingState)]
+def _read_spa(node: Any, z: ByPath, given: Given) -> Snapshot:
+    w, eta, c, mu_y = _scalars(node.w, node.eta, node.c, node.mu_y)
     others = [by_path(tree) for tree in trees_of(node.z)[1:]]
     wide = lambda key: z_of(form_of(node.z), given.x[key], z[key], *(of[key] for of in others))
     z = {key: wide(key) if is_float(given.x[key]) else leaf for key, leaf in z.items()}
-    return Snapshot(k, z, w, eta, c, mu_y, _read_second_moment(state, given, k), *bases)
+    return Snapshot(given.k, z, w, eta, c, mu_y, _read_second_moment(given))
 
 
 # ----------------------------------------------------------------------------------------- writers
 
 
-def _write_trace(into: PyTree, given: Given, run: Snapshot) -> PyTree:
+def _write_trace(node: Any, given: Given, run: Snapshot) -> PyTree:
     known = (run.count > 0) & (run.w > 0)
     w = jnp.where(known, run.w, 1)
 
@@ -292,11 +398,16 @@ def _write_trace(into: PyTree, given: Given, run: Snapshot) -> PyTree:
         m = jnp.where(known, distance / w.astype(distance.dtype), 0)
         return m.astype(x.dtype) if is_float(x) else jnp.zeros_like(x)
 
-    return replace(into, optax.TraceState, lambda _: list(map(m, run.z)))
+    return list(map(m, run.z))
 
 
-def _write_adam(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    k, all_nu = run.count, _required_second_moment(run)
+def _write_adam(node: Any, given: Given, run: Snapshot) -> PyTree:
+    k, all_nu = run.count, run.nu or {}
+    if is_surely(
+        (scalar_of(node.count) == 0)
+        & jnp.any(jnp.array([jnp.any(v != 0) for v in by_path(node.nu).values()], bool))
+    ):
+        raise ValueError("`into` must be of `optax.adam` or `optax.adamw`, got a ν_0 that is not 0")
     w, _, c = _scalars_of_adam(given, k)
     c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
 
@@ -308,38 +419,34 @@ def _write_adam(into: PyTree, given: Given, run: Snapshot) -> PyTree:
         return m * _bias(given.b1, k + 1, m), nu * _bias(given.b2, k, nu)
 
     pairs = [moments(key) for key in run.z]
-    new = [k, *(m for m, _ in pairs), *(nu for _, nu in pairs)]
-    return replace(into, optax.ScaleByAdamState, lambda _: new)
+    return [k, *(m for m, _ in pairs), *(nu for _, nu in pairs)]
 
 
-def _write_schedule_free(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    """The sum of weights is the last weight over c_k."""
+def _write_schedule_free(node: Any, given: Given, run: Snapshot) -> PyTree:
+    """The sum of weights is the last weight over c_k.
+
+    Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
+    """
     k, rate = run.count, at_count("learning_rate", _required(given, "learning_rate"))
-    eta = jnp.where(k > 0, rate(k), 0)
-    c = run.c.astype(eta.dtype)
-    total = jnp.where(c > 0, eta**given.weight_power / jnp.where(c > 0, c, 1), 0)
+    largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
+    max_lr = rate(jnp.ones_like(k))
+    if callable(given.learning_rate):
+        max_lr = jax.lax.fori_loop(2, k + 1, largest, max_lr)
+    max_lr = jnp.where(k > 0, max_lr, 0)
+    c = run.c.astype(max_lr.dtype)
+    total = jnp.where(c > 0, max_lr**given.weight_power / jnp.where(c > 0, c, 1), 0)
+    return node._replace(
+        b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=list(run.z.values())
+    )
 
-    def new(node: Any) -> Any:
-        base, z = _with_base(node.base_optimizer_state, given, run), list(run.z.values())
-        return optax.contrib.ScheduleFreeState(run.mu_y, total, k + 1, eta, base, z)
 
-    return replace(into, optax.contrib.ScheduleFreeState, new)
-
-
-def _write_spa(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    def new(node: SPAState) -> SPAState:
-        form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
-        z = [
-            form.encode(run.z[key], given.x[key], None, *old) if is_float(run.z[key]) else old
-            for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
-        ]
-        return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
-
-    into = replace(into, SPAState, new)
-    if not find(into, PrimalAveragingState):
-        return _with_second_moment(into, given, run)
-    with_base = lambda node: node._replace(base=_with_base(node.base, given, run))
-    return replace(into, PrimalAveragingState, with_base)
+def _write_spa(node: Any, given: Given, run: Snapshot) -> PyTree:
+    form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
+    z = [
+        form.encode(run.z[key], given.x[key], None, *old) if is_float(run.z[key]) else old
+        for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
+    ]
+    return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
 
 
 # For each state its field with a leaf for each parameter, its reader and its writer. A
@@ -380,24 +487,13 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _required_second_moment(run: Snapshot) -> ByPath:
-    if run.nu is None:
-        raise ValueError("`old_state` must hold a second moment, as `into` does, got none")
-    return run.nu
-
-
-def _second_moment_of(name: str, state: PyTree) -> Any:
-    """The node that holds a second moment, full or factored, if there is one."""
-    return only(state, name, SECOND_MOMENTS) if find(state, SECOND_MOMENTS) else None
-
-
-def _read_second_moment(state: PyTree, given: Given, k: Array) -> ByPath | None:
-    """ν without bias."""
-    node = _second_moment_of("old_state", state)
+def _read_second_moment(given: Given) -> ByPath | None:
+    """ν without bias, unless it goes on as it is."""
+    node = given.nu
     if node is None:
         return None
     if isinstance(node, RMSState):
-        return _without_bias(by_path(node.nu), given, given.b2, k)
+        return _without_bias(by_path(node.nu), given, given.b2, given.k)
     rows, columns, full = (by_path(tree) for tree in node[1:])
 
     def nu(key: str) -> Array:
@@ -410,14 +506,12 @@ def _read_second_moment(state: PyTree, given: Given, k: Array) -> ByPath | None:
     return {key: jnp.maximum(nu(key) - jnp.square(given.eps), 0) for key in full}
 
 
-def _with_second_moment(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    """A state with ν, in the state's own form."""
-    node = _second_moment_of("into", into)
-    if node is None and run.nu is None:
-        return into
-    if node is None:
-        raise ValueError("`into` must hold a second moment, as `old_state` does, got none")
-    all_nu = _required_second_moment(run)
+def _write_second_moment(node: Any, given: Given, run: Snapshot) -> list[Array]:
+    """The leaves of a node for a second moment, with ν in its own form."""
+    all_nu = run.nu or {}
+    if isinstance(node, RMSState):
+        nu = (all_nu[key] for key in by_path(node.nu))
+        return [run.count, *(v * _bias(given.b2, run.count, v) for v in nu)]
 
     def factors(key: str, old: Array) -> tuple[Array, Array, Array]:
         v, none = all_nu[key] + jnp.square(given.eps), jnp.zeros(1)
@@ -426,19 +520,5 @@ def _with_second_moment(into: PyTree, given: Given, run: Snapshot) -> PyTree:
         i, j = factored_axes(v)
         return v.mean(j), v.mean(i), none
 
-    if isinstance(node, RMSState):
-        nu = (all_nu[key] for key in by_path(node.nu))
-        new = [run.count, *(v * _bias(given.b2, run.count, v) for v in nu)]
-    else:
-        of_leaves = [factors(key, old) for key, old in by_path(node.v).items()]
-        new = [run.count, *(factor[i] for i in range(3) for factor in of_leaves)]
-    return replace(into, type(node), lambda _: new)
-
-
-def _with_base(into: PyTree, given: Given, run: Snapshot) -> PyTree:
-    """The state of a base optimizer: that of the run, if it has the same, or with its ν."""
-    if jax.tree.structure(into) == jax.tree.structure(run.base):
-        return run.base
-    if _second_moment_of("into", into) is None and any(map(is_float, jax.tree.leaves(into))):
-        raise ValueError("`into` must have the base optimizer of `old_state`, got another kind")
-    return _with_second_moment(into, given, run)
+    of_leaves = [factors(key, old) for key, old in by_path(node.v).items()]
+    return [run.count, *(factor[i] for i in range(3) for factor in of_leaves)]

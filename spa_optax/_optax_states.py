@@ -28,6 +28,48 @@ SKIPS_UPDATES = (
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
+# Wrappers, and their fields that hold the states of what they wrap.
+INNER: dict[Any, tuple[str, ...]] = {
+    optax.MaskedState: ("inner_state",),
+    optax.PartitionState: ("inner_states",),
+    optax.InjectHyperparamsState: ("inner_state",),
+    optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
+    optax.MultiStepsState: ("inner_opt_state",),
+    optax.ApplyIfFiniteState: ("inner_state",),
+    optax.ConditionallyTransformState: ("inner_state",),
+    optax.ConditionallyMaskState: ("inner_state",),
+}
+# Fields that count the steps taken. (States with `count` alone belong to schedules.)
+COUNTS: dict[Any, str] = {
+    **dict.fromkeys(INJECTED, "count"),
+    optax.MultiStepsState: "gradient_step",
+    optax.ConditionallyTransformState: "step",
+    optax.ConditionallyMaskState: "step",
+}
+# The momentum that `track_momentum` can measure and `convert` can move.
+ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
+# Transforms whose states depend on the incoming updates alone, not on where the params are.
+DIRECTIONS = (
+    *MOMENTUM,
+    optax.AddNoiseState,
+    optax.ApplyEvery,
+    optax.ScaleByAdaDeltaState,
+    optax.ScaleByAdanState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByNovogradState,
+    optax.ScaleByRmsState,
+    optax.ScaleByRpropState,
+    optax.ScaleByRssState,
+    optax.ScaleByRStdDevState,
+    optax.ScaleBySM3State,
+    optax.contrib.DifferentiallyPrivateAggregateState,
+    optax.contrib.ReduceLROnPlateauState,
+    optax.contrib.ScaleByAdemamixState,
+    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+)
+# Measurements, on which no update depends.
+MONITORS = (optax.MonitorState, optax.SnapshotState, optax.ZeroNansState)
 
 
 def visible_sam(state: PyTree) -> list[Any]:

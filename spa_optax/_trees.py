@@ -92,8 +92,8 @@ def like(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
 
     def cast(leaf: Any, old: Any) -> Any:
-        if leaf is old:  # which may be a key of `jax.random`
-            return old
+        if not is_array(old) or jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
+            return leaf
         dtype = jnp.asarray(old).dtype
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return (jnp.asarray(leaf) if is_complex else jnp.real(leaf)).astype(dtype)

@@ -1,7 +1,7 @@
 """Conversions both ways, of hyper-parameters and of states in the middle of a run."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import hypothesis
@@ -35,15 +35,21 @@ from spa_optax import (
     gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
+    in_float32,
     primal_averaging,
     reanchor,
+    scale_by_second_moment,
     spa,
     spa_adamw,
     spa_from_sgdm,
+    stochastic_rounding,
     theory,
 )
 from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
 from spa_optax._trees import find
+
+KEY = jax.random.key(0)
+schedule_free = lambda base: optax.contrib.schedule_free(base, 0.1, b1=0.9)
 
 
 def test_numbers_in_numbers_out() -> None:
@@ -317,7 +323,8 @@ def test_a_state_keeps_the_dtype_of_z() -> None:
     params = jnp.ones(3)
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9, state_dtype=jnp.bfloat16)
     _, sgd_state = sgd.update(params, sgd.init(params))
-    state = convert(sgd_state, params, into=tx.init(params), learning_rate=0.1, momentum=0.9)
+    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
+    state = convert(sgd_state, params, into=tx.init(params), **kwargs)
     assert state.z.difference.dtype == jnp.bfloat16
 
 
@@ -378,10 +385,11 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     y, g = jnp.ones(2), jnp.array([1.0, -2.0])
     with jax.numpy_dtype_promotion("standard"):  # for optax's
         _, state = old.update(g, old.init(y), y)
-    move = lambda state, into: convert(state, y, into=into, learning_rate=0.1, momentum=0.9)
-    with pytest.raises(
-        ValueError, match=r"`into` must have the params of `old_state`, x \(μ_y = 1\) or y"
-    ):
+    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
+    move = lambda state, into: convert(state, y, into=into, **kwargs)
+    trains_at_x = optax.tree.get(state, "mu_y", optax.tree.get(state, "b1", 1.0)) == 1
+    at_x, at_y = "AdamW's b1 or SGD's: pass `interpolation=1.0`", "x \\(μ_y = 1\\) or y"
+    with pytest.raises(ValueError, match=at_x if trains_at_x else at_y):
         move(state, new.init(y))
     moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)
@@ -424,7 +432,7 @@ def test_the_new_optimizer_may_freeze_params(nesterov: bool) -> None:
     some = lambda tx: optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)
     x, g = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
     x, old = _step(sgd, x, sgd.init(x), g)
-    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": nesterov, "count": 1}
     y, _ = _step(some(tx), x, convert(old, x, into=some(tx).init(x), **kwargs), g)
     expected, old = _step(sgd, x, old, g)
     np.testing.assert_allclose(y["a"], expected["a"], rtol=1e-6)
@@ -450,18 +458,29 @@ def test_the_way_back_is_lossy_where_alpha_has_all_but_vanished() -> None:
     assert error.max() < 4 * ulp / float(state.w) + 1e-4 * np.abs(trace).max()
 
 
-def test_constants_need_no_count() -> None:
+def test_a_count_that_no_state_holds_must_be_given() -> None:
+    """The new optimizer may have a schedule, which would start over at the count of 1."""
     params = jnp.ones(2)
     sgd, tx = optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
-    move = lambda state, **kwargs: convert(
-        state, params, into=tx.init(params), learning_rate=0.5, momentum=0.5, **kwargs
+    move = lambda state, into=tx, **kwargs: convert(
+        state, params, into=into.init(params), learning_rate=0.5, momentum=0.5, **kwargs
     )
     at_start = move(sgd.init(params))
     assert at_start.count == 0
     np.testing.assert_array_equal(at_start.z, params)
     _, state = sgd.update(params, sgd.init(params))
-    assert move(state).count == 1  # with momentum never 0, where z would be taken from params
+    for into in (tx, optax.sgd(lambda _: 0.5, 0.5), optax.inject_hyperparams(optax.sgd)(0.5, 0.5)):
+        for either in (move, jax.jit(move, static_argnums=1)):
+            with pytest.raises(ValueError, match="`count` must be given where `old_state` does"):
+                either(state, into)
     assert move(state, count=7).count == 7
+    chex.assert_trees_all_equal(move(state, sgd), state)  # where nothing counts
+    # Wrappers count too.
+    for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
+        state = wrap(sgd).init(params)
+        for _ in range(3):
+            _, state = _step(wrap(sgd), params, state, params)
+        assert move(state).count == 3
 
 
 def test_spa_states_convert_too() -> None:
@@ -492,6 +511,15 @@ DIRECTIONS: dict[str, Any] = {
     "rms": lambda: optax.scale_by_rms(0.9),
     "adam": optax.scale_by_adam,
     "outside a base": lambda: optax.chain(optax.ema(0.9), optax.clip(1.0)),
+    "unbiased rms": lambda: optax.scale_by_rms(0.9, bias_correction=True),
+    "factored": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+    "in_float32": lambda: in_float32(scale_by_second_moment(0.9)),
+    "noise": lambda: optax.add_noise(0.1, 0.55, jax.random.key(1)),
+    "plateau": lambda: optax.chain(optax.zero_nans(), optax.scale_by_belief()),
+    **{
+        name: getattr(optax, f"scale_by_{name}")
+        for name in ("amsgrad", "rss", "sm3", "stddev", "adan", "novograd", "adadelta", "yogi")
+    },
 }
 
 
@@ -500,16 +528,114 @@ DIRECTIONS: dict[str, Any] = {
 def test_directions_in_a_chain_are_kept(name: str) -> None:
     """The run goes on as if nothing had happened, or `convert` refuses."""
     last = primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
-    tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones(3)
-    g, state = jnp.array([1.0, -2.0, 3.0]), tx.init(x)
-    for _ in range(5):
-        updates, state = tx.update(g, state, x)
+    tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones((3, 2))
+    g, state = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]]), tx.init(x)
+    for k in range(5):
+        updates, state = tx.update(g * (k + 1), state, x)
         x = optax.apply_updates(x, updates)
     moved = convert(state, x, into=tx.init(x))
     chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
     for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
-        with pytest.raises(ValueError, match="`into` must have the other directions of"):
+        with pytest.raises(ValueError, match=r"must have the other directions of|a second moment"):
             convert(old, x, into=into)
+
+
+TWO = {"trace", "float8", "adam", "yogi"}  # momenta, of which `convert` cannot choose
+
+
+def _way_of(tx: Any, x: Any, state: Any, grads: list[Any]) -> tuple[Any, Any]:
+    for g in grads:
+        x, state = _step(tx, x, state, g)
+    return x, state
+
+
+GRADS = [jnp.cos(jnp.arange(6.0) + k).reshape(3, 2) for k in range(12)]
+
+
+@pytest.mark.parametrize("name", sorted({*DIRECTIONS} - TWO))
+def test_directions_go_on_before_another_momentum(name: str) -> None:
+    """SGD+M behind one of them, moved to SPA, as if it had never moved."""
+    make = lambda tx: optax.chain(DIRECTIONS[name](), tx)
+    rate = lambda k: 0.1 / (k + 1).astype(float)
+    sgd, tx, x = make(optax.sgd(rate, 0.5)), make(spa_from_sgdm(rate, 0.5)), jnp.ones((3, 2))
+    x, state = _way_of(sgd, x, sgd.init(x), GRADS[:5])
+    expected, _ = _way_of(sgd, x, state, GRADS[5:])
+    moved = convert(state, x, into=tx.init(x), learning_rate=rate, momentum=0.5)
+    found, _ = _way_of(tx, x, moved, GRADS[5:])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Custom(NamedTuple):
+    buffer: Any
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "custom": (
+        optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
+        "`Custom` at [0]",
+    ),
+    "bare array": (
+        optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
+        "`ArrayImpl` at [0]",
+    ),
+    "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
+    "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
+    "inside": (
+        optax.masked(optax.lookahead(optax.sgd(0.1), 2, 0.5), True),
+        "`LookaheadState` at [0].inner_state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_states_are_refused(name: str) -> None:
+    """In both states, with type and path; but a base optimizer may hold them."""
+    (unknown, at), x = UNKNOWN[name], jnp.ones(3)
+    params = optax.LookaheadParams(x, x) if name == "inside" else x
+    full = (unknown.init(params), spa(0.1).init(x))
+    for old, into, which in (
+        (full, full, "old_state"),
+        (spa(0.1).init(x), full, "into"),
+    ):
+        match = re.escape(f"`{which}` must hold only states that `convert` knows, got a {at}")
+        with pytest.raises(ValueError, match=match):
+            convert(old, x, into=into)
+    if name != "inside":
+        old, new = (
+            wrap(unknown) for wrap in (schedule_free, lambda tx: primal_averaging(tx, 0.1, 0.9))
+        )
+        state = old.init(x)._replace(
+            base_optimizer_state=optax.tree.ones_like(old.init(x).base_optimizer_state)
+        )
+        moved = convert(state, x, into=new.init(x))
+        chex.assert_trees_all_equal(moved.base, state.base_optimizer_state)
+
+
+ACCUMULATING = lambda step: jnp.where(step < 2, 1, 3)  # steps end at batches 1, 2, 5, 8, 11
+
+
+@pytest.mark.parametrize("there", [1, 5, 6, 7])
+def test_accumulation_goes_on(there: int) -> None:
+    """Also in the middle of a step, with the schedule of its length."""
+    rate = lambda k: 0.1 / (k + 1).astype(float)
+    wrap = lambda tx: optax.MultiSteps(optax.apply_if_finite(tx, 2), ACCUMULATING)
+    sgd, tx = optax.sgd(rate, 0.5), spa_from_sgdm(rate, 0.5)
+    kwargs: Any = {"learning_rate": rate, "momentum": 0.5}
+    x, state = _way_of(wrap(sgd), jnp.ones((3, 2)), wrap(sgd).init(jnp.ones((3, 2))), GRADS[:there])
+    expected, _ = _way_of(wrap(sgd), x, state, GRADS[there:])
+    moved = convert(state, x, into=wrap(tx).init(x), **kwargs)
+    found, _ = _way_of(wrap(tx), x, moved, GRADS[there:])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    move = lambda state: convert(state, x, into=tx.init(x), **kwargs)
+    if there in (1, 5):  # between steps it may end, or begin
+        alone = move(state)
+        assert alone.count == state.gradient_step
+        again = convert(alone, x, into=wrap(sgd).init(x), **kwargs)
+        assert again.gradient_step == state.gradient_step
+        return
+    with pytest.raises(ValueError, match=r"`into` must have the `optax.MultiSteps` of"):
+        move(state)
+    assert np.isnan(jax.jit(move)(state).z).all()
 
 
 def test_a_run_of_spa_resumed_as_sgdm() -> None:

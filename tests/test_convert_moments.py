@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import chex
@@ -38,6 +39,7 @@ from spa_optax import (
     spa,
     spa_adamw,
     spa_from_sgdm,
+    stochastic_rounding,
 )
 
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
@@ -245,7 +247,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
     for kwargs in ({}, {"state_dtype": jnp.bfloat16, "rounding_key": KEY}):
         new = spa_adamw(RATE, 0.1, **ADAM, **kwargs)
         there = convert(state, master, into=new.init(params), learning_rate=RATE, **ADAM)
-        z = there[1].z
+        z = there[1].z.difference if kwargs else there[1].z
         assert z["w"].dtype == (jnp.bfloat16 if kwargs else jnp.float32)
         m, nu = (optax.tree.get(state, name)["w"].astype(jnp.float32) for name in ("mu", "nu"))
         d = m / (1 - 0.9**51) / (np.sqrt(nu / (1 - 0.999**50)) + 1e-6)
@@ -255,6 +257,54 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
             np.testing.assert_allclose(z["w"], distance, rtol=2**-8, atol=2**-14)
         else:
             np.testing.assert_allclose(z["w"], exact, rtol=1e-5, atol=1e-6)
+
+
+def test_narrow_params_beside_wide_moments_warn() -> None:
+    """They are probably rounded from a master copy, of which z should be made."""
+    x, narrow = start(), start(jnp.bfloat16)
+    adam, new = optax.adamw(RATE), spa_adamw(RATE, rounding_key=KEY)
+    sgd, sgdm = optax.sgd(0.1, 0.9), {"momentum": 0.9, "count": 0}
+    for tx, into, kwargs in ((adam, new, ADAM), (sgd, spa_from_sgdm(0.1, rounding_key=KEY), sgdm)):
+        for state, params, warns in (
+            (tx.init(x), narrow, True),
+            (tx.init(x), x, False),
+            (tx.init(narrow), narrow, False),
+            (stochastic_rounding(tx, KEY).init(narrow), narrow, False),
+        ):
+            message = "`params` should be the float32 master copy of the run if it has one"
+            expect = pytest.warns(UserWarning, match=message) if warns else nullcontext()
+            with expect:
+                convert(state, params, into=into.init(narrow), learning_rate=RATE, **kwargs)
+
+
+def test_adamw_goes_on_under_stochastic_rounding() -> None:
+    """With the moments that it had, in float32, and its count."""
+    adam = optax.adamw(RATE, **ADAM)
+    params, state = run(adam, start(), adam.init(start()), slice(20))
+    narrow, tx = optax.tree.cast(params, jnp.bfloat16), stochastic_rounding(adam, KEY)
+    moved = convert(state, params, into=tx.init(narrow))
+    chex.assert_trees_all_equal(moved.base, state)
+    assert moved.count == 20
+    chex.assert_trees_all_equal(convert(moved, narrow, into=adam.init(params)), state)
+
+
+def test_what_is_seen_not_to_be_adams() -> None:
+    """Moments against the inequality of Cauchy and Schwarz, and a ν_0."""
+    x, new = start(), spa_adamw(0.1)
+    move = lambda old, **kwargs: convert(
+        run(old, x, old.init(x), slice(20))[1], x, into=new.init(x), learning_rate=0.1, **kwargs
+    )
+    of_adam = "`old_state` must be of `optax.adam` or `optax.adamw` with the given `b1` and `b2`"
+    for old, kwargs in (
+        (optax.contrib.adopt(0.1), {}),
+        (optax.adam(0.1, b2=0.99), {"b1": 0.5, "b2": 0.5}),
+    ):
+        with pytest.raises(ValueError, match=of_adam):
+            move(old, **kwargs)
+    for b1, b2 in ((0.9, 0.999), (0.0, 0.9), (0.9, 0.81), (0.99, 0.9)):
+        move(optax.adam(0.1, b1, b2), averaging=0.1, b1=b1, b2=b2)
+    with pytest.raises(ValueError, match=r"`into` must be of `optax.adam` or `optax.adamw`, got a"):
+        convert(new.init(x), x, into=optax.yogi(0.1).init(x), learning_rate=0.1)
 
 
 def test_a_run_of_nnx_moves() -> None:
@@ -341,8 +391,26 @@ def test_a_base_optimizer_keeps_its_state() -> None:
 @pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.lion(0.1)])
 def test_a_base_optimizer_of_another_kind(base: Any) -> None:
     x, old = start(), optax.contrib.schedule_free(optax.adamw(0.1), 0.1)
-    with pytest.raises(ValueError, match="`into` must have the base optimizer of `old_state`"):
+    with pytest.raises(ValueError, match="`into` must have the other directions of `old_state`"):
         convert(old.init(x), x, into=primal_averaging(base, 0.1, 0.9).init(x))
+
+
+def test_schedule_free_keeps_its_largest_rate() -> None:
+    """The rate has fallen to a tenth. There and back, or to the same, as if it had never moved."""
+    with x64():
+        rate = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 40, 0.01), 60)
+        base = optax.sgd(rate)
+        old = optax.contrib.schedule_free(base, rate, b1=0.9)
+        new = primal_averaging(base, 0.1, 0.9)
+        x = start(jnp.float64)
+        y, state = run(old, x, old.init(x), slice(40))
+        chex.assert_trees_all_equal(convert(state, y, into=old.init(y)), state)
+        there = convert(state, y, into=new.init(y))
+        for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
+            back = move(there, y, into=old.init(y), learning_rate=rate)
+            chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32
+        early = convert(there, y, into=old.init(y), learning_rate=lambda k: rate(jnp.minimum(k, 1)))
+        assert early.max_lr == rate(1)  # which step 0 of Optax reads
 
 
 def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
@@ -413,7 +481,7 @@ def test_what_does_not_fit() -> None:
         (lambda: move(into=spa(0.1)), "`into` must hold a second moment, as `old_state` does, got"),
         (
             lambda: move(into=optax.chain(new, optax.scale_by_rms(bias_correction=True))),
-            "`into` must hold one .* or `FactoredState`, got 2",
+            "`into` must hold one second moment to convert, got 2",
         ),
         (
             lambda: move(optax.masked(adam, MASK)),

@@ -542,6 +542,30 @@ def test_adamw_is_watched_as_its_primal_averaging() -> None:
     assert of_spa.gain[-1] > 2 * of_spa.noise_level[-1]
 
 
+NOT_ADAM: dict[str, Any] = {
+    "adamax": optax.adamax(0.1),
+    "adamax, clipped": optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1)),
+    "yogi": optax.yogi(0.1),
+    "adopt": optax.contrib.adopt(0.1),
+    "another b2": optax.adamw(0.1, b2=0.95),
+    "another b1": optax.adamw(0.1, b1=0.5),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", NOT_ADAM)
+def test_moments_that_are_not_adams_are_refused(name: str) -> None:
+    """Though their states are of the same type."""
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
+    tx = track_momentum(NOT_ADAM[name], averaging=0.1)
+    for init in (tx.init, jax.jit(tx.init), lambda params: jax.eval_shape(tx.init, params)):
+        with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam` or"):
+            init(params)
+    plateau = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())  # no probe
+    for like_adam in (optax.adam(0.1, mu_dtype=jnp.bfloat16), optax.lamb(0.1), plateau):
+        track_momentum(like_adam, averaging=0.1).init(params)
+
+
 def test_an_injected_schedule_of_momentum() -> None:
     """Each step with its own β."""
     beta = lambda k: jnp.where(k < 10, 0.5, 0.95)

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from spa_optax._checks import is_surely
 from spa_optax._core import Step, times
-from spa_optax._optax_states import INJECTED
+from spa_optax._optax_states import ADAM_OR_TRACE, INJECTED
 from spa_optax._precision import wide_dtype
 from spa_optax._trees import find, map_floats
-
-OPTAX_MOMENTUM = (optax.TraceState, optax.ScaleByAdamState)
 
 
 def averaging_of(state: PyTree, averaging: float | None) -> Any:
@@ -38,9 +37,9 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
-    if not find(before, OPTAX_MOMENTUM):
+    if not find(before, ADAM_OR_TRACE):
         raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
-    (old,), (new,) = find(before, OPTAX_MOMENTUM), find(after, OPTAX_MOMENTUM)
+    (old,), (new,) = find(before, ADAM_OR_TRACE), find(after, ADAM_OR_TRACE)
     c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
     if isinstance(old, optax.TraceState):
@@ -62,3 +61,43 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     g, d = map_floats(gradient, m, m_next, scale), map_floats(distance, m, scale)
     none = map_floats(lambda m: jnp.zeros([], jnp.int32), m)
     return Step(g, d, map_floats(rounding, m), none, jnp.ones([]), c, None, {}, c)
+
+
+def check_adam(
+    inner: optax.GradientTransformation, params: PyTree, averaging: float | None, b2: float
+) -> None:
+    """Raises unless μ' = β₁μ + (1 − β₁)g and ν' = β₂ν + (1 − β₂)g², in a step of tiny params.
+
+    Adamax, Yogi and others keep something else in the state of Adam.
+    """
+    update = optax.with_extra_args_support(inner).update
+    is_adam = lambda of: isinstance(of, optax.ScaleByAdamState)
+    as_adam = lambda state, new: jax.tree.map(
+        lambda of: new(of) if is_adam(of) else of, state, is_leaf=is_adam
+    )
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
+        tiny = jax.tree.map(lambda x: 2 * jnp.ones((1,) * jnp.ndim(x), wide_dtype(x)), params)
+        try:
+            _, state = update(tiny, inner.init(tiny), tiny)
+            c, beta_2 = averaging_of(state, averaging), _injected(state, ("b2",), b2)
+            square = lambda m: jnp.square(jnp.abs(m.astype(wide_dtype(m)) / c))
+            # With ν = 4g² Adamax and Yogi go another way.
+            nus = lambda of: jax.tree.map(lambda m: 4 * square(m), of.mu)
+            before = as_adam(
+                state, lambda of: of._replace(mu=optax.tree.zeros_like(of.mu), nu=nus(of))
+            )
+            _, state = update(tiny, before, tiny)
+        except (TypeError, ValueError):  # it needs extra arguments, or the shapes of the params
+            return
+        (old,), (new,) = (find(of, optax.ScaleByAdamState) for of in (before, state))
+
+        def is_wrong(m: Array, v: Array, v_old: Array) -> Array:
+            error = jnp.abs(v - beta_2 * v_old - (1 - beta_2) * square(m))
+            return jnp.any(error > 0.1 * (1 - beta_2) * jnp.maximum(v_old, square(m)))
+
+        wrong = jax.tree.leaves(map_floats(is_wrong, new.mu, new.nu, old.nu))
+        if is_surely(jnp.any(jnp.array(wrong, bool))):
+            raise ValueError(
+                "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
+                " `averaging` and `b2`, got others"
+            )

@@ -11,14 +11,14 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import check, is_surely
-from spa_optax._convert import z_or_m
 from spa_optax._core import SPAState, Update
-from spa_optax._optax_states import SKIPS_UPDATES
+from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
+from spa_optax._storage import trees_of
 from spa_optax._trees import by_path, find, is_float, only
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
-from spa_optax.diagnostics._optax import OPTAX_MOMENTUM, averaging_of, step_of_optax
+from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
 PerLeaf = bool | Callable[[PyTree], PyTree]
 
@@ -126,6 +126,8 @@ def track_momentum(
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
         _check_watchable(state, params, averaging)
+        if find(state, optax.ScaleByAdamState) and not find(state, SPAState):
+            check_adam(inner, params, averaging, b2)
         labels = _labels(per_leaf, params)
         groups = {name: optax.EmptyState() for name in sorted(set((labels or {}).values()))}
         gauge = new_gauge(() if labels is None else (len(groups) + 1,))
@@ -171,12 +173,14 @@ def track_momentum(
 
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    momentum = only(state, "inner", SPAState, OPTAX_MOMENTUM)
+    momentum = only(state, "inner", SPAState, ADAM_OR_TRACE)
     of_momentum = () if isinstance(momentum, SPAState) else (Float8MomentumState,)
     for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState, *of_momentum)):
         raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
+    is_spa = isinstance(momentum, SPAState)
+    tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
     count = lambda tree: len(jax.tree.leaves(tree))
-    if (got := count(z_or_m(momentum))) != (num := count(params)):
+    if (got := count(tree)) != (num := count(params)):
         raise ValueError(f"`inner` must hold a momentum of all {num} arrays of params, got {got}")
     if not isinstance(momentum, SPAState):
         averaging_of(state, averaging)
