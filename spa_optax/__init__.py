@@ -23,7 +23,6 @@ from spa_optax._second_moment import (
     scale_by_factored_second_moment as scale_by_factored_second_moment,
     scale_by_second_moment as scale_by_second_moment,
 )
-from spa_optax._storage import Difference as Difference, ScaledDifference as ScaledDifference
 from spa_optax._wrappers import (
     float8_momentum as float8_momentum,
     in_float32 as in_float32,

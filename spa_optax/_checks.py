@@ -55,14 +55,20 @@ def check_floats(name: str, tree: PyTree) -> None:
 
 
 def _check_above_0(name: str, schedule: Callable[[Any], Any]) -> None:
-    """Raises ValueError where a schedule is seen to reach 0, at one of 550 counts."""
+    """Raises ValueError where a schedule is 0 at one of 550 counts, and above 0 later.
+
+    One that falls to 0 may end there, or after the run.
+    """
     counts = np.append(0, np.unique(np.geomspace(1, 10**6, 700).astype(np.int32)))
     try:
         with jax.ensure_compile_time_eval():
             values = np.asarray(jax.vmap(schedule)(jnp.asarray(counts)), float)
     except Exception:  # it is traced, or has an error of its own, which its first use raises
         return
-    if values.shape == counts.shape and (values <= 0).any():  # past its end it may be NaN
+    if values.shape != counts.shape:
+        return
+    last = np.max(np.flatnonzero(values > 0), initial=0)
+    if (values[: last + 1] <= 0).any():  # past its end it may be NaN
         k = np.argmax(values <= 0)
         raise ValueError(f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}")
 

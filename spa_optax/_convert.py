@@ -30,6 +30,7 @@ from spa_optax._second_moment import factored_axes
 from spa_optax._storage import form_of, storage_of, trees_of, z_of
 from spa_optax._trees import (
     by_path,
+    check_same_tree,
     copy,
     is_float,
     keys_of,
@@ -59,6 +60,7 @@ def convert(
     params: PyTree,
     *,
     into: PyTree,
+    new_params: PyTree | None = None,
     learning_rate: optax.ScalarOrSchedule | None = None,
     momentum: optax.ScalarOrSchedule | None = None,
     nesterov: bool = False,
@@ -112,6 +114,8 @@ def convert(
         them. A warning is given where the moments are wider than the params.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
+      new_params: the params with which the run goes on, if they are not `params` but these cast to
+        16 bits. A `Difference` keeps what they lose.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
         Needed from `optax.sgd`, from and to AdamW, and to Schedule-Free, unless the momentum
         keeps its form.
@@ -157,7 +161,9 @@ def convert(
     rates = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
     others = {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov, "weight_power": weight_power}
     check(count=count, **others, **{name: h for name, h in rates.items() if h is not None})
-    given = Given(x=by_path(params), count=count, **others, **rates)
+    new_params = params if new_params is None else new_params
+    check_same_tree("new_params", new_params, "params", params, same_nodes=False)
+    given = Given(x=by_path(params), y=by_path(new_params), count=count, **others, **rates)
     node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
     for name, of in (("old_state", node), ("into", new_node)):
         in_float8 = lambda leaf: is_float(leaf) and leaf.dtype.itemsize == 1
@@ -443,9 +449,12 @@ def _write_schedule_free(node: Any, given: Given, run: Snapshot) -> PyTree:
 def _write_spa(node: Any, given: Given, run: Snapshot) -> PyTree:
     form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
     z = [
-        form.encode(run.z[key], given.x[key], None, *old) if is_float(run.z[key]) else old
+        form.encode(run.z[key], given.y[key], None, *old) if is_float(run.z[key]) else old
         for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
     ]
+    saturated = [form.num_saturated(*arrays) for arrays in z if is_float(arrays[0])]
+    if is_surely(jnp.any(jnp.array(saturated) > 0)):
+        warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
     return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
 
 

@@ -23,9 +23,7 @@ from spa_optax._precision import (
     seeds_like,
 )
 from spa_optax._storage import (
-    Difference,
     Form,
-    ScaledDifference,
     Storage,
     form_of,
     map_stored,
@@ -50,7 +48,7 @@ class SPAState(NamedTuple):
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
-    z: PyTree[Array] | Difference | ScaledDifference  # z_k, shaped like the params
+    z: PyTree[Array]  # z_k, shaped like the params; in 16 bits or fewer a node of z_k − y_k
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
     w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
@@ -197,7 +195,7 @@ def advance(
 def z_now(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
     _check_state(state, params)
-    _storage.check_readable("state.z", state.z)
+    _storage.check_readable("state.z", state.z, params)
     state = jax.tree.map(jnp.asarray, state)
     y = _as_arrays(params, state.z)
     z = map_stored(_storage.z_of, y, state.z)
@@ -297,6 +295,16 @@ def _check_state(state: Any, params: PyTree | None) -> None:
     if not isinstance(state, SPAState):
         raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
     check_same_tree("state.z", trees_of(state.z)[0], "params", params)
+    check_scalars("state", state)
+
+
+def check_scalars(name: str, state: SPAState) -> None:
+    """Raises ValueError if the scalars were cast: in bfloat16 a count sticks at 256."""
+    for field in ("count", "eta", "c", "w", "mu_y"):
+        dtype, wanted = scalar_of(getattr(state, field)).dtype, jnp.float32
+        if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype == wanted):
+            kind = "an integer" if field == "count" else "float32"
+            raise ValueError(f"`{name}.{field}` must be {kind}, whatever the params, got {dtype}")
 
 
 def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
@@ -352,7 +360,11 @@ def _rescale(
 
 
 def _anchored(
-    form: Form, y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
+    form: Form,
+    y: PyTree,
+    z: PyTree,
+    r: dict[str, Float[Array, ""]],
+    at_start: Bool[Array, ""],
 ) -> PyTree:
     """z_k, moved to y_k + r (z_k − y_k) if a step has an r, and at the start to y_0.
 

@@ -10,6 +10,7 @@ from spa_optax._core import (
     Scalars,
     SPAState,
     StochasticRoundingState,
+    check_scalars,
     is_at_start,
     transformation,
 )
@@ -61,13 +62,12 @@ def spa(
         rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params:
-        as a `Difference` in bfloat16, and as a `ScaledDifference` in float16, float8_e4m3fn and
-        float8_e5m2, which cannot hold more than 255, 1.75 and 224. Elements of z that are farther
-        from the params are moved to that limit; `diagnostics.momentum_report` counts them. 8 bits
-        need a `rounding_key`, and for rates below 1e-4 are too few: use bfloat16. To change it in
-        mid-run use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
-        `static_args`.
+        fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
+        a node of its own: in float16, float8_e4m3fn and float8_e5m2 up to 255, 1.75 and 224.
+        Elements of z that are farther from the params are moved to that limit, and
+        `diagnostics.momentum_report` counts them. 8 bits need a `rounding_key`, and for rates below
+        1e-4 are too few: use bfloat16. To change it in mid-run use `convert`.
+        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. Two optimizers, as in
         `optax.partition`, need two keys, or their bits are the same. The bits do not depend on the
@@ -353,9 +353,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     trees = [jax.tree.map(jnp.asarray, trees_of(state.z)) for state in states]
     keys = keys_of("opt_state", [tree for tree, *_ in trees], params)
     for state, of_state, of_z in zip(states, keys, trees, strict=True):
-        check_readable("opt_state", state.z)
+        check_readable("opt_state", state.z, params)
+        check_scalars("opt_state", state)
         if is_surely(scalar_of(state.mu_y) == 1):
             continue
+        if is_surely(scalar_of(state.mu_y) <= 0):
+            raise ValueError("`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost")
         for key, *arrays in zip(of_state, *map(jax.tree.leaves, of_z), strict=True):
             if is_float(x[key]):
                 x[key] = _x(x[key], z_of(form_of(state.z), x[key], *arrays), state)
@@ -408,7 +411,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
     states = _states("spa_state", spa_state)
     for state in states:
-        check_readable("spa_state", state.z)
+        check_readable("spa_state", state.z, old_params)
     zs = [trees_of(state.z)[0] for state in states]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
@@ -419,6 +422,9 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     def shifted(key: str, z: Array) -> Array:
         if not is_float(z):
             return new[key]
+        if not is_float(new[key]):
+            got = f"{new[key].dtype} at {key or 'its root'}"
+            raise ValueError(f"`new_params` must be floating-point where z is, got {got}")
         dtype = wide_dtype(z, old[key])
         return (z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))).astype(z.dtype)
 

@@ -4,6 +4,7 @@ The form is the type of a node. So the structure of a state, and of its checkpoi
 arrays hold, and a cast changes their precision alone. The update computes in 32 bits or more.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,97 +14,123 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, PyTree
 
 from spa_optax._precision import Seed, rounded, wide_dtype
-from spa_optax._trees import check_same_tree, is_float, is_none, leaves_with_path, map_floats
+from spa_optax._trees import (
+    by_path,
+    check_same_tree,
+    is_float,
+    is_none,
+    leaves_with_path,
+    map_floats,
+)
 from spa_optax._xla import sharded_like
 
 
-class Itself:
-    """z in 32 bits or more, as it is. Its tree stands in the state without a node.
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How z is kept. It has functions of a parameter y and its arrays in the state, one a field."""
 
-    A form has these functions of a parameter y and of its arrays in the state, one of each field.
-    """
+    node: Any  # the type of the node in the state; None: its tree stands there without one
+    follows_params = False  # whether z − y is stored, so that z follows params that are replaced
 
-    _fields = ("z",)
-    _make = staticmethod(lambda trees: next(iter(trees)))
-    # Whether z − y is stored: z then follows params that are edited or replaced.
-    follows_params = False
+    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+        """z_0 = y_0, without sharing a buffer, so that both can be donated; sharded like y."""
+        raise NotImplementedError
 
-    @staticmethod
-    def start(y: Array, dtype: Any) -> tuple[Array, ...]:
-        """z_0 = y_0: a copy, so that both can be donated; unlike zeros, it keeps the sharding."""
-        return (jnp.array(y, dtype=dtype, copy=True),)
-
-    @staticmethod
-    def decode(y: Array, z: Array) -> Array:
+    def decode(self, y: Array, *arrays: Array) -> Array:
         """z, or z − y where that is stored, in the dtype to compute in."""
-        return z.astype(wide_dtype(y, z))
+        raise NotImplementedError
 
-    @staticmethod
-    def encode(z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
+    def encode(self, z: Array, y: Array, seed: Seed | None, *old: Array) -> tuple[Array, ...]:
         """The arrays that hold z, in the dtypes of old ones."""
-        return (rounded(z, old.dtype, seed),)
+        raise NotImplementedError
 
-    @staticmethod
-    def eps(z: Array) -> float:
+    def eps(self, *arrays: Array) -> float:
         """The relative precision of what is stored."""
-        return float(jnp.finfo(z.dtype).eps)
+        return float(jnp.finfo(arrays[0].dtype).eps)
 
-    @staticmethod
-    def num_saturated(z: Array) -> Int[Array, ""]:
+    def num_saturated(self, *arrays: Array) -> Int[Array, ""]:
         """How many elements are at the limit of what can be stored."""
         return jnp.zeros([], jnp.int32)
 
 
-class _DifferenceIn:
-    """The functions of a difference, stored in units."""
+class Itself(Form):
+    """z in 32 bits or more, as it is."""
 
-    unit: float
-    follows_params = True
+    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+        """A copy."""
+        return (jnp.array(y, dtype=dtype, copy=True),)
 
-    @classmethod
-    def start(cls, y: Array, dtype: Any) -> tuple[Array, ...]:
-        """Zeros."""
-        return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
+    def decode(self, y: Array, *arrays: Array) -> Array:
+        """A cast."""
+        return arrays[0].astype(wide_dtype(y, *arrays))
 
-    @classmethod
-    def decode(cls, y: Array, value: Array) -> Array:
-        """The difference."""
-        return cls.unit * value.astype(wide_dtype(y))
-
-    @classmethod
-    def encode(cls, z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
-        """Saturates. Where z is NaN, y is, so any number will do."""
-        return (rounded((z - y.astype(z.dtype)) / cls.unit, old.dtype, seed, saturates=True),)
-
-    @classmethod
-    def eps(cls, value: Array) -> float:
-        """That of the difference."""
-        return float(jnp.finfo(value.dtype).eps)
-
-    @classmethod
-    def num_saturated(cls, value: Array) -> Int[Array, ""]:
-        """How many differences are the dtype's largest number."""
-        limit = float(jnp.finfo(value.dtype).max)
-        return jnp.sum(jnp.abs(value.astype(wide_dtype(value))) == limit, dtype=jnp.int32)
+    def encode(self, z: Array, y: Array, seed: Seed | None, *old: Array) -> tuple[Array, ...]:
+        """A cast, or rounded stochastically."""
+        return (rounded(z, old[0].dtype, seed),)
 
 
-# Checkpoints name fields, not types, so the names differ too.
-class Difference(_DifferenceIn, NamedTuple("_Difference", [("difference", PyTree[Array])])):
-    """z in bfloat16: z − y, with the params y.
+@dataclasses.dataclass(frozen=True)
+class Difference(Form):
+    """z in 16 bits or fewer: z − y in units.
 
     z itself would be rounded to 2^−8 of the params, and small steps would vanish.
     """
 
-    unit = 1.0
+    unit: float
+    follows_params = True
+
+    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+        """Zeros."""
+        return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
+
+    def decode(self, y: Array, *arrays: Array) -> Array:
+        """The difference."""
+        return self.unit * arrays[0].astype(wide_dtype(y))
+
+    def encode(self, z: Array, y: Array, seed: Seed | None, *old: Array) -> tuple[Array, ...]:
+        """Saturates. Where z is NaN, y is, so any number will do."""
+        return (rounded((z - y.astype(z.dtype)) / self.unit, old[0].dtype, seed, saturates=True),)
+
+    def num_saturated(self, *arrays: Array) -> Int[Array, ""]:
+        """How many differences are the dtype's largest number."""
+        limit = float(jnp.finfo(arrays[0].dtype).max)
+        wide = arrays[0].astype(wide_dtype(*arrays))
+        return jnp.sum(jnp.abs(wide) == limit, dtype=jnp.int32)
 
 
-class ScaledDifference(_DifferenceIn, NamedTuple("_ScaledDifference", [("scaled", PyTree[Array])])):
-    """z in float16 or float8, whose exponents have few bits: 256 (z − y), with the params y."""
+# Each dtype has a type and a field of its own: checkpoints hold the names of fields, and cast
+# arrays to the dtypes of what they are read into.
+class BFloat16Difference(NamedTuple):
+    """z − y, with the params y."""
 
-    unit = 2.0**-8
+    bfloat16: PyTree[Array]
 
 
-Form = Any  # one of these classes, or another with their functions
+class Float16Difference(NamedTuple):
+    """256 (z − y), with the params y, at most 65,504."""
+
+    float16: PyTree[Array]
+
+
+class E4M3Difference(NamedTuple):
+    """256 (z − y), with the params y, at most 448."""
+
+    float8_e4m3fn: PyTree[Array]
+
+
+class E5M2Difference(NamedTuple):
+    """256 (z − y), with the params y, at most 57,344."""
+
+    float8_e5m2: PyTree[Array]
+
+
+ITSELF = Itself(None)
+FORMS: dict[Any, Form] = {
+    BFloat16Difference: Difference(BFloat16Difference, 1.0),
+    Float16Difference: Difference(Float16Difference, 2.0**-8),  # since exponents have few bits
+    E4M3Difference: Difference(E4M3Difference, 2.0**-8),
+    E5M2Difference: Difference(E5M2Difference, 2.0**-8),
+}
 
 
 class Storage(NamedTuple):
@@ -126,20 +153,19 @@ class Storage(NamedTuple):
 
 def storage_of(state_dtype: DTypeLike | None) -> Storage:
     """The difference in 16 bits or fewer, otherwise z itself."""
-    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 2:
-        return Storage(Itself, state_dtype)
-    has_all_exponents = jnp.finfo(state_dtype).nexp == jnp.finfo(jnp.float32).nexp
-    return Storage(Difference if has_all_exponents else ScaledDifference, state_dtype)
+    dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    forms = (form for node, form in FORMS.items() if node._fields == (_name(dtype),))
+    return Storage(next(forms, ITSELF), dtype)
 
 
 def form_of(z: PyTree) -> Form:
     """The form of a stored z."""
-    return type(z) if hasattr(type(z), "follows_params") else Itself
+    return FORMS.get(type(z), ITSELF)
 
 
 def trees_of(z: PyTree) -> tuple[PyTree, ...]:
     """The trees of a stored z, each with the structure of the params."""
-    return (z,) if form_of(z) is Itself else tuple(z)
+    return (z,) if form_of(z) is ITSELF else tuple(z)
 
 
 def init(params: PyTree, storage: Storage) -> PyTree:
@@ -150,7 +176,7 @@ def init(params: PyTree, storage: Storage) -> PyTree:
             y = jnp.zeros(y.shape, y.dtype)
         if is_float(y):
             return storage.form.start(y, storage.dtype_of(y))
-        return tuple(None if y is None else jnp.array(y) for _ in storage.form._fields)
+        return tuple(None if y is None else jnp.array(y) for _ in range(_num_fields(storage.form)))
 
     return _by_field(storage.form, start, params)
 
@@ -210,18 +236,21 @@ def check(name: str, z: PyTree, params: PyTree, storage: Storage) -> None:
             )
 
 
-def check_readable(name: str, z: PyTree) -> None:
+def check_readable(name: str, z: PyTree, params: PyTree) -> None:
     """Raises ValueError if arrays have a dtype that their form never has: they have been cast."""
-    form = form_of(z)
-    for leaf in jax.tree.leaves(z) if form in (Itself, Difference, ScaledDifference) else ():
-        if is_float(leaf) and not jnp.iscomplexobj(leaf):
-            dtype = jnp.result_type(leaf)
-            if (expected := storage_of(dtype).form) is not form:
-                raise ValueError(
-                    f"`{name}` must hold z as a `state_dtype` asks for, in {dtype.name} as"
-                    f" {_described(expected, ())}, got {_described(form, ())}: for another"
-                    " `state_dtype` use `convert`"
-                )
+    form, y = form_of(z), by_path(params)
+    for path, leaf in (
+        by_path(trees_of(z)[0]).items() if isinstance(form, (Itself, Difference)) else ()
+    ):
+        if not is_float(leaf):
+            continue
+        expected = ITSELF if jnp.iscomplexobj(leaf) else storage_of(leaf.dtype).form
+        of_complex = jnp.iscomplexobj(y.get(path, leaf))
+        if jnp.iscomplexobj(leaf) != of_complex or (expected is not form and not of_complex):
+            raise ValueError(
+                f"`{name}` must hold z as a `state_dtype` asks for, got {_described(form, ())} in"
+                f" {leaf.dtype}: for another `state_dtype` use `convert`"
+            )
 
 
 @functools.cache
@@ -240,7 +269,7 @@ def _name(dtype: Any) -> str:
 
 
 def _described(form: Form, dtypes: Any) -> str:
-    kind = "z itself" if form is Itself else f"a `{form.__name__}`"
+    kind = "z itself" if form is ITSELF else f"a `{form.node.__name__}`"
     return " in ".join([kind, *([", ".join(map(_name, dtypes))] if dtypes else [])])
 
 
@@ -248,5 +277,10 @@ def _by_field(form: Form, function: Callable[..., Any], tree: PyTree, *trees: Py
     """A stored z, from a function of the leaves that returns the arrays of each parameter."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     rows = [function(*of) for of in zip(leaves, *map(structure.flatten_up_to, trees), strict=True)]
-    columns = zip(*rows, strict=True) if rows else [()] * len(form._fields)
-    return form._make(map(structure.unflatten, columns))
+    columns = zip(*rows, strict=True) if rows else [()] * _num_fields(form)
+    fields = map(structure.unflatten, columns)
+    return next(fields) if form is ITSELF else form.node(*fields)
+
+
+def _num_fields(form: Form) -> int:
+    return 1 if form is ITSELF else len(form.node._fields)

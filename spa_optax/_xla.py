@@ -37,7 +37,11 @@ def shared(scalars: PyTree) -> PyTree:
 def select(predicate: Bool[Array, ""], x: Array, y: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes shardings may differ, as those of a sum may."""
     if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
-        x, y = x + jnp.zeros_like(y), y + jnp.zeros_like(x)
+        if hasattr(jax.sharding, "reshard"):
+            sharding = jax.typeof(x + y).sharding
+            x, y = (jax.sharding.reshard(array, sharding) for array in (x, y))
+        else:  # before jax 0.7
+            x, y = x + jnp.zeros_like(y), y + jnp.zeros_like(x)
     return jnp.where(predicate, x, y)
 
 

@@ -325,7 +325,7 @@ def test_a_state_keeps_the_dtype_of_z() -> None:
     _, sgd_state = sgd.update(params, sgd.init(params))
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
     state = convert(sgd_state, params, into=tx.init(params), **kwargs)
-    assert state.z.difference.dtype == jnp.bfloat16
+    assert state.z.bfloat16.dtype == jnp.bfloat16
 
 
 def test_states_that_do_not_fit() -> None:
@@ -409,12 +409,12 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     x, state = apply(old, params, [jnp.cos(params)] * 3)
     tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
     moved = convert(state, x, into=tx.init(x))
-    np.testing.assert_array_equal(moved.z.difference, (state.z - x).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))
     chex.assert_trees_all_equal(moved._replace(z=state.z), state)
     as_sgdm = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
     chex.assert_trees_all_equal(as_sgdm, state)
     back = convert(moved, x, into=old.init(x))
-    np.testing.assert_array_equal(back.z, x + moved.z.difference.astype(jnp.float32))
+    np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
 
 
 def test_integers_of_8_bits_are_no_momentum_of_8_bits() -> None:

@@ -260,7 +260,7 @@ def test_leaves_and_streams_are_independent() -> None:
         for name in names:
             # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x is 0.3 or
             # −0.7, which are 153.6/512 and 179.2/256.
-            moved, z = np.asarray(updates[name]) < 0, 256 * np.float64(state.z.difference[name])
+            moved, z = np.asarray(updates[name]) < 0, 256 * np.float64(state.z.bfloat16[name])
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
             for draw, p in ((moved, 0.35), (away, np.where(moved, 0.6, 0.2))):
                 draws.append((draw - p) / np.sqrt(p * (1 - p)))

@@ -76,7 +76,8 @@ def check_adam(
         lambda of: new(of) if is_adam(of) else of, state, is_leaf=is_adam
     )
     with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
-        tiny = jax.tree.map(lambda x: 2 * jnp.ones((1,) * jnp.ndim(x), wide_dtype(x)), params)
+        ones = lambda x: jnp.ones((1,) * jnp.ndim(x), wide_dtype(jnp.asarray(x)))
+        tiny = jax.tree.map(lambda x: 2 * ones(x), params)
         try:
             _, state = update(tiny, inner.init(tiny), tiny)
             c, beta_2 = averaging_of(state, averaging), _injected(state, ("b2",), b2)
@@ -87,7 +88,7 @@ def check_adam(
                 state, lambda of: of._replace(mu=optax.tree.zeros_like(of.mu), nu=nus(of))
             )
             _, state = update(tiny, before, tiny)
-        except (TypeError, ValueError):  # it needs extra arguments, or the shapes of the params
+        except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
             return
         (old,), (new,) = (find(of, optax.ScaleByAdamState) for of in (before, state))
 
