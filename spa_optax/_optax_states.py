@@ -68,8 +68,9 @@ DIRECTIONS = (
     optax.contrib.ScaleByAdemamixState,
     optax.contrib.ScaleBySimplifiedAdEMAMixState,
 )
-# Measurements, on which no update depends.
-MONITORS = (optax.MonitorState, optax.SnapshotState, optax.ZeroNansState)
+# Measurements, on which no update depends; some are newer than the oldest Optax.
+_NAMES = ("MonitorState", "SnapshotState", "ZeroNansState")
+MONITORS = tuple(getattr(optax, name) for name in _NAMES if hasattr(optax, name))
 
 
 def visible_sam(state: PyTree) -> list[Any]:

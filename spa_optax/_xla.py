@@ -36,10 +36,8 @@ def shared(scalars: PyTree) -> PyTree:
 
 def select(predicate: Bool[Array, ""], x: Array, y: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes shardings may differ, as those of a sum may."""
-    shardings = [jax.typeof(array).sharding for array in (x, y)]
-    if shardings[0] != shardings[1] and not shardings[0].mesh.empty:
-        sharding = jax.typeof(jnp.zeros_like(x) + jnp.zeros_like(y)).sharding
-        x, y = (jax.sharding.reshard(array, sharding) for array in (x, y))
+    if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
+        x, y = x + jnp.zeros_like(y), y + jnp.zeros_like(x)
     return jnp.where(predicate, x, y)
 
 
