@@ -135,9 +135,8 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
     assert resumed is not None
     same = {"resumed": resumed["losses"] == whole["losses"], "resumed at": resumed["first step"]}
     if changed is not None:
-        same["another state_dtype"] = (
-            changed.get("raises") or f"goes on at {changed['first step']}, to {changed['losses']}"
-        )
+        goes_on = lambda: f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
+        same["another state_dtype"] = changed.get("raises") or goes_on()
     minutes = round((time.time() - start) / 60, 1)
     trainer = Path(script).stem.removeprefix("with_")
     return {"trainer": trainer, "version": version, "optimizer": name, **whole, **same} | {
