@@ -54,53 +54,58 @@ class Itself:
         return jnp.zeros([], jnp.int32)
 
 
-class _DifferenceIn:
-    """The functions of a difference, stored in units."""
-
-    unit: float
-    follows_params = True
-
-    @classmethod
-    def start(cls, y: Array, dtype: Any) -> tuple[Array, ...]:
-        """Zeros."""
-        return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
-
-    @classmethod
-    def decode(cls, y: Array, value: Array) -> Array:
-        """The difference."""
-        return cls.unit * value.astype(wide_dtype(y))
-
-    @classmethod
-    def encode(cls, z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
-        """Saturates. Where z is NaN, y is, so any number will do."""
-        return (rounded((z - y.astype(z.dtype)) / cls.unit, old.dtype, seed, saturates=True),)
-
-    @classmethod
-    def eps(cls, value: Array) -> float:
-        """That of the difference."""
-        return float(jnp.finfo(value.dtype).eps)
-
-    @classmethod
-    def num_saturated(cls, value: Array) -> Int[Array, ""]:
-        """How many differences are the dtype's largest number."""
-        limit = float(jnp.finfo(value.dtype).max)
-        return jnp.sum(jnp.abs(value.astype(wide_dtype(value))) == limit, dtype=jnp.int32)
+def _start(form: "Form", y: Array, dtype: Any) -> tuple[Array, ...]:
+    """Zeros."""
+    del form
+    return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
 
 
-# Checkpoints name fields, not types, so the names differ too.
-class Difference(_DifferenceIn, NamedTuple("_Difference", [("difference", PyTree[Array])])):
+def _decode(form: "Form", y: Array, value: Array) -> Array:
+    """The difference, which is stored in units."""
+    return form.unit * value.astype(wide_dtype(y))
+
+
+def _encode(form: "Form", z: Array, y: Array, seed: Seed | None, old: Array) -> tuple[Array, ...]:
+    """Saturates. Where z is NaN, y is, so any number will do."""
+    return (rounded((z - y.astype(z.dtype)) / form.unit, old.dtype, seed, saturates=True),)
+
+
+def _eps(form: "Form", value: Array) -> float:
+    """That of the difference."""
+    del form
+    return float(jnp.finfo(value.dtype).eps)
+
+
+def _num_saturated(form: "Form", value: Array) -> Int[Array, ""]:
+    """How many differences are the dtype's largest number."""
+    del form
+    limit = float(jnp.finfo(value.dtype).max)
+    return jnp.sum(jnp.abs(value.astype(wide_dtype(value))) == limit, dtype=jnp.int32)
+
+
+# Checkpoints name fields, not types, so the names differ too. They have no base but a tuple, since
+# Levanter saves no other NamedTuples.
+class Difference(NamedTuple):
     """z in bfloat16: z − y, with the params y.
 
     z itself would be rounded to 2^−8 of the params, and small steps would vanish.
     """
 
+    difference: PyTree[Array]
     unit = 1.0
+    follows_params = True
+    start, decode, encode = map(classmethod, (_start, _decode, _encode))
+    eps, num_saturated = map(classmethod, (_eps, _num_saturated))
 
 
-class ScaledDifference(_DifferenceIn, NamedTuple("_ScaledDifference", [("scaled", PyTree[Array])])):
+class ScaledDifference(NamedTuple):
     """z in float16 or float8, whose exponents have few bits: 256 (z − y), with the params y."""
 
+    scaled: PyTree[Array]
     unit = 2.0**-8
+    follows_params = True
+    start, decode, encode = map(classmethod, (_start, _decode, _encode))
+    eps, num_saturated = map(classmethod, (_eps, _num_saturated))
 
 
 Form = Any  # one of these classes, or another with their functions

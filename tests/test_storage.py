@@ -305,3 +305,9 @@ def test_a_third_form_needs_nothing_but_its_codec() -> None:
     chex.assert_trees_all_close(z_of(again, found), back.z, atol=float(z.scale["w"].max()))
     with pytest.raises(ValueError, match="z itself in float32, got a `Int8Rows` in int8, float32"):
         wide.update(grads[0], state.inner, found)
+
+
+@pytest.mark.parametrize("form", [_storage.Difference, _storage.ScaledDifference])
+def test_levanter_knows_the_forms_as_named_tuples(form) -> None:
+    """It asks for the one base (`levanter.utils.jax_utils`), and cannot save any other."""
+    assert form.__bases__ == (tuple,)
