@@ -50,14 +50,16 @@ def of_memory(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
-    header = ["trainer", "optimizer", "bytes/param", "devices", "loss at x", "resumed", "minutes"]
+    header = ["trainer", "optimizer", "bytes/param", "devices", "loss at x", "resumed"]
+    header += ["resumed with another `state_dtype`", "minutes"]
     rows = []
     for record in records:
         same = "to the same loss" if record["resumed"] else "TO ANOTHER LOSS"
         name = f"{record['trainer']} {record['version']}", record["optimizer"]
         losses = ", ".join(f"{loss:.4f}" for loss in record["losses"])
         numbers = f"{record['bytes']:.1f}", str(record["devices"]), losses
-        rows.append([*name, *numbers, f"at {record['resumed at']}, {same}", str(record["minutes"])])
+        resumed = f"at {record['resumed at']}, {same}", record.get("another state_dtype", "")
+        rows.append([*name, *numbers, *resumed, str(record["minutes"])])
     yield "Killed after step 170 of 300", common.markdown(header, rows)
 
 

@@ -1,19 +1,22 @@
 """What the script of every trainer does: three optimizers, each killed and resumed.
 
-A script has `train(tx, own, folder, options)`, and calls `main`. That runs itself three times for
-each optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. With
---json each optimizer is a line of OUT.
+A script has `train(name, folder, kill_at)`, and calls `main`. That runs itself three times for each
+optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. If the
+optimizer has a `state_dtype`, a fourth run resumes with another one, which must raise an error.
+With --json each optimizer is a line of OUT.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from spa_optax.diagnostics import momentum_report, track_momentum
 STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
 KEY = jax.random.key(0)
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
+ANOTHER_DTYPE = "float8_e4m3fn"
 FACTORED = "gpa_adamw, 4 bytes"
 BY_LEAF = "gpa, factored by leaf"
 
@@ -103,12 +107,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(script: str, name: str, folder: Path, kill_at: int) -> dict[str, Any] | None:
+def run(script: str, name: str, folder: Path, *options: str) -> dict[str, Any] | None:
     """The result of a process, or None if it was killed."""
-    command = [sys.executable, script, "--optimizer", name, "--folder", str(folder)]
-    done = subprocess.run(
-        [*command, "--kill-at", str(kill_at)], stdout=subprocess.PIPE, text=True, check=False
-    )
+    command = [sys.executable, script, "--optimizer", name, "--folder", str(folder), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == -signal.SIGKILL:
         return None
     if done.returncode:
@@ -117,16 +119,24 @@ def run(script: str, name: str, folder: Path, kill_at: int) -> dict[str, Any] | 
 
 
 def compare(script: str, name: str, version: str) -> dict[str, Any]:
-    """Runs an optimizer to the end, and killed and resumed."""
+    """Runs an optimizer to the end, and killed and resumed, also with another `state_dtype`."""
     start = time.time()
     with tempfile.TemporaryDirectory() as root:
-        whole = run(script, name, Path(root, "whole"), 0)
-        if run(script, name, Path(root, "killed"), KILLED_AT) is not None:
+        whole = run(script, name, Path(root, "whole"))
+        killed, other = Path(root, "killed"), Path(root, "other", "killed")
+        if run(script, name, killed, "--kill-at", str(KILLED_AT)) is not None:
             raise SystemExit(f"{name} was not killed")
-        resumed = run(script, name, Path(root, "killed"), 0)
+        shutil.copytree(killed, other)
+        resumed = run(script, name, killed)
+        changed = None
+        if name != "stochastic_rounding":
+            changed = run(script, name, other, "--state-dtype", ANOTHER_DTYPE)
     assert whole is not None
     assert resumed is not None
     same = {"resumed": resumed["losses"] == whole["losses"], "resumed at": resumed["first step"]}
+    if changed is not None:
+        goes_on = lambda: f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
+        same["another state_dtype"] = changed.get("raises") or goes_on()
     minutes = round((time.time() - start) / 60, 1)
     trainer = Path(script).stem.removeprefix("with_")
     return {"trainer": trainer, "version": version, "optimizer": name, **whole, **same} | {
@@ -146,10 +156,19 @@ def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZ
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
     parser.add_argument("--folder", type=Path, help="of its checkpoints")
     parser.add_argument("--kill-at", type=int, default=0, help="die after this step")
+    parser.add_argument("--state-dtype", help="another one; an error is a result, too")
     parser.add_argument("--json", type=Path, help="where to add the results")
     options = parser.parse_args()
     if options.folder:
-        result = train(options.optimizer, options.folder.absolute(), options.kill_at)
+        if options.state_dtype:
+            NARROW["state_dtype"] = jnp.dtype(options.state_dtype)
+        try:
+            result = train(options.optimizer, options.folder.absolute(), options.kill_at)
+        except Exception as error:
+            if not options.state_dtype:
+                raise
+            traceback.print_exc()
+            result = {"raises": f"raises {type(error).__name__}"}
         print(json.dumps(result))
         return
     lines = options.json.read_text().splitlines() if options.json and options.json.exists() else []

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import maxtext
 import shared
+from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as trainer
 
 OPT_TYPES = {
@@ -72,6 +73,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         return original(jax_device_state, python_vars, immutable_data)
 
     trainer.training_loop_iteration = iteration
+    optimizers.STATE_DTYPE = shared.NARROW["state_dtype"]
     config = Path(maxtext.__file__).parent / "configs/base.yml"
     arguments = [f"{key}={value}" for key, value in (SIZES | ON_CPU | options).items()]
     with contextlib.redirect_stdout(sys.stderr):
