@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import float8_weights
 import grid
 import memory
 
@@ -70,9 +69,6 @@ def pages() -> dict[str, str]:
         "images": of_grid(read("images.jsonl")),
         "memory": of_memory(RESULTS / "memory.jsonl"),
         "trainers": of_trainers(read("trainers.jsonl")),
-        "float8_weights": [
-            ("1,000 steps", float8_weights.table(read("float8_weights.jsonl"))),
-        ],
     }
     result = {}
     for name, of_page in sections.items():

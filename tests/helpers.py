@@ -18,6 +18,8 @@ import pytest
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
+from spa_optax import SPAState, _storage
+
 # As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
 FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
     pytest.param(dtype, marks=pytest.mark.float16)
@@ -98,6 +100,28 @@ def apply(
             lambda u, p: p if u is None else p + u, updates, params, is_leaf=lambda u: u is None
         )
     return params, state
+
+
+def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
+    """The params and the state after an update for each gradient, from a state or from `init`."""
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def spa_state(state: Any) -> SPAState:
+    """The one state of the family in a state."""
+    is_spa = lambda node: isinstance(node, SPAState)
+    (found,) = [node for node in jax.tree.leaves(state, is_leaf=is_spa) if is_spa(node)]
+    return found
+
+
+def z_of(state: Any, params: Any) -> Any:
+    """The value of z, however it is stored."""
+    return _storage.map_stored(_storage.z_of, params, spa_state(state).z)
 
 
 @functools.cache

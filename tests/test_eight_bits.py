@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, optimized, quick, x64
+from helpers import (
+    COLLECTIVE,
+    FLOAT8_E4M3FN,
+    FLOAT8_E5M2,
+    FLOAT16,
+    optimized,
+    quick,
+    run,
+    spa_state,
+    x64,
+    z_of,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 
@@ -27,7 +38,6 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._core import SPAState
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
@@ -45,25 +55,6 @@ MAKE: dict[str, Any] = {
 every_member = pytest.mark.parametrize(
     "make", [pytest.param(m, id=name) for name, m in MAKE.items()]
 )
-
-
-def spa_state(state: Any) -> SPAState:
-    is_spa = lambda node: isinstance(node, SPAState)
-    (found,) = [node for node in jax.tree.leaves(state, is_leaf=is_spa) if is_spa(node)]
-    return found
-
-
-def z_of(state: Any, params: Any) -> Any:
-    return _storage.map_stored(_storage.z_of, params, spa_state(state).z)
-
-
-def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
-    state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
-    for g in grads:
-        updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
 
 
 @every_member

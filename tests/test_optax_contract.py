@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, quick, x64
+from helpers import COLLECTIVE, FLOAT16, UNIFORM, apply, lenient, quick, spa_state, x64
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -128,13 +128,6 @@ PARAMS = {
     "s": jnp.array(2.0, float),
 }
 GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
-
-
-def spa_state(state: Any) -> SPAState:
-    """The one that a state is, or holds."""
-    is_spa = lambda node: isinstance(node, SPAState)
-    (found,) = filter(is_spa, jax.tree.leaves(state, is_leaf=is_spa))
-    return found
 
 
 def step_of(tx: optax.GradientTransformation, loss: Any) -> Callable[[Any, Any], Any]:

@@ -15,11 +15,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import FLOAT16, quick
+from helpers import FLOAT16, quick, run, spa_state, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
-    SPAState,
     _storage,
     convert,
     eval_params,
@@ -57,25 +56,6 @@ MEMBERS: dict[str, Any] = {
     "spa_adamw": functools.partial(spa_adamw, 0.01),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS)
-
-
-def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
-    state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
-    for g in grads:
-        updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
-
-
-def spa_state(state: Any) -> SPAState:
-    is_spa = lambda node: isinstance(node, SPAState)
-    (found,) = [node for node in jax.tree.leaves(state, is_leaf=is_spa) if is_spa(node)]
-    return found
-
-
-def z_of(state: Any, params: Any) -> Any:
-    return _storage.map_stored(_storage.z_of, params, spa_state(state).z)
 
 
 def save_and_load(kind: str, state: Any, like: Any, folder: Path) -> Any:
