@@ -34,7 +34,7 @@ def shared(scalars: PyTree) -> PyTree:
     return structure.unflatten(leaves)
 
 
-def select(predicate: Bool[Array, ""], x: Array, y: Array) -> Array:
+def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes shardings may differ, as those of a sum may."""
     if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
         if hasattr(jax.sharding, "reshard"):
