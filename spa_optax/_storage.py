@@ -32,7 +32,7 @@ class Form:
     node: Any  # the type of the node in the state; None: its tree stands there without one
     follows_params = False  # whether z − y is stored, so that z follows params that are replaced
 
-    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+    def start(self, y: Any, dtype: Any) -> tuple[Array, ...]:
         """z_0 = y_0, without sharing a buffer, so that both can be donated; sharded like y."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class Form:
 class Itself(Form):
     """z in 32 bits or more, as it is."""
 
-    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+    def start(self, y: Any, dtype: Any) -> tuple[Array, ...]:
         """A copy."""
         return (jnp.array(y, dtype=dtype, copy=True),)
 
@@ -79,7 +79,7 @@ class Difference(Form):
     unit: float
     follows_params = True
 
-    def start(self, y: Array, dtype: Any) -> tuple[Array, ...]:
+    def start(self, y: Any, dtype: Any) -> tuple[Array, ...]:
         """Zeros."""
         return (sharded_like(jnp.zeros_like(y, dtype=dtype), y),)
 
