@@ -643,10 +643,13 @@ NARROW_GRADS = jax.tree.map(lambda p: jnp.cos(3 * p) / 3, NARROW)
 ULP = 2.0**-7  # of bfloat16 params from 1 to 2
 
 
-def assert_close_up_to_rounding(x: Any, expected: Any, num_steps: int) -> None:
+def assert_close_up_to_rounding(
+    x: Any, expected: Any, num_steps: int, of_momentum: float = 0.0
+) -> None:
     """Compiled otherwise, a step may be rounded to the other neighbour."""
     wide = lambda tree: optax.tree.cast(tree, jnp.float32)
-    chex.assert_trees_all_close(wide(x), wide(expected), rtol=0, atol=num_steps * ULP)
+    atol = num_steps * ULP + of_momentum
+    chex.assert_trees_all_close(wide(x), wide(expected), rtol=0, atol=atol)
 
 
 @every_rounded
@@ -743,8 +746,11 @@ def test_masked_and_partition_of_rounded(make: Any) -> None:
     frozen = {"rounded": make(), "frozen": optax.set_to_zero()}
     masked, _ = apply(optax.masked(make(), mask), NARROW, [NARROW_GRADS] * 3)
     partitioned, _ = apply(optax.partition(frozen, labels), NARROW, [NARROW_GRADS] * 3)
+    # A momentum of 8 bits may be 1/8 off, in the second step, of 0.1, and in the third.
+    has_8_bits = optax.tree.get(make().init(NARROW), "scales") is not None
+    of_momentum = 2 * 0.1 / 8 if has_8_bits else 0.0
     for found in (masked, partitioned):  # leaves have other seeds
-        assert_close_up_to_rounding(found["w"], x["w"], 3)
+        assert_close_up_to_rounding(found["w"], x["w"], 3, of_momentum)
     untouched = NARROW["b"]["c"]
     np.testing.assert_array_equal(partitioned["b"]["c"], untouched)
     for _ in range(3):  # `masked` passes gradients on
