@@ -4,7 +4,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check, is_plain_number
+from spa_optax._checks import (
+    AVERAGING,
+    FLAG,
+    INTERPOLATION,
+    KEY,
+    MOMENTUM,
+    POSITIVE_INTEGER,
+    RATE,
+    STATE_DTYPE,
+    check_above_0,
+    is_plain_number,
+)
 from spa_optax._core import Scalars, SPAState, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
@@ -105,8 +116,12 @@ def spa(
       arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
       Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
     """
-    check(learning_rate=learning_rate, averaging=averaging, interpolation=interpolation)
-    check(state_dtype=state_dtype, rounding_key=rounding_key)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
+    INTERPOLATION.check(interpolation=interpolation)
+    check_above_0("interpolation", interpolation)
+    STATE_DTYPE.check(state_dtype=state_dtype)
+    KEY.optional().check(rounding_key=rounding_key)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = is_plain_number(interpolation) and interpolation == 1
@@ -190,8 +205,12 @@ def spa_from_sgdm(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its recursion gives
       the same iterates, but its η_k can blow up; the look-ahead is this package's.
     """
-    check(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov, horizon=horizon)
-    check(state_dtype=state_dtype, rounding_key=rounding_key)
+    RATE.check(learning_rate=learning_rate)
+    MOMENTUM.check(momentum=momentum)
+    FLAG.check(nesterov=nesterov)
+    POSITIVE_INTEGER.optional().check(horizon=horizon)
+    STATE_DTYPE.check(state_dtype=state_dtype)
+    KEY.optional().check(rounding_key=rounding_key)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)

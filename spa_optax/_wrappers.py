@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import KEY, TRANSFORMATION, one_of
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
 from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
@@ -78,7 +78,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
       >>> print(in_float32(optax.scale_by_adam()).init(params).nu.dtype)
       float32
     """
-    check(inner=inner)
+    TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def update_fn(
@@ -160,7 +160,8 @@ def primal_averaging(
       Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
       arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682.
     """
-    check(base=base, params_of_base=params_of_base)
+    TRANSFORMATION.check(base=base)
+    one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
@@ -242,7 +243,8 @@ def stochastic_rounding(
     References:
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
     """
-    check(base=base, key=key)
+    TRANSFORMATION.check(base=base)
+    KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
@@ -327,7 +329,8 @@ def float8_momentum(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861, has
       int8 codes and an s for each block of 2,048.
     """
-    check(base=base, key=key)
+    TRANSFORMATION.check(base=base)
+    KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
     float8 = jnp.float8_e4m3fn
 
