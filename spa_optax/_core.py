@@ -19,6 +19,7 @@ from spa_optax._precision import Seed, Stream, has_narrow, round_update, scaled,
 from spa_optax._rescale import Ratio, Ratios, ratios, rescale
 from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
 from spa_optax._trees import (
+    check_kind,
     check_same_tree,
     is_array,
     is_none,
@@ -306,8 +307,7 @@ def _check_params(params: PyTree) -> None:
 def _check_state(state: Any, params: PyTree | None) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
-    if not isinstance(state, SPAState):
-        raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
+    check_kind("state", state, SPAState)
     check_scalars("state", state)
 
 

@@ -40,9 +40,8 @@ def hyperparams_from_sgdm(
     hyper-parameters that cannot be evaluated ahead of time, use `spa_from_sgdm`.
 
     Args:
-      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
-        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
-      momentum: β_k in [0, 1), a scalar or a schedule of the count k.
+      learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
+      momentum: β_k in [0, 1), as for `spa_from_sgdm`.
       horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
 
     Returns:
@@ -144,7 +143,7 @@ def stagewise(
 
     The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
     stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
-    steps: 4,607 for 10 at the paper's s = 1.0005. A run that ends earlier ends with a larger η.
+    steps: 4,607 for 10 at the paper's s = 1.0005.
 
     Args:
       learning_rate: η ≥ 0 of the first stage.
@@ -223,8 +222,7 @@ def momentum_drop(
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
     `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
-    so the effective step α/(1 − β) shrinks by c, which is most of its effect. (For c_k = 1 the
-    caption of Figure 3 prints 0.)
+    so the effective step α/(1 − β) shrinks by c. (For c_k = 1 the caption of Figure 3 prints 0.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.

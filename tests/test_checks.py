@@ -280,7 +280,7 @@ def test_counts(count: Any) -> None:
 
 def test_states_of_another_optimizer() -> None:
     state = optax.sgd(0.1, 0.9).init(PARAMS)
-    with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+    with pytest.raises(ValueError, match="`state` must be of type `SPAState`, got tuple"):
         spa(0.1).update(PARAMS, state, PARAMS)
 
 
@@ -473,7 +473,7 @@ def test_bad_update(make: Any) -> None:
     with pytest.raises(ValueError, match="`updates` must have the shapes"):
         tx.update(jax.tree.map(lambda g: g[..., :1], grads), state, params)
     if make is spa:
-        with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+        with pytest.raises(ValueError, match="`state` must be of type `SPAState`, got tuple"):
             tx.update(grads, spa_adamw(0.1).init(params), params)
     else:
         with pytest.raises(ValueError, match="`state` must hold a full second moment"):
