@@ -15,6 +15,7 @@ import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
+from spa_optax._checks import KEY, STATE_DTYPE
 from spa_optax._precision import Seed, Stream, has_narrow, round_update, scaled, seeds_like
 from spa_optax._rescale import Ratio, Ratios, ratios, rescale
 from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
@@ -95,6 +96,8 @@ def transformation(
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
+    STATE_DTYPE.check(state_dtype=state_dtype)
+    KEY.optional().check(rounding_key=rounding_key)
     if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
     storage = _storage.storage_of(state_dtype)
