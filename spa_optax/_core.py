@@ -176,7 +176,7 @@ def advance(
     form, at_start = form_of(state.z), is_at_start(state)
     given = rule(state, y)
     p, delta = _for_params(given, state)
-    (eta, c, w, mu_y, p, delta, r, at_start, one) = shared(
+    (eta, c, w, mu_y, p, delta, r, at_start, opaque_one) = shared(
         (
             *given[:3],
             jnp.ones_like(given.eta) if given.mu_y is None else given.mu_y,
@@ -203,9 +203,9 @@ def advance(
     stored = _storage.encode(map_trained(itself, z_next, y), _add(y, u), seeds, state.z)
 
     count = jnp.asarray(optax.safe_increment(state.count))
-    # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
+    # Multiplied by a 1 that XLA cannot see, they are one kernel on a GPU.
     own = jax.tree.map(lambda new, old: new.astype(old.dtype), given.rule_state, state.rule_state)
-    of_state = [(scalar * one).astype(jnp.float32) for scalar in (eta, c, w, mu_y)]
+    of_state = [(scalar * opaque_one).astype(jnp.float32) for scalar in (eta, c, w, mu_y)]
     new_state = SPAState(count, stored, *of_state, rule_state=own)
 
     # Under jit this is computed only if observed.
