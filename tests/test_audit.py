@@ -255,34 +255,24 @@ def test_plot(
     plt.close(figure)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: theory.audit(1.0, 0.1, 0), "`num_steps` must be a concrete integer >= 1"),
-        (lambda: unchecked(theory.audit)(1.0, 0.1, 2.5), "`num_steps` must be a concrete integer"),
+def test_bad_input() -> None:
+    loose, audit, steps = unchecked(theory.audit), theory.audit, "`num_steps` must be a concrete"
+    nesterov = lambda: theory.audit_sgdm(0.1, 0.9, 10, nesterov=True, smoothness=1.0)
+    of_smoothness = lambda value: lambda: loose(1.0, 0.1, 9, smoothness=value)
+    for call, message in (
+        *((lambda n=n: loose(1.0, 0.1, n), f"{steps} integer >= 1") for n in (0, 2.5)),
         *(
-            (
-                lambda value=value: unchecked(theory.audit)(1.0, 0.1, 9, smoothness=value),
-                f"`smoothness` must be None or finite and > 0, got {value!r}",
-            )
+            (of_smoothness(value), f"`smoothness` must be None or finite and > 0, got {value!r}")
             for value in (0.0, np.inf, np.nan, "a", np.ones(2), True)
         ),
-        (
-            lambda: theory.audit_sgdm(0.1, 0.9, 10, nesterov=True, smoothness=1.0),
-            "`smoothness` must be None with Nesterov momentum, got 1.0",
-        ),
-        (lambda: theory.audit(-1.0, 0.1, 9), "`learning_rate` must be finite and >= 0, got -1.0"),
-        (lambda: theory.audit(1.0, 1.1, 9), "`averaging` must be in [0, 1], got 1.1"),
+        (nesterov, "`smoothness` must be None with Nesterov momentum, got 1.0"),
+        (lambda: audit(-1.0, 0.1, 9), "`learning_rate` must be finite and >= 0, got -1.0"),
+        (lambda: audit(1.0, 1.1, 9), "`averaging` must be in [0, 1], got 1.1"),
         (lambda: unchecked(spa)(stagewise(1.0, 0.1, [10])), "as in `spa(*stagewise(...))`"),
-    ],
-)
-def test_bad_input(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-def test_momentum_in_the_place_of_averaging_is_noticed() -> None:
-    for call in (lambda: theory.audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9)):
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    for call in (lambda: audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9)):
         with pytest.warns(UserWarning, match=r"0.9 means a momentum of 0.1"):
             call()
 
@@ -298,14 +288,13 @@ def test_figure_1(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     of = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
     assert len(rows) == 100
-    # (a) and (b): growth without bound by the recursion, none by the look-ahead.
-    assert of["(a) η forward"][99] == pytest.approx(3.7e4, rel=0.02)
-    assert of["(a) c forward"][99] < 1e-5
-    assert of["(b) η forward"][99] > 1e8
+    assert of["(b) η forward"][99] > 1e8  # growth without bound by the recursion
     for name, steps, expected in (
+        ("(a) η forward", [99], [3.7e4]),
         ("(a) η look-ahead", [99], [1.0]),
         ("(b) η look-ahead", [99], [5.0]),  # α/(1 − 0.8)
         ("(a) c look-ahead", [19], [0.526]),
+        ("(a) c forward", [99], [0]),
         ("(c) β", [19, 20, 21], [0.9, 9.0, 0.9]),  # a one-step spike of β
         ("(c) α", [19, 20], [1.0, 0.1]),
         ("(d) α", [18, 19, 20], [1.0, 10.0, 10.0]),
@@ -314,7 +303,7 @@ def test_figure_1(tmp_path: Path) -> None:
         ("(e) β", [19, 20, 99], [0.9, 0.0, 0.0]),
         ("(f) β", [99], [0.0]),  # no spikes, and it arrives
     ):
-        np.testing.assert_allclose(of[name][steps], expected, rtol=0.005, atol=1e-6)
+        np.testing.assert_allclose(of[name][steps], expected, rtol=0.02, atol=1e-5)
     assert of["(f) β"].max() < 1
     assert of["(f) α"].max() < 1.06
 
