@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import bases
-import chex
 import compiled
 import digits
 import equivalence
@@ -28,8 +27,6 @@ import update_cost
 import vision_transformer
 from flax import nnx
 from helpers import long
-
-from spa_optax import eval_params
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -343,33 +340,6 @@ def test_codes_of_8_bits() -> None:
         assert (codes[-1], 0 in codes, codes[0] < 0) == (1, True, signed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", bases.LEVELS)
-def test_z_in_4_bits(dtype: str) -> None:
-    """A row of one element has its own scale, so it is exact; else the mean over keys is z."""
-
-    def trained(params: jax.Array, num_steps: int, key: jax.Array, pack: bool) -> Any:
-        run = bases.Run(num_steps, key)
-        tx = bases.averaged(0.25, 0.5, optax.sgd(0.1), run, None)
-        tx, x = bases.in_4_bits(tx, key, dtype) if pack else tx, params
-        state = tx.init(x)
-        for _ in range(num_steps):
-            updates, state = tx.update(x, state, x)
-            x = optax.apply_updates(x, updates)
-        return x, (bases.z_from_4_bits(state, x) if pack else state).average.z
-
-    column, keys = jnp.linspace(-1, 1, 9)[:, None], jax.random.split(jax.random.key(0), 4_000)
-    exact, packed = (trained(column, 5, keys[0], pack) for pack in (False, True))
-    chex.assert_trees_all_close(packed, exact, rtol=5 * 3 * 2**-23)  # a few roundings a step
-    y, z = trained(column.T, 1, keys[0], False)
-    means = jax.vmap(lambda key: trained(column.T, 1, key, True)[1])(keys)
-    levels = bases.LEVELS[dtype]
-    spacing = np.max(np.diff(levels)) / levels[-1]
-    error = jnp.max(jnp.abs(z - y)) * spacing / 2  # the largest standard deviation
-    assert jnp.max(jnp.abs(means.mean(0) - z)) < 5 * error / len(keys) ** 0.5
-    assert jnp.max(jnp.abs(means[0] - z)) > error / 4
-
-
 def test_average_of_weights() -> None:
     """Beside float32 params it is the recursion itself, and training does not see it."""
     tx = bases.with_average(optax.sgd(0.5), 0.75, jnp.float32, jax.random.key(0))
@@ -380,21 +350,6 @@ def test_average_of_weights() -> None:
         x = optax.apply_updates(x, updates)
         e += 0.25 * (0.5**k - e)
         assert (float(x), float(state[2])) == (0.5**k, pytest.approx(e))
-
-
-def test_schedule_free_plus_is_schedule_free_after_its_warm_up() -> None:
-    """With r = 0: c = 1 for a warm-up, then 1/(k + 1) from there on."""
-    run = bases.Run(10, jax.random.key(0))
-    tx = bases.schedule_free_plus(optax.sgd(1.0), {"r": 0, "warm_ups": 1}, run)
-    y = jnp.array(8.0)
-    state, z, x = tx.init(y), 8.0, 8.0
-    for k in range(5):
-        updates, state = tx.update(jnp.array(1.0), state, y)
-        y = optax.apply_updates(y, updates)
-        z -= 1
-        c = 1 if k < 1 else 1 / k
-        x += c * (z - x)
-        assert float(eval_params(state, y)) == pytest.approx(x, rel=0.02)  # z is bfloat16
 
 
 @pytest.mark.slow
