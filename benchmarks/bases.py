@@ -6,13 +6,11 @@ base has every form, through `stochastic_rounding` and `primal_averaging` alone.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from spa_optax import (
@@ -21,7 +19,6 @@ from spa_optax import (
     in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
-    scale_by_second_moment,
     schedule_free_averaging,
     stochastic_rounding,
 )
@@ -56,12 +53,6 @@ class Base(NamedTuple):
 def finished(direction: Tx, rate: optax.Schedule) -> Tx:
     decay = optax.add_decayed_weights(DECAY)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
-
-
-def adam_full(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Adam's direction without its first moment."""
-    del momentum
-    return finished(scale_by_second_moment(B2, dtype=dtype, rounding_key=key), rate)
 
 
 def adam_factored(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -142,138 +133,13 @@ def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: 
     return optax.partition(rules, labels(kind))
 
 
-def scale(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Columns of gradients, scaled to a mean square of 1. Only the last layer has momentum.
-
-    Vectors have Adam's direction. Glentis et al., 2025, arXiv:2506.16659, Algorithm 1.
-    """
-
-    def columns(path: Any, g: jax.Array) -> jax.Array:
-        inputs = fan_in(path, g) or 1
-        axes = -1 if path[-2].key == "tokens" else tuple(range(inputs))  # used transposed
-        return g / (jnp.sqrt(jnp.mean(g * g, axes, keepdims=True)) + 1e-12)
-
-    def kind(path: Any, x: jax.Array) -> str:
-        if x.ndim == 1 or path[-1].key == "bias":
-            return "vector"
-        return "last" if path[-2].key in ("tokens", "classes") else "matrix"
-
-    ema = optax.ema(momentum, debias=False, accumulator_dtype=dtype)
-    normalized = optax.stateless(
-        lambda updates, _: jax.tree_util.tree_map_with_path(columns, updates)
-    )
-    rules: dict[Any, Tx] = {
-        "matrix": normalized,
-        "last": optax.chain(ema, normalized),
-        "vector": scale_by_second_moment(B2, dtype=dtype, rounding_key=key),
-    }
-    return finished(optax.partition(rules, labels(kind)), rate)
-
-
-def apollo_mini(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """A gradient times one number: how Adam would scale it, seen through a random projection.
-
-    Of kernels. The rest has AdamW. Zhu et al., 2024, arXiv:2412.05270, Algorithm 1, with rank 1,
-    α = √128, a new projection every 200 steps, and norms that grow by 1 % at most.
-    """
-    adam = optax.scale_by_adam(momentum, B2)
-
-    def project(path: Any, g: jax.Array, key: jax.Array) -> jax.Array:
-        n = fan_in(path, g)
-        matrix = g.reshape(math.prod(g.shape[:n]), -1)
-        short = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-        return jax.random.normal(key, short.shape[:1]) @ short
-
-    def init(params: Any) -> Any:
-        rows = jax.tree_util.tree_map_with_path(lambda p, x: project(p, x, key), params)
-        return adam.init(rows), jax.tree.map(lambda x: jnp.zeros([]), params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        of_adam, before = state
-        now = jax.random.fold_in(key, of_adam.count // 200)
-        keys = optax.tree.split_key_like(now, updates)
-        rows = jax.tree_util.tree_map_with_path(project, updates, keys)
-        scaled, of_adam = adam.update(rows, of_adam)
-        norm = lambda x: jnp.sqrt(jnp.sum(x * x)) + 1e-12
-        scale = lambda g, s, r: math.sqrt(128) * norm(s) / norm(r) * g
-        u = jax.tree.map(scale, updates, scaled, rows)
-        limit = lambda u, n: u * jnp.where(n > 0, jnp.minimum(1, 1.01 * n / norm(u)), 1)
-        u = jax.tree.map(limit, u, before)
-        return u, (of_adam, jax.tree.map(norm, u))
-
-    rules: dict[Any, Tx] = {
-        "kernel": finished(Tx(init, update), rate),  # pyright: ignore[reportArgumentType]
-        "other": adamw(rate, momentum, dtype, key),
-    }
-    kind = lambda path, x: "kernel" if fan_in(path, x) else "other"
-    return optax.partition(rules, labels(kind))
-
-
-def codes(signed: bool) -> np.ndarray:
-    """256 numbers up to 1, evenly spaced within a decade, and twice as many in each larger one."""
-
-    def decade(i: int) -> np.ndarray:
-        edges = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
-        return 10.0 ** (i - 6) * (edges[1:] + edges[:-1]) / 2
-
-    above = np.concatenate([decade(i) for i in range(7)])
-    return np.sort(np.concatenate([-above if signed else [], [0, 1], above])).astype(np.float32)
-
-
-def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Moments in 8 bits, in blocks of 256 with their largest value as the scale.
-
-    Without momentum it is Adam's direction. Dettmers et al., 8-bit Optimizers via Block-wise
-    Quantization, 2021, arXiv:2110.02861.
-    """
-    del dtype, key
-    adam = optax.scale_by_adam(0 if momentum is None else momentum, B2)
-
-    def pack(x: jax.Array, signed: bool) -> Any:
-        blocks = jnp.pad(x.ravel(), (0, -x.size % 256)).reshape(-1, 256)
-        largest = jnp.max(jnp.abs(blocks), 1, keepdims=True)
-        code = codes(signed)
-        between = (code[1:] + code[:-1]) / 2
-        scaled = blocks / jnp.where(largest > 0, largest, 1)
-        packed = jnp.searchsorted(between, scaled).astype(jnp.uint8)
-        return packed.ravel()[: x.size], largest.ravel()
-
-    def unpack(packed: Any, like: jax.Array, signed: bool) -> jax.Array:
-        values, largest = packed
-        scale = jnp.repeat(largest, 256, total_repeat_length=256 * len(largest))[: like.size]
-        return (jnp.asarray(codes(signed))[values] * scale).reshape(like.shape)
-
-    def store(state: Any) -> Any:
-        pack_tree = lambda tree, signed: jax.tree.map(lambda x: pack(x, signed), tree)
-        mu = pack_tree(state.mu, True) if momentum is not None else ()
-        return state.count, mu, pack_tree(state.nu, False)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        count, mu, nu = state
-        unpack_tree = lambda tree, signed: jax.tree.map(
-            lambda g, packed: unpack(packed, g, signed), updates, tree
-        )
-        mu = unpack_tree(mu, True) if mu else optax.tree.zeros_like(updates)
-        moments = optax.ScaleByAdamState(count, mu, unpack_tree(nu, False))
-        d, moments = adam.update(updates, moments, params)
-        return d, store(moments)
-
-    direction = Tx(lambda params: store(adam.init(params)), update)  # pyright: ignore[reportArgumentType]
-    return finished(direction, rate)
-
-
 BASES = {
-    "Adam, full": Base(adam_full, 0.004),
-    "Adam, 8 bits": Base(adamw_8_bits, 0.004),
     "Adam, factored": Base(adam_factored, 0.004),
     "AdamW": Base(adamw, 0.004, 0.8),
     "AdamW, factored": Base(adam_factored, 0.004, 0.8),
-    "AdamW, 8 bits": Base(adamw_8_bits, 0.004, 0.8),
     "Lion": Base(lion, 0.001, 0.95),
     "Muon": Base(muon, 0.016, 0.8),
     "Muon without momentum": Base(muon_without_momentum, 0.032),
-    "SCALE": Base(scale, 0.004, 0.9),
-    "APOLLO-Mini": Base(apollo_mini, 0.004, 0.8),
     "SGD": Base(sgd, 0.256, 0.9),
     "AdamW, factored, float8 m": Base(in_float8(adam_factored), 0.004, 0.8),
     "Lion, float8 m": Base(in_float8(lion), 0.001, 0.95),

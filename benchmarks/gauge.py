@@ -6,9 +6,9 @@ Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,
 CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and the decoder of bytes of
 language_model.py (with `spa_adamw`), each with a warm-up and a cosine. Prints gain over noise level
 and alignment of each layer, in the first twentieth of the steps, in the middle and in the last
-tenth: above 1 momentum pays there. Then the loss with momentum kept, dropped after so many steps,
-and dropped once the gauge of the whole has been at noise level for 100 steps. With --plot the
-curves are drawn. With --json a run that is in OUT, a line each, is not run again.
+tenth: above 1 momentum pays there. Then the loss with momentum kept, dropped after 150 steps, and
+without it. With --plot the curves are drawn. With --json a run that is in OUT, a line each, is not
+run again.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import language_model
 import low_precision
 import numpy as np
 import optax
-from paper.until_noise import until_noise
 from tqdm import tqdm
 
 from spa_optax import momentum_drop, scale_by_second_moment, spa, spa_adamw
@@ -41,7 +40,7 @@ from spa_optax.diagnostics import (
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
 C = {"digits": 0.1, "images": 0.1, "text": 0.2}
 PHASES = {"early": (0.0, 0.05), "middle": (0.3, 0.6), "late": (0.9, 1.0)}
-WAYS = ("kept", "dropped at 150", "dropped by the gauge", "without")
+WAYS = ("kept", "dropped at 150", "without")
 Make = Callable[[optax.Schedule, float], optax.GradientTransformation]
 Watch = Callable[[int, Any], None]
 
@@ -64,24 +63,16 @@ def train(task: str, make: Make, seed: int, watch: Watch, arguments: argparse.Na
     return grid.final(run({"rate": TASKS[task]}, seed))
 
 
-def optimizer(task: str, way: str, num_steps: int) -> Make:
+def optimizer(task: str, way: str, eta: optax.Schedule, c: float) -> optax.GradientTransformation:
     """Of a task, with momentum in one of the ways."""
-
-    def make(eta: optax.Schedule, c: float) -> optax.GradientTransformation:
-        if way == "kept":
-            last = spa(eta, c)
-        elif way == "without":
-            last = spa(eta, 1.0)
-        elif way == "dropped by the gauge":
-            last = until_noise(eta, c)
-        else:
-            last = spa(*momentum_drop(eta, c, min(150, num_steps), step_factor=1.01))
-        if task != "text":
-            return last
-        decay = optax.add_decayed_weights(bases.DECAY)
-        return optax.chain(scale_by_second_moment(bases.B2), decay, last)
-
-    return make
+    if way == "dropped at 150":
+        last = spa(*momentum_drop(eta, c, 150, step_factor=1.01))
+    else:
+        last = spa(eta, c if way == "kept" else 1.0)
+    if task != "text":
+        return last
+    decay = optax.add_decayed_weights(bases.DECAY)
+    return optax.chain(scale_by_second_moment(bases.B2), decay, last)
 
 
 def layer_of(params: Any) -> Any:
@@ -113,15 +104,9 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
 
 
 def drop(task: str, way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The final loss, and the count at which the gauge dropped momentum."""
-    dropped = {}
-
-    def watch(count: int, state: Any) -> None:
-        if way == "dropped by the gauge" and count % 50 == 49:
-            dropped["at"] = int(optax.tree.get(state, "dropped_at"))
-
-    loss = train(task, optimizer(task, way, 10**9), seed, watch, arguments)
-    return {"loss": loss, "dropped": dropped.get("at")}
+    """The final loss."""
+    make = functools.partial(optimizer, task, way)
+    return {"loss": train(task, make, seed, lambda count, state: None, arguments)}
 
 
 def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
@@ -158,10 +143,8 @@ def drop_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         for way, records in by_way.items():
             losses = [record["loss"] for record in records]
             less_kept = [loss - before for loss, before in zip(losses, kept, strict=True)]
-            at = [str(record["dropped"]) for record in records if record["dropped"] is not None]
-            cells = map(mean_and_error, (losses, less_kept))
-            rows.append([task, way, *cells, ", ".join(at)])
-    return common.markdown(["task", "momentum", "final loss", "− kept", "dropped at"], rows)
+            rows.append([task, way, *map(mean_and_error, (losses, less_kept))])
+    return common.markdown(["task", "momentum", "final loss", "− kept"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pooch
 from flax import nnx
+from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
@@ -135,15 +135,12 @@ SCHEMES = {
     "SPA, float32 z, stochastic": Scheme(
         BF16, lambda a, b, key: spa_from_sgdm(a, b, rounding_key=key)
     ),
-    "SPA, bfloat16 z, stochastic": Scheme(
-        BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=BF16, rounding_key=key)
-    ),
     **{
         f"SPA, {dtype.__name__} z, stochastic": Scheme(
             BF16,
             lambda a, b, key, dtype=dtype: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key),
         )
-        for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+        for dtype in (BF16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     },
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: rounding(sgd(a, b), nearest, key)),
     "SGD+M, float32 m, stochastic": Scheme(
@@ -189,30 +186,7 @@ def perceptron(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs))
 
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-RECORD = 1 + 3 * 32 * 32  # a label, and a red, green and blue plane
 NUM_IMAGES = 2_560
-BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]  # to train on; held out: "test_batch.bin"
-
-
-def read_cifar10(folder: Path, name: str = BATCHES[0]) -> tuple[np.ndarray, np.ndarray]:
-    """The images of a file of CIFAR-10, as bytes, and their labels; downloaded if not there."""
-    paths = [folder / name, folder / "cifar-10-batches-bin" / name]
-    if not any(path.exists() for path in paths):
-        members = [f"cifar-10-batches-bin/{member}" for member in (*BATCHES, "test_batch.bin")]
-        unpack = pooch.Untar(members=members, extract_dir=".")
-        pooch.retrieve(
-            URL, f"md5:{MD5}", "cifar-10-binary.tar.gz", folder, unpack, progressbar=True
-        )
-    path = next(path for path in paths if path.exists())
-    records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
-    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
-
-
-def scaled(images: Any) -> jax.Array:
-    """Bytes from −1 to 1."""
-    return (jnp.asarray(images, F32) / 255 - 0.5) / 0.5
 
 
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
@@ -221,8 +195,8 @@ def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
         rates = (0.01, 0.03, 0.1, 0.3, 1.0)
         data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
         return Task(perceptron, *data, 64, num_epochs or 107, rates)
-    images, labels = (array[:NUM_IMAGES] for array in read_cifar10(folder))
-    data = scaled(images), jnp.asarray(labels, jnp.int32)
+    images, labels = (array[:NUM_IMAGES] for array in read(folder, TRAIN[:1]))
+    data = normalize(images), jnp.asarray(labels, jnp.int32)
     return Task(ConvNet, *data, 32, num_epochs or 25, (0.01, 0.03, 0.1, 0.3))
 
 

@@ -1,7 +1,7 @@
 """The memory that training takes with each optimizer, by XLA, for decoders as large as Llama 3.
 
     pip install libtpu        # or 'jax[cuda12]', some 5 GB, for NVIDIA cards
-    python benchmarks/memory.py --target "8B on v5e-8" --json OUT --picture OUT.png
+    python benchmarks/memory.py --target "8B on v5e-8" --json OUT
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
 XLA's compilers run without the hardware, and refuse a program that does not fit. The program is a
@@ -27,7 +27,6 @@ card's limit, and that for a v6e for a v5e.
 With --json a program that is in OUT, a line each, is not compiled again.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -43,7 +42,6 @@ import common
 import compiled
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -148,27 +146,27 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
     of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
-    of_8_bits: dict[str, Any] = {**of_z, "state_dtype": jnp.float8_e4m3fn}
     factored: dict[str, Any] = {"second_moment": "factored"}
+    adamw = optax.adamw(1e-3)
     result = {
-        "AdamW, float32": (optax.adamw(1e-3), F32),
-        f"AdamW, float32{BF16_GRADIENTS}": (optax.adamw(1e-3), F32),
+        "AdamW, float32": (adamw, F32),
+        f"AdamW, float32{BF16_GRADIENTS}": (adamw, F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
-        "AdamW, bfloat16, float32 master copy": (with_master(optax.adamw(1e-3)), BF16),
+        "AdamW, bfloat16, float32 master copy": (with_master(adamw), BF16),
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
-        "spa_adamw, bfloat16": (spa_adamw(1e-3, rounding_key=key), BF16),
-        "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **of_z), BF16),
-        "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **of_z, **of_16_bits), BF16),
-        "spa_adamw, bfloat16 z, factored ν": (spa_adamw(1e-3, **of_z, **factored), BF16),
-        "gpa_adamw, bfloat16": (gpa_adamw(1e-3, rounding_key=key), BF16),
-        "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **of_z), BF16),
-        "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **of_z, **of_16_bits), BF16),
-        "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **of_z, **factored), BF16),
-        "gpa_adamw, 8-bit z, factored ν": (gpa_adamw(1e-3, **of_8_bits, **factored), BF16),
     }
+    stored: dict[str, dict[str, Any]] = {
+        "bfloat16": {"rounding_key": key},
+        "bfloat16 z": of_z,
+        "bfloat16 z and ν": of_z | {"second_moment": "bfloat16"},
+        "bfloat16 z, factored ν": of_z | factored,
+        "8-bit z, factored ν": of_z | factored | {"state_dtype": jnp.float8_e4m3fn},
+    }
+    for make in (spa_adamw, gpa_adamw):
+        for name, options in stored.items():
+            result[f"{make.__name__}, {name}"] = make(1e-3, **options), BF16
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
@@ -187,15 +185,20 @@ OF_LARGEST = [
     "AdamW, float32",
     f"AdamW, float32{IN_BACKWARD}",
     f"AdamW, float32{BF16_GRADIENTS}",
-    "AdamW, float32, bfloat16 m",
-    f"AdamW, float32, bfloat16 m{IN_BACKWARD}",
-    *("Adafactor, float32", f"Adafactor, float32{IN_BACKWARD}"),
-    *("Lion, bfloat16", f"Lion, bfloat16{IN_BACKWARD}"),
-    *("Muon, bfloat16", f"Muon, bfloat16{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z", f"gpa_adamw, bfloat16 z{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z and ν", f"gpa_adamw, bfloat16 z and ν{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z, factored ν", f"gpa_adamw, bfloat16 z, factored ν{IN_BACKWARD}"),
-    *("gpa_adamw, 8-bit z, factored ν", f"gpa_adamw, 8-bit z, factored ν{IN_BACKWARD}"),
+    *(
+        name + how
+        for name in (
+            "AdamW, float32, bfloat16 m",
+            "Adafactor, float32",
+            "Lion, bfloat16",
+            "Muon, bfloat16",
+            "gpa_adamw, bfloat16 z",
+            "gpa_adamw, bfloat16 z and ν",
+            "gpa_adamw, bfloat16 z, factored ν",
+            "gpa_adamw, 8-bit z, factored ν",
+        )
+        for how in ("", IN_BACKWARD)
+    ),
 ]
 
 
@@ -345,7 +348,7 @@ def gigabytes(message: str) -> float | None:
     return float(found[1] or found[2]) if found else None
 
 
-# ----------------------------------------------------------------------------------- table, picture
+# ------------------------------------------------------------------------------------------ tables
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -398,92 +401,28 @@ def largest(names: list[str], optimizers: list[str], found: common.Records) -> s
     return common.markdown(["optimizer", "bytes/param", *limits], rows)
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each target, a bar for each optimizer."""
-    num_bytes = {record["optimizer"]: record["bytes"] for record in records}
-    names = [name for name in choices() if name in num_bytes]
-    targets = list(dict.fromkeys(record["target"] for record in records))
-    figure, panels = plt.subplots(
-        1,
-        len(targets),
-        figsize=(3 + 2.4 * len(targets), 1 + 0.32 * len(names)),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, target in zip(panels[0], targets, strict=True):
-        of_target = [record for record in records if record["target"] == target]
-        limit = TARGETS[target].limit
-        end = max([limit, *(record["GiB"] or 0 for record in of_target)])
-        for record in of_target:
-            name, size = record["optimizer"], record["GiB"]
-            colour = "tab:blue" if name.startswith(("spa", "gpa")) else "0.45"
-            y, fitting, length = names.index(name), fits(record), size or end
-            axes.barh(y, length, color=colour, alpha=1 if fitting else 0.25)
-            text = "" if size is None else f"{size:.1f}"
-            text += "" if fitting else " out of memory"
-            inside = fitting and length > 0.25 * end
-            axes.text(
-                0.02 * end + (0 if inside or not fitting else length),
-                y,
-                text,
-                va="center",
-                color="white" if inside else "black" if fitting else "tab:red",
-                bbox=None if fitting else {"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )
-        axes.axvline(limit, color="tab:red", linestyle="--", zorder=0.5)
-        axes.set(title=target, xlabel=f"GiB a device, of {limit:.1f}", xlim=(0, 1.04 * end))
-    labels = [f"{name}: {num_bytes[name]:.0f} B" for name in names]
-    panels[0, 0].set_yticks(range(len(names)), labels)
-    panels[0, 0].invert_yaxis()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> str:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--target",
-        nargs="+",
-        choices=TARGETS,
-        metavar="NAME",
-        default=list(BY_OPTIMIZER),
-        help="what to train on what",
-    )
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=choices(),
-        metavar="NAME",
-        help="those to compare (default: all that the table is about)",
-    )
-    add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table of these")
-    add("--picture", type=Path, help="where to draw it")
+    add = functools.partial(parser.add_argument, nargs="+")
+    targets = list(BY_OPTIMIZER)
+    add("--target", choices=TARGETS, metavar="NAME", default=targets, help="what to train on what")
+    add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
+    add("--largest", choices=DEVICES, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
-    common.command_line.check_writable(parser, arguments, "picture")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
     found = common.Records(arguments.json, ("target", "optimizer"))
     if arguments.largest:
         text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
         print(text)
         return text
     by_default = [name for name in optimizers() if name not in RIVALS]
-    records, text = [], []
+    text = []
     for target in arguments.target:
         of_target = [
             found.get((target, optimizer), functools.partial(measure, target, optimizer))
             for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
         ]
         text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
-        records += of_target
-    if arguments.picture:
-        draw(records, arguments.picture)
     print("\n\n".join(text))
     return "\n\n".join(text)
 

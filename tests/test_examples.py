@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import bases
+import cifar_data
 import compiled
 import digits
 import equivalence
@@ -122,7 +123,6 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("equivalence", ["--json", "FILE/x"], "--json must be a file that can be written, got"),
         ("gauge", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         ("memory", ["--target", "abacus"], "invalid choice: 'abacus'"),
-        ("memory", ["--picture", "FOLDER"], "--picture must be a file that can be written, got"),
         ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
         ("language_model", ["--seeds", "-1"], "--seeds must be >= 0, got -1"),
         ("language_model", ["--jobs", "0"], "--jobs must be finite and > 0, got 0"),
@@ -162,7 +162,7 @@ def test_records_of_something_else(line: str, tmp_path: Path) -> None:
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
     out = tmp_path / "cost.json"
-    text = update_cost.main(["--rounds", "2", "--compiles", "1", "--json", str(out)])
+    text = update_cost.main(["--rounds", "2", "--json", str(out)])
     cost = json.loads(out.read_text())["two"]
     assert cost["optax.sgd(0.1, 0.9)"]["must_move"] == pytest.approx(20)
     assert cost["spa(1.0, 0.1)"]["must_move"] == pytest.approx(20, abs=0.01)
@@ -207,21 +207,6 @@ def test_low_precision(tmp_path: Path) -> None:
     assert ratios["SGD+M, float32 m"] > ratios["SPA, float32 z"]
     assert set(num_bytes.values()) == {3, 4, 6, 8, 10}
     assert num_bytes["SPA, bfloat16 z, stochastic"] == 4
-
-
-def test_images_of_low_precision(tmp_path: Path) -> None:
-    """By the published layout: a label, then the red, the green and the blue plane, by rows."""
-    records = np.zeros((2_560, 3_073), np.uint8)
-    records[4, 0], records[4, 1 + 1024 * 2 + 32 * 5 + 6] = 7, 255
-    path = tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin"
-    path.parent.mkdir()
-    path.write_bytes(records.tobytes())
-    for folder in (tmp_path, path.parent):
-        images, labels = low_precision.read_cifar10(folder)
-        assert images.shape == (2_560, 32, 32, 3)
-        assert images[4, 5, 6, 2] == 255
-        assert (images == 0).sum() == images.size - 1
-        assert (labels[4], labels.sum()) == (7, 7)
 
 
 SMALL = ["--width", "16", "--heads", "2", "--layers", "1"]
@@ -275,7 +260,7 @@ def test_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_vision_transformer(tmp_path: Path) -> None:
     """Learns the brightness of a quarter of the image from other images than it is validated by."""
     rng = np.random.default_rng(0)
-    for name in (*low_precision.BATCHES, "test_batch.bin"):
+    for name in cifar_data.TRAIN + cifar_data.TEST:
         labels = rng.integers(0, 2, 32, np.uint8)
         images = rng.integers(0, 100, (32, 3, 32, 32), np.uint8)
         images[:, :, :16, 16:] += labels[:, None, None, None] * np.uint8(150)
@@ -299,7 +284,7 @@ def params_of_a_decoder() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
-    [base if base in ("AdamW, 8 bits", "Muon, float8 m") else long(base) for base in bases.BASES],
+    [base if base in ("AdamW", "Muon, float8 m") else long(base) for base in bases.BASES],
 )
 def test_bases(base: str) -> None:
     """Every base descends in the simplest bowl, plain and averaged, and takes its bytes."""
@@ -321,23 +306,9 @@ def test_bases(base: str) -> None:
         assert optax.tree.norm(optax.tree.cast(y, jnp.float32)) < optax.tree.norm(params)
     size = optax.tree.size(params)
     assert num_bytes["averaged"] - num_bytes["bfloat16"] == pytest.approx(2 * size, abs=64)  # z
-    of_base = {
-        "Adam, full": 4,
-        "AdamW": 8,
-        "Lion": 4,
-        "SGD": 4,
-        "AdamW, 8 bits": 4,
-        "Lion, float8 m": 3,
-    }
+    of_base = {"AdamW": 8, "Lion": 4, "SGD": 4, "Lion, float8 m": 3}
     if base in of_base:
         assert num_bytes["bfloat16"] / size == pytest.approx(of_base[base], rel=0.03)
-
-
-def test_codes_of_8_bits() -> None:
-    for signed in (True, False):
-        codes = bases.codes(signed)
-        assert len(codes) == len(set(codes.tolist())) == 256
-        assert (codes[-1], 0 in codes, codes[0] < 0) == (1, True, signed)
 
 
 def test_average_of_weights() -> None:

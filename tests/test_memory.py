@@ -159,7 +159,7 @@ def test_no_collective_but_the_models(name: str) -> None:
     assert found["all-gather"] > 0
 
 
-# ------------------------------------------------------------------------------- table and picture
+# ------------------------------------------------------------------------------- tables
 
 
 def record(target: str, optimizer: str, **others: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def record(target: str, optimizer: str, **others: Any) -> dict[str, Any]:
     return {"target": target, "optimizer": optimizer} | found | others
 
 
-def test_table_and_picture_from_records(tmp_path: Path) -> None:
+def test_table_from_records(tmp_path: Path) -> None:
     """Nothing that was compiled is compiled again."""
     first, second = list(memory.BY_OPTIMIZER)[:2]
     names = ["AdamW, float32", "spa_adamw, bfloat16"]
@@ -179,17 +179,16 @@ def test_table_and_picture_from_records(tmp_path: Path) -> None:
         record(second, names[0], refused=True, GiB=None, collectives={}),
         record(second, names[1], GiB=96.0),  # not refused, but too large
     ]
-    out, picture = tmp_path / "out", tmp_path / "picture.png"
+    out = tmp_path / "out"
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = ["--target", first, second, "--optimizer", *names]
-    text = memory.main([*arguments, "--json", str(out), "--picture", str(picture)])
+    text = memory.main([*arguments, "--json", str(out)])
     assert f"{first}; jax 1.2.3" in text
     assert "| AdamW, float32 | 10.0 | 15.77 | out of memory | 0.50 |  | 61 |" in text
     row = "| spa_adamw, bfloat16 | 10.0 | 12.35 |  | 0.50 | 14 all-gather, 4 all-reduce | 61 |"
     assert row in text
     assert "| AdamW, float32 | 10.0 |  | out of memory |" in text
     assert "| spa_adamw, bfloat16 | 10.0 | 96.00 | out of memory |" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_largest_model_on_each_card(tmp_path: Path) -> None:

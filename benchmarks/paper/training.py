@@ -43,17 +43,9 @@ def make_steps(
 ) -> Steps:
     """Builds the functions of one batch, which the caller jits.
 
-    Args:
-      config: what to train.
-      make_model: from a key to a network with BatchNorm.
-      tx: the optimizer.
-      group: how many images BatchNorm takes its statistics from; None means the whole batch.
-
-    Returns:
-      init: from a seed to the state at step 0.
-      update: from a state, x and labels to the state after a step, and its metrics: the loss, and
-        where momentum is tracked the fields of `momentum_report` and c.
-      totals: from params, batch_stats, x and labels to the sums of losses and of right answers.
+    `make_model` is from a key to a network with BatchNorm, which takes its statistics from `group`
+    images, or from the whole batch. Metrics are the loss, and where momentum is tracked the fields
+    of `momentum_report` and c.
     """
     model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
     model.train()
@@ -88,7 +80,7 @@ def make_steps(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss}
-        if config.track or config.optimizer == "until-noise":
+        if config.track:
             metrics |= diagnostics.momentum_report(opt_state)._asdict()
             metrics["c"] = optax.tree.get(opt_state, "c")
         return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
