@@ -31,7 +31,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from spa_optax import eval_params, gpa, spa, spa_adamw, spa_from_sgdm
+from spa_optax import eval_params, spa, spa_adamw, spa_from_sgdm
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -52,7 +52,7 @@ def optimizers(num_steps: int) -> dict[str, optax.GradientTransformation]:
         "sgd": optax.chain(decay, optax.sgd(rate(0.25), momentum=0.9, nesterov=True)),
         "spa_from_sgdm": optax.chain(decay, spa_from_sgdm(rate(0.25), momentum=0.9, nesterov=True)),
         "spa": optax.chain(decay, spa(rate(2.5), averaging=0.1)),
-        "gpa": optax.chain(decay, gpa(rate(2.5), averaging=0.02, interpolation=0.9)),
+        "gpa": optax.chain(decay, spa(rate(2.5), averaging=0.02, interpolation=0.9)),
         "adamw": optax.adamw(rate(0.003), weight_decay=0.05),
         "spa_adamw": spa_adamw(rate(0.003), weight_decay=0.05),
     }

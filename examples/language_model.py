@@ -50,7 +50,7 @@ def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransform
     gauge = functools.partial(track_momentum, decay=0.95, every=max(1, num_steps // 500))
     return {
         "gpa_adamw": lambda: gauge(  # 4 bytes: params and z
-            spa_optax.gpa_adamw(
+            spa_optax.spa_adamw(
                 rate(0.008),
                 averaging=0.025,
                 b2=0.99,

@@ -3,9 +3,10 @@
     pip install '.[examples]' && python examples/one_card.py
 
 Trains a small Llama on the modules of Python's own library, as bytes, with bfloat16 params and
-`gpa_adamw`: 4 bytes a parameter with its state. No gradient of the whole model ever exists, as
-`spa_optax.update_in_backward` updates each layer as soon as its gradient is known. After 500 steps,
-two minutes on two CPU cores, the validation loss is 1.669 nats a byte (one seed).
+`spa_adamw`: 4 bytes a parameter with its state. No gradient of the whole model ever exists, as
+`update_in_backward` updates each layer as soon as its gradient is known. (LOMO: Lv et al., Full
+Parameter Fine-tuning for Large Language Models with Limited Resources, 2023, arXiv:2306.09782.)
+After 500 steps, two minutes on two CPU cores, the validation loss is 1.669 nats a byte (one seed).
 
 `--model 8B --batch 1 --length 2048` has the shapes of Llama 3 8B. By XLA's own figures a step takes
 32.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is 0.95. No card has run it
@@ -31,7 +32,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from spa_optax import eval_params, gpa_adamw, stochastic_rounding, update_in_backward
+from spa_optax import eval_params, spa_adamw, stochastic_rounding
 
 CHUNK = 256  # tokens of a sequence at a time in attention, and at most in the loss
 VALIDATION_BATCHES = 16
@@ -67,11 +68,12 @@ def optimizers(rate: Any) -> dict[str, Callable[[Any], optax.GradientTransformat
     key_of = functools.partial(jax.random.fold_in, jax.random.key(SEED))
     options: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
     return {
-        "gpa_adamw": lambda i: optax.chain(  # 4 bytes: params and z
+        "spa_adamw": lambda i: optax.chain(  # 4 bytes: params and z
             optax.clip_by_global_norm(1.0),  # of one layer
-            gpa_adamw(
+            spa_adamw(
                 rate,
                 averaging=0.05,
+                interpolation=0.9,
                 second_moment="factored",
                 state_dtype=bf16,
                 rounding_key=key_of(i),
@@ -163,6 +165,55 @@ def cross_entropy(
 
 
 # ---------------------------------------------------------------------------------------- training
+
+
+class ScannedLayers(NamedTuple):
+    """The functions of `update_in_backward`. L layers are stacked along the arrays' first axis."""
+
+    init: Callable[[Any], Any]  # layers → state
+    forward: Callable[[Any, Any], tuple[Any, Any]]  # layers, x → y, inputs
+    # layers, state, inputs, ∂loss/∂y → layers, state, ∂loss/∂x
+    backward: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]
+
+
+def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
+    """Trains layers that are scanned over, each updated as soon as its gradient is known.
+
+    Layer i = 0, …, L − 1 maps x_i to x_{i+1} with the params w_i. From the last to the first,
+
+        g_i, h_i = ∂(h_{i+1} · layer(x_i, w_i)) / ∂(w_i, x_i)        h_L = ∂loss/∂y
+        w_i ← w_i + u_i, where u_i is the update of `make_tx(i)` for g_i
+
+    These are the numbers of an ordinary step in which each layer has its own optimizer. But only
+    one gradient g_i is in memory at a time, and of the forward pass only the inputs x_i. Do not put
+    `optax.MultiSteps`, `optax.apply_if_finite` or `optax.contrib.sam` into `make_tx`.
+    """
+
+    def num_layers(layers: Any) -> int:
+        return len(jax.tree.leaves(layers)[0])
+
+    def init(layers: Any) -> Any:
+        return jax.vmap(lambda i, w: make_tx(i).init(w))(jnp.arange(num_layers(layers)), layers)
+
+    def forward(layers: Any, x: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(lambda x, w: (layer(x, w), x), x, layers)
+
+    def backward(layers: Any, state: Any, inputs: Any, dy: Any) -> tuple[Any, Any, Any]:
+        # Params and state are carried, not scanned over: XLA then writes each layer in its place.
+        def step(carry: Any, place: Any) -> tuple[Any, None]:
+            (dy, stacked), (i, x) = carry, place
+            w, of_tx = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), stacked)
+            dx, g = jax.vjp(layer, x, w)[1](dy)
+            u, of_tx = make_tx(i).update(g, of_tx, w)
+            new = optax.apply_updates(w, u), of_tx
+            put = lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0)
+            return (dx, jax.tree.map(put, stacked, new)), None
+
+        carry, places = (dy, (layers, state)), jnp.arange(num_layers(layers))
+        (dx, (layers, state)), _ = jax.lax.scan(step, carry, (places, inputs), reverse=True)
+        return layers, state, dx
+
+    return ScannedLayers(init, forward, backward)
 
 
 class Trainer(NamedTuple):
@@ -284,7 +335,7 @@ def main(argv: list[str] | None = None) -> float:
     )
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--model", choices=MODELS, default="tiny", help=f"its size {default}")
-    add("--optimizer", choices=optimizers(1.0), default="gpa_adamw", help=default)
+    add("--optimizer", choices=optimizers(1.0), default="spa_adamw", help=default)
     add("--rate", type=float, default=0.008, help=f"learning rate at its peak {default}")
     add("--batch", type=int, default=8, help=f"texts of a step {default}")
     add("--length", type=int, default=128, help=f"bytes of a text {default}")

@@ -1,17 +1,11 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
 from spa_optax import diagnostics as diagnostics, theory as theory
-from spa_optax._aliases import gpa_adamw as gpa_adamw, spa_adamw as spa_adamw
+from spa_optax._aliases import spa_adamw as spa_adamw
 from spa_optax._convert import convert as convert
 from spa_optax._core import SPAState as SPAState
-from spa_optax._family import (
-    eval_params as eval_params,
-    gpa as gpa,
-    reanchor as reanchor,
-    spa as spa,
-    spa_from_sgdm as spa_from_sgdm,
-)
-from spa_optax._layers import update_in_backward as update_in_backward
+from spa_optax._evaluate import eval_params as eval_params, reanchor as reanchor
+from spa_optax._family import spa as spa, spa_from_sgdm as spa_from_sgdm
 from spa_optax._schedules import (
     hyperparams_from_sgdm as hyperparams_from_sgdm,
     hyperparams_to_sgdm as hyperparams_to_sgdm,

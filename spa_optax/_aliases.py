@@ -1,4 +1,4 @@
-"""AdamW with primal averaging in place of its first moment: chains of the package's pieces."""
+"""AdamW with primal averaging in place of its first moment: a chain of the package's pieces."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,7 +9,7 @@ import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check
-from spa_optax._family import gpa, spa
+from spa_optax._family import spa
 from spa_optax._second_moment import scale_by_factored_second_moment, scale_by_second_moment
 from spa_optax._wrappers import in_float32
 
@@ -20,6 +20,7 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
+    interpolation: optax.ScalarOrSchedule = 1.0,
     *,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -34,7 +35,7 @@ def spa_adamw(
     With λ the weight decay, the direction d_k is
 
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
-        d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ x_k
+        d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
     AdamW scales an average of gradients; this averages scaled gradients, without bias correction.
     Rates and momenta are on AdamW's scale: averaging is 1 − b1, and a step is the learning rate
@@ -42,8 +43,15 @@ def spa_adamw(
 
         optax.chain(
             in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ))),
-            spa(learning_rate, averaging),
+            spa(learning_rate, averaging, interpolation),
         )
+
+    At μ_y = 1 the params are the point to evaluate and to save. Below 1 `eval_params` gives it;
+    with `schedule_free_averaging` this is then `optax.contrib.schedule_free_adamw` with b1 = μ_y.
+
+    GPA's authors also have Adam's first moment, one more buffer, and decay z:
+    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code forgets
+    the decay in y's own step, so its x is too large.
 
     z replaces the first moment and the float32 master copy. Params and state take these bytes per
     parameter, with bfloat16 params and a `rounding_key`:
@@ -58,6 +66,8 @@ def spa_adamw(
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. A share
+        1 − μ_y (1 − c) of each direction enters y at once; in AdamW that share is 1 − b1.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
@@ -72,7 +82,7 @@ def spa_adamw(
         also set `hyperparam_dtype` to float32: in bfloat16 a β₂ of 0.999 is 1.
 
     Returns:
-      An optax chain whose `update` needs `params` and keeps their dtype. Evaluate and save these.
+      An optax chain whose `update` needs `params` and keeps their dtype.
 
     Raises:
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
@@ -92,85 +102,9 @@ def spa_adamw(
     References:
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101. Defazio,
       Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Shazeer, Stern, Adafactor,
-      2018, arXiv:1804.04235, Sections 3 and 7.
+      2018, arXiv:1804.04235, Sections 3 and 7. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
     """
-    average = spa(learning_rate, averaging, state_dtype=state_dtype, rounding_key=rounding_key)
-    return _after_adam(average, b2, eps, weight_decay, mask, second_moment, rounding_key)
-
-
-def gpa_adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    averaging: optax.ScalarOrSchedule = 0.05,
-    interpolation: optax.ScalarOrSchedule = 0.9,
-    *,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: Mask = None,
-    second_moment: SecondMoment = "full",
-    state_dtype: DTypeLike | None = None,
-    rounding_key: PRNGKeyArray | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW with generalized primal averaging in place of its first moment.
-
-    This is `gpa` on the direction of `spa_adamw`, taken at y. With `schedule_free_averaging` as
-    averaging it is `optax.contrib.schedule_free_adamw` with b1 = μ_y.
-
-    The authors' GPA-AdamW also has Adam's first moment, one more buffer, and decays z:
-    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code forgets
-    the decay in y's own step, so its x is too large.
-
-    Args:
-      learning_rate: γ_k ≥ 0, a scalar or a schedule of the count k.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. A share
-        1 − μ_y (1 − c) of each direction enters y at once; in AdamW that share is 1 − b1.
-      b2: β₂ in [0, 1), as for `spa_adamw`.
-      eps: ε ≥ 0, as for `spa_adamw`.
-      weight_decay: λ ≥ 0, as for `spa_adamw`.
-      mask: which params to decay, as for `spa_adamw`.
-      second_moment: "full", "bfloat16" or "factored", as for `spa_adamw`.
-      state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, which 16-bit params need here: see `gpa`.
-
-    Returns:
-      An optax chain whose `update` needs `params`. Evaluate and save x, from `eval_params`.
-
-    Raises:
-      ValueError: as for `spa_adamw`.
-
-    Examples:
-      The first direction is the gradient's sign: z goes from 10 to 9, x half as far, y in between.
-
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from spa_optax import eval_params, gpa_adamw
-      >>> tx = gpa_adamw(1.0, averaging=0.5, interpolation=0.5, weight_decay=0.0)
-      >>> y = jnp.array(10.0)
-      >>> updates, state = tx.update(jnp.array(4.0), tx.init(y), y)
-      >>> y = optax.apply_updates(y, updates)
-      >>> print(f"{optax.tree.get(state, 'z'):.3f} {eval_params(state, y):.3f} {y:.3f}")
-      9.000 9.500 9.250
-
-    References:
-      As for `gpa` and `spa_adamw`. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
-    """
-    average = gpa(
-        learning_rate, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key
-    )
-    return _after_adam(average, b2, eps, weight_decay, mask, second_moment, rounding_key)
-
-
-def _after_adam(
-    average: optax.GradientTransformation,
-    b2: ArrayLike,
-    eps: ArrayLike,
-    weight_decay: optax.ScalarOrSchedule,
-    mask: Mask,
-    second_moment: SecondMoment,
-    rounding_key: PRNGKeyArray | None,
-) -> optax.GradientTransformationExtraArgs:
-    check(weight_decay=weight_decay, second_moment=second_moment)
+    check(weight_decay=weight_decay, second_moment=second_moment, state_dtype=state_dtype)
     if second_moment == "bfloat16" and rounding_key is None:
         raise ValueError('`rounding_key` must be given with `second_moment="bfloat16"`, got None')
     if second_moment == "factored":
@@ -179,6 +113,8 @@ def _after_adam(
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
+    narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
+    average = spa(learning_rate, averaging, interpolation, **narrow)
     return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 from optax import GradientTransformation, MultiSteps
 
-from spa_optax._trees import is_float, leaves_with_path
+from spa_optax._trees import is_trained, leaves_with_path
 
 
 def check(**arguments: Any) -> None:
@@ -49,7 +49,7 @@ def check_one_run(name: str, *counts: Any) -> None:
 def check_floats(name: str, tree: PyTree) -> None:
     """Raises ValueError unless the leaves are floating-point arrays, or None."""
     for path, leaf in leaves_with_path(tree):
-        if leaf is not None and not (hasattr(leaf, "dtype") and is_float(leaf)):
+        if leaf is not None and not (hasattr(leaf, "dtype") and is_trained(leaf)):
             got = f"{getattr(leaf, 'dtype', repr(leaf))} at {path or 'its root'}"
             raise ValueError(f"`{name}` must be floating-point arrays, got {got}")
 
@@ -154,7 +154,6 @@ _TABLE = (
     ("True or False", "nesterov mask", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0),
     (_FLOAT, "state_dtype", _is_state_dtype),
     ("one key of `jax.random`", "rounding_key key", _is_key),
-    ("a function", "layer make_tx", callable),
     ("a bool or a function", "per_leaf", lambda v: isinstance(v, bool) or callable(v)),
     ("a mapping from steps to reports", "reports", _are_reports),
     ("a gradient transformation", "base inner", lambda v: isinstance(v, GradientTransformation)),

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax._checks import check, check_one_run, is_surely
-from spa_optax._core import SPAState, StochasticRoundingState, times
+from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._nodes import (
@@ -25,19 +25,20 @@ from spa_optax._nodes import (
     with_base,
 )
 from spa_optax._optax_states import ADAM_OR_TRACE, SECOND_MOMENTS, RMSState
-from spa_optax._precision import wide_dtype
+from spa_optax._precision import scaled, wide_dtype
 from spa_optax._second_moment import factored_axes
 from spa_optax._storage import form_of, storage_of, trees_of, z_of
 from spa_optax._trees import (
     by_path,
     check_same_tree,
     copy,
-    is_float,
+    find_one,
+    is_trained,
     keys_of,
-    like,
-    only,
     scalar_of,
+    with_leaves,
 )
+from spa_optax._wrappers import StochasticRoundingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
 Given = SimpleNamespace  # x, the params by their paths, k, and the arguments of `convert`
@@ -164,16 +165,16 @@ def convert(
     new_params = params if new_params is None else new_params
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     given = Given(x=by_path(params), y=by_path(new_params), count=count, **others, **rates)
-    node, new_node = only(old_state, "old_state", *_FORMATS), only(into, "into", *_FORMATS)
+    node, new_node = find_one(old_state, "old_state", *_FORMATS), find_one(into, "into", *_FORMATS)
     for name, of in (("old_state", node), ("into", new_node)):
-        in_float8 = lambda leaf: is_float(leaf) and leaf.dtype.itemsize == 1
-        if any(map(in_float8, jax.tree.leaves(z_or_m(of)))) and type(of) is not SPAState:
+        in_float8 = lambda leaf: is_trained(leaf) and leaf.dtype.itemsize == 1
+        if any(map(in_float8, jax.tree.leaves(momentum_tree(of)))) and type(of) is not SPAState:
             raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
     (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
-    keys_of("old_state", [z_or_m(node)], params)
+    keys_of("old_state", [momentum_tree(node)], params)
     misfit = _check_mu_y(node, new_node)
-    (keys,) = keys_of("into", [z_or_m(new_node)], params)
-    if odd := sorted(set(keys) - set(by_path(z_or_m(node)))):
+    (keys,) = keys_of("into", [momentum_tree(new_node)], params)
+    if odd := sorted(set(keys) - set(by_path(momentum_tree(node)))):
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
     # The same base optimizer goes on as it is. Every other state must be known.
     base, new_base = base_of(old_state), base_of(into)
@@ -189,7 +190,7 @@ def convert(
     run: Any = None
     if not is_same or not (given.nu is None or given.nu is node):
         _warn_of_narrow_params(node, old, given)
-        run = read(node, by_path(z_or_m(node)), given)
+        run = read(node, by_path(momentum_tree(node)), given)
         run = run._replace(z={key: run.z[key] for key in keys})
     places = itertools.count()
 
@@ -198,20 +199,20 @@ def convert(
         if is_momentum(of, new_node):
             values = by_path(node)
             new = [values[path] for path in by_path(of)] if is_same else write(of, given, run)
-            nan = lambda leaf: jnp.where(misfit, jnp.nan, leaf) if is_float(leaf) else leaf
-            return like(of, new if is_surely(~misfit) else jax.tree.map(nan, new))
+            nan = lambda leaf: jnp.where(misfit, jnp.nan, leaf) if is_trained(leaf) else leaf
+            return with_leaves(of, new if is_surely(~misfit) else jax.tree.map(nan, new))
         if place in kept:
-            return like(of, kept[place])
+            return with_leaves(of, kept[place])
         if isinstance(of, SECOND_MOMENTS):
-            return like(of, _write_second_moment(of, given, run))
+            return with_leaves(of, _write_second_moment(of, given, run))
         field = count_field(of)
-        return of._replace(**{field: like(getattr(of, field), given.k)}) if field else of
+        return of._replace(**{field: with_leaves(getattr(of, field), given.k)}) if field else of
 
     state = map_nodes(moved, into)
-    return copy(with_base(state, like(new_base, base)) if is_same_base else state)
+    return copy(with_base(state, with_leaves(new_base, base)) if is_same_base else state)
 
 
-def z_or_m(node: Any) -> PyTree:
+def momentum_tree(node: Any) -> PyTree:
     """The tree of an optimizer's state that has a leaf for each parameter."""
     field, _, _ = _FORMATS[type(node)]
     tree = getattr(node, field)
@@ -313,7 +314,7 @@ def _snapshot(
     """The run at z_k = x_k − scale · m. The scalars are w, η and c, which are 0 at the start."""
     x = {key: given.x[key] for key in m}
     z = {key: x.astype(storage_of(None).dtype_of(x)) for key, x in x.items()}
-    z |= {key: z[key] - times(scale, m[key], z[key].dtype) for key in m if is_float(z[key])}
+    z |= {key: z[key] - scaled(scale, m[key], z[key].dtype) for key in m if is_trained(z[key])}
     w, eta, c = (jnp.where(given.k == 0, 0, scalar) for scalar in scalars)
     return Snapshot(given.k, z, w, eta, c, jnp.ones([]), nu)
 
@@ -350,9 +351,9 @@ def _check_moments_of_adam(node: Any, given: Given) -> None:
     pairs = zip(jax.tree.leaves(node.mu), jax.tree.leaves(node.nu), strict=True)
     # In 16 bits ν may be far off. 1.1 and 1e-30 are for rounding and underflow.
     excess = [
-        jnp.any(jnp.square(jnp.abs(m)).astype(v.dtype) > times(1.1 * limit, v, v.dtype) + 1e-30)
+        jnp.any(jnp.square(jnp.abs(m)).astype(v.dtype) > scaled(1.1 * limit, v, v.dtype) + 1e-30)
         for m, v in pairs
-        if is_float(v) and v.dtype.itemsize >= 4
+        if is_trained(v) and v.dtype.itemsize >= 4
     ]
     if is_surely(jnp.any(jnp.array(excess, bool)) & (b1**2 < b2)):
         raise ValueError(
@@ -367,8 +368,8 @@ def _warn_of_narrow_params(node: Any, old: list[Any], given: Given) -> None:
         type(of) is StochasticRoundingState for of in old
     ):
         return
-    moments = by_path(getattr(node, "nu", z_or_m(node)))
-    bits = lambda leaf: leaf.dtype.itemsize * 8 if is_float(leaf) else 0
+    moments = by_path(getattr(node, "nu", momentum_tree(node)))
+    bits = lambda leaf: leaf.dtype.itemsize * 8 if is_trained(leaf) else 0
     if any(0 < bits(given.x[key]) <= 16 < bits(moment) for key, moment in moments.items()):
         warnings.warn(
             "`params` should be the float32 master copy of the run if it has one, as its float32"
@@ -381,14 +382,14 @@ def _read_schedule_free(node: Any, z: ByPath, given: Given) -> Snapshot:
     mu_y, eta, total = _scalars(node.b1, node.max_lr, node.weight_sum)
     c = jnp.where(total > 0, eta**given.weight_power / jnp.where(total > 0, total, 1), 0)
     nu = _read_second_moment(given)
-    return Snapshot(given.k, z, eta * (1 - c) * mu_y, eta, c, mu_y, nu)
+    return Snapshot(given.k, z, eta * (1 - c), eta, c, mu_y, nu)
 
 
 def _read_spa(node: Any, z: ByPath, given: Given) -> Snapshot:
     w, eta, c, mu_y = _scalars(node.w, node.eta, node.c, node.mu_y)
     others = [by_path(tree) for tree in trees_of(node.z)[1:]]
     wide = lambda key: z_of(form_of(node.z), given.x[key], z[key], *(of[key] for of in others))
-    z = {key: wide(key) if is_float(given.x[key]) else leaf for key, leaf in z.items()}
+    z = {key: wide(key) if is_trained(given.x[key]) else leaf for key, leaf in z.items()}
     return Snapshot(given.k, z, w, eta, c, mu_y, _read_second_moment(given))
 
 
@@ -402,7 +403,7 @@ def _write_trace(node: Any, given: Given, run: Snapshot) -> PyTree:
     def m(key: str) -> Array:
         x, distance = given.x[key], _x_minus_z(run, given, key)
         m = jnp.where(known, distance / w.astype(distance.dtype), 0)
-        return m.astype(x.dtype) if is_float(x) else jnp.zeros_like(x)
+        return m.astype(x.dtype) if is_trained(x) else jnp.zeros_like(x)
 
     return list(map(m, run.z))
 
@@ -418,10 +419,10 @@ def _write_adam(node: Any, given: Given, run: Snapshot) -> PyTree:
     c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
 
     def moments(key: str) -> tuple[Array, Array]:
-        if not is_float(given.x[key]):
+        if not is_trained(given.x[key]):
             return jnp.zeros_like(given.x[key]), jnp.zeros_like(given.x[key])
         distance, nu = _x_minus_z(run, given, key), all_nu[key]
-        m = times(c_over_w, distance, distance.dtype) * (jnp.sqrt(nu) + given.eps)
+        m = scaled(c_over_w, distance, distance.dtype) * (jnp.sqrt(nu) + given.eps)
         return m * _bias(given.b1, k + 1, m), nu * _bias(given.b2, k, nu)
 
     pairs = [moments(key) for key in run.z]
@@ -449,10 +450,10 @@ def _write_schedule_free(node: Any, given: Given, run: Snapshot) -> PyTree:
 def _write_spa(node: Any, given: Given, run: Snapshot) -> PyTree:
     form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
     z = [
-        form.encode(run.z[key], given.y[key], None, *old) if is_float(run.z[key]) else old
+        form.encode(run.z[key], given.y[key], None, *old) if is_trained(run.z[key]) else old
         for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
     ]
-    saturated = [form.num_saturated(*arrays) for arrays in z if is_float(arrays[0])]
+    saturated = [form.num_saturated(*arrays) for arrays in z if is_trained(arrays[0])]
     if is_surely(jnp.any(jnp.array(saturated) > 0)):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
     return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
@@ -487,7 +488,7 @@ def _scalars_of_adam(given: Given, k: Array) -> tuple[Array, Array, Array]:
 
 def _without_bias(moment: ByPath, given: Given, decay: Any, k: Array) -> ByPath:
     """A moment as Adam uses it; 0 before the first step."""
-    wide = {key: v.astype(wide_dtype(v)) for key, v in moment.items() if is_float(given.x[key])}
+    wide = {key: v.astype(wide_dtype(v)) for key, v in moment.items() if is_trained(given.x[key])}
     return {key: v / _bias(decay, jnp.maximum(k, 1), v) for key, v in wide.items()}
 
 

@@ -1,6 +1,6 @@
-"""The update that the whole family shares. Its members differ only in their scalars.
+"""One update for the whole family. Its members differ only in their scalars.
 
-A member is a rule that maps the state to the `Scalars` of a step. `init` and `advance` do the rest.
+A member is a rule, from the state to the `Scalars` of a step. `init` and `advance` do the rest.
 """
 
 import dataclasses
@@ -15,85 +15,70 @@ import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
-from spa_optax._precision import (
-    Seed,
-    has_narrow,
-    round_update,
-    rounds_to,
-    seeds_like,
-)
-from spa_optax._storage import (
-    Form,
-    Storage,
-    form_of,
-    map_stored,
-    trees_of,
-)
+from spa_optax._precision import Seed, Stream, has_narrow, round_update, scaled, seeds_like
+from spa_optax._rescale import Ratio, Ratios, ratios, rescale
+from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
 from spa_optax._trees import (
     check_same_tree,
     is_array,
-    is_float,
     is_none,
+    is_trained,
     leaves_with_path,
-    map_floats,
+    map_trained,
     scalar_of,
 )
-from spa_optax._xla import select, shared
+from spa_optax._xla import shared
 
 
 class SPAState(NamedTuple):
     """State of every member. Its scalars are float32, whatever the params' dtype.
 
-    The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k except under `gpa`.
+    The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default interpolation of 1.
     """
 
     count: Int[Array, ""]  # k, the number of steps taken
     z: PyTree[Array]  # z_k, shaped like the params; in 16 bits or fewer a node of z_k − y_k
     eta: Float[Array, ""]  # η_{k−1}, of the last step: for inspection, not read by the update
     c: Float[Array, ""]  # c_k, of the last step: for inspection, not read by the update
-    w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (params − z_k) / w_k
-    mu_y: Float[Array, ""]  # μ_y, of the last step; 1 except under `gpa`
-
-
-class StochasticRoundingState(NamedTuple):
-    """State of `stochastic_rounding`."""
-
-    count: Int[Array, ""]  # the random bits depend on it
-    base: PyTree
+    w: Float[Array, ""]  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k
+    mu_y: Float[Array, ""]  # μ_y, of y_k
+    rule_state: PyTree[Array] = ()  # scalars that the member's rule keeps for itself
 
 
 class Scalars(NamedTuple):
-    """The scalars of one step; y are the params and g the incoming updates.
+    """The scalars of one step; g are the incoming updates, and z_0 = x_0.
 
-    z_k     ← y_k + r (z_k − y_k)                        at the start r = 0: z_0 = y_0
-    z_{k+1} = z_k − η g_k
-    y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k            p = c
+        z_k     ← x_k + r (z_k − x_k)
+        z_{k+1} = z_k − η g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
+
+    A field that is None leaves its term out of the program.
     """
 
     eta: Float[Array, ""]
     c: Float[Array, ""]
     w: Float[Array, ""]  # w_{k+1}, for the state
+    mu_y: Float[Array, ""] | None = None  # None: 1
     delta: Float[Array, ""] | None = None  # None: 0
-    p: Float[Array, ""] | None = None  # None: c
-    # r as a fraction: the w that the step requires of z_k, over the one that it has. None: 1
-    r: tuple[Float[Array, ""], Float[Array, ""]] | None = None
-    mu_y: Float[Array, ""] | None = None  # the μ_y of y_{k+1}. None: 1
+    r: Ratio | None = None  # None: 1
+    rule_state: PyTree[Array] = ()  # for the state
 
 
 Rule = Callable[[SPAState, PyTree], Scalars]  # from the state and the params
 
 
 class Step(NamedTuple):
-    """What a step did to x, for diagnostics: x_{k+1} − x_k = p (d_k − η g_k) − δ g_k."""
+    """What a step did to x, for diagnostics: x_{k+1} − x_k = c (d_k − η g_k) − δ g_k."""
 
     gradient: PyTree[Array]  # g_k
     distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
     rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
     saturated: PyTree[Array]  # how many elements of z are at the limit of what can be stored
     eta: Float[Array, ""]
-    p: Float[Array, ""]
+    c: Float[Array, ""]  # c_{k+1}
     delta: Float[Array, ""] | None
-    r: dict[str, Float[Array, ""]]  # for each precision of z − x; empty: 1
+    r: Ratios
     c_before: Float[Array, ""]  # c_k, of the last step
 
 
@@ -104,15 +89,20 @@ def transformation(
     rule: Rule,
     state_dtype: DTypeLike | None,
     rounding_key: PRNGKeyArray | None,
+    *,
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
+    rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """The member of the family that consists of a rule, and of μ_y at a count."""
+    """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
     if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
     storage = _storage.storage_of(state_dtype)
-    init_fn = functools.partial(init, storage=storage, rounding_key=rounding_key, mu_y_at=mu_y_at)
+    init_fn = functools.partial(
+        init, storage=storage, rounding_key=rounding_key, mu_y_at=mu_y_at, rule_state=rule_state
+    )
+    update = Update(rule, storage, rounding_key, jax.tree.structure(rule_state))
     # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
-    return optax.GradientTransformationExtraArgs(init_fn, Update(rule, storage, rounding_key))  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init_fn, update)  # pyright: ignore[reportArgumentType]
 
 
 def init(
@@ -120,6 +110,7 @@ def init(
     storage: Storage,
     rounding_key: PRNGKeyArray | None,
     mu_y_at: Callable[[Array], Array],
+    rule_state: PyTree[Array],
 ) -> SPAState:
     """The state at step 0, with z_0 = y_0."""
     _check_params(params)
@@ -134,73 +125,8 @@ def init(
     # All are separate arrays, so that all can be donated.
     zero = lambda: jnp.zeros([], jnp.float32)
     count = jnp.zeros([], jnp.int32)
-    return SPAState(count, z, zero(), zero(), zero(), jnp.array(mu_y_at(count), jnp.float32))
-
-
-def advance(
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree | None,
-    rule: Rule,
-    storage: Storage,
-    rounding_key: PRNGKeyArray | None,
-) -> tuple[PyTree, SPAState, Step]:
-    """One step: y_{k+1} − y_k, the new state, and what the step did."""
-    _check_state(state, params)
-    _storage.check("state.z", state.z, params, storage)
-    _check_updates(updates, state, params)
-    state = jax.tree.map(jnp.asarray, state)
-    g, y = _as_arrays(updates, state.z), _as_arrays(params, state.z)
-    given = rule(state, y)
-    scalars = given._replace(
-        p=given.c if given.p is None else given.p,
-        mu_y=jnp.ones_like(given.eta) if given.mu_y is None else given.mu_y,
-        r=None,
-    )
-    ratios = _ratios(given.r, state, y)
-    (eta, c, w, delta, p, _, mu_y), r, at_start, one = shared(
-        (scalars, ratios, is_at_start(state), jnp.ones_like(given.eta))
-    )
-    seeds = seeds_like(rounding_key, state.count, trees_of(state.z)[0])
-
-    # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
-    # two kernels of `spa_adamw`.)
-    form = form_of(state.z)
-    # z_k ← y_k + r (z_k − y_k)
-    z = _anchored(form, y, _storage.decode(y, state.z), r, at_start)
-    # z_{k+1} = z_k − η g_k
-    z_next = map_floats(lambda z, g: z - times(eta, g, z.dtype), z, g)
-    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
-    distance = lambda z, y: z if form.follows_params else z - y.astype(z.dtype)
-    u = _param_update(y, map_floats(distance, z_next, y), g, p, delta, seeds)
-    # From y + u, an output: XLA for TPU then makes one kernel of both.
-    itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
-    stored = _storage.encode(map_floats(itself, z_next, y), _add(y, u), seeds, state.z)
-
-    # Under jit this is computed only if observed.
-    d = map_floats(distance, z, y)
-    rounding = map_stored(_rounding_error, y, state.z, d)
-    saturated = map_stored(lambda form, _, *arrays: form.num_saturated(*arrays), y, state.z)
-    step = Step(g, d, rounding, saturated, eta, p, delta, r, state.c)
-    if given.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
-        over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
-        d, rounding = (map_floats(over_mu_y, tree) for tree in (d, rounding))
-        step = step._replace(distance=d, rounding=rounding, p=c, delta=None)
-    count = jnp.asarray(optax.safe_increment(state.count))
-    # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
-    of_state = ((scalar * one).astype(jnp.float32) for scalar in (eta, c, w, mu_y))
-    return u, SPAState(count, stored, *of_state), step
-
-
-def z_now(state: SPAState, params: PyTree) -> PyTree:
-    """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
-    _check_state(state, params)
-    _storage.check_readable("state.z", state.z, params)
-    state = jax.tree.map(jnp.asarray, state)
-    y = _as_arrays(params, state.z)
-    z = map_stored(_storage.z_of, y, state.z)
-    z = _anchored(form_of(state.z), y, z, {}, is_at_start(state))
-    return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
+    mu_y, own = jnp.array(mu_y_at(count), jnp.float32), jax.tree.map(jnp.array, rule_state)
+    return SPAState(count, z, zero(), zero(), zero(), mu_y, own)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,6 +136,7 @@ class Update:
     rule: Rule
     storage: Storage
     rounding_key: PRNGKeyArray | None
+    rule_state: Any  # its structure
 
     def __call__(
         self,
@@ -222,10 +149,99 @@ class Update:
     ) -> tuple[PyTree, SPAState]:
         """`advance`, as Optax calls it. The extra argument `observe` is called with the step."""
         del extra_args
-        u, state, step = advance(updates, state, params, self.rule, self.storage, self.rounding_key)
+        _check_state(state, params)
+        _storage.check("state.z", state.z, params, self.storage)
+        if jax.tree.structure(state.rule_state) != self.rule_state:
+            raise ValueError(
+                f"`state.rule_state` must be this member's, {self.rule_state}, got"
+                f" {jax.tree.structure(state.rule_state)}"
+            )
+        _check_updates(updates, state, params)
+        u, state, step = advance(updates, state, params, self.rule, self.rounding_key)
         if observe is not None:
             observe(step)
         return u, state
+
+
+def advance(
+    updates: PyTree, state: SPAState, params: PyTree, rule: Rule, rounding_key: PRNGKeyArray | None
+) -> tuple[PyTree, SPAState, Step]:
+    """One step: y_{k+1} − y_k, the new state, and what the step did."""
+    state = jax.tree.map(jnp.asarray, state)
+    g, y = _as_arrays(updates, state.z), _as_arrays(params, state.z)
+    form, at_start = form_of(state.z), is_at_start(state)
+    given = rule(state, y)
+    p, delta = _for_params(given, state)
+    (eta, c, w, mu_y, p, delta, r, at_start, one) = shared(
+        (
+            *given[:3],
+            jnp.ones_like(given.eta) if given.mu_y is None else given.mu_y,
+            p,
+            delta,
+            ratios(given.r, y, form, at_start),
+            at_start,
+            jnp.ones_like(given.eta),
+        )
+    )
+    seeds = seeds_like(rounding_key, state.count, trees_of(state.z)[0], Stream.PARAMS_AND_Z)
+
+    # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
+    # two kernels of `spa_adamw`.)
+    # z_k ← y_k + r (z_k − y_k)
+    z = rescale(form, y, _storage.decode(y, state.z), r, at_start)
+    # z_{k+1} = z_k − η g_k
+    z_next = map_trained(lambda z, g: z - scaled(eta, g, z.dtype), z, g)
+    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
+    distance = lambda z, y: z if form.follows_params else z - y.astype(z.dtype)
+    u = _param_update(y, map_trained(distance, z_next, y), g, p, delta, seeds)
+    # From y + u, an output: XLA for TPU then makes one kernel of both.
+    itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
+    stored = _storage.encode(map_trained(itself, z_next, y), _add(y, u), seeds, state.z)
+
+    count = jnp.asarray(optax.safe_increment(state.count))
+    # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
+    own = jax.tree.map(lambda new, old: new.astype(old.dtype), given.rule_state, state.rule_state)
+    of_state = [(scalar * one).astype(jnp.float32) for scalar in (eta, c, w, mu_y)]
+    new_state = SPAState(count, stored, *of_state, rule_state=own)
+
+    # Under jit this is computed only if observed.
+    d = map_trained(distance, z, y)
+    rounding = map_stored(_rounding_error, y, state.z, d)
+    saturated = map_stored(lambda form, _, *arrays: form.num_saturated(*arrays), y, state.z)
+    if given.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
+        over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
+        d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
+    return u, new_state, Step(g, d, rounding, saturated, eta, c, given.delta, r, state.c)
+
+
+def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:
+    """P and δ with which y follows x: y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k.
+
+    z_k − y_k = μ (z_k − x_k) with the μ of y_k. If μ_y changes by a factor ρ, replace 1 − c by
+    ρ (1 − c).
+    """
+    eta, c, _, mu_y, delta, *_ = scalars
+    if mu_y is None:
+        return c, delta
+    before = state.mu_y
+    same = is_at_start(state) | (mu_y.astype(jnp.float32) == before)
+    change = mu_y / jnp.where(before > 0, before, 1).astype(mu_y.dtype) - 1  # ρ − 1
+    change -= jnp.where(same, jax.lax.stop_gradient(change), 0)  # its derivative is kept
+    of_z = eta * (1 - c) * (1 + change - mu_y)
+    return c - (1 - c) * change, of_z if delta is None else of_z + mu_y * delta
+
+
+def current_z(state: SPAState, params: PyTree) -> PyTree:
+    """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
+    _check_state(state, params)
+    check_same_tree("state.z", trees_of(state.z)[0], "params", params)
+    _storage.check_readable("state.z", state.z, params)
+    state = jax.tree.map(jnp.asarray, state)
+    y, form = _as_arrays(params, state.z), form_of(state.z)
+    z = map_stored(_storage.z_of, y, state.z)
+    if not form.follows_params:
+        z = rescale(form, y, z, {}, is_at_start(state))
+    return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
 
 
 # ------------------------------------------------------------------------------------------ leaves
@@ -238,11 +254,6 @@ def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:
     """
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
     return jax.tree.map(array, tree, trees_of(z)[0], is_leaf=is_none)
-
-
-def times(scalar: Array, leaf: Array, dtype: Any) -> Array:
-    """A product, computed in a dtype."""
-    return scalar.astype(dtype) * leaf.astype(dtype)
 
 
 def is_at_start(state: SPAState) -> Bool[Array, ""]:
@@ -262,19 +273,22 @@ def _param_update(
 ) -> PyTree:
     """y_{k+1} − y_k = p d − δ g_k, with y_{k+1} rounded to the params' dtype."""
 
-    def update(y: Any, d: Any, g: Any, seed: Seed | None) -> Array | None:
+    def leaf(y: Any, d: Any, g: Any, seed: Seed | None) -> Array | None:
         if d is None:
             return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
-        u = times(p, d, d.dtype)
+        u = scaled(p, d, d.dtype)
         if delta is not None:
-            u -= times(delta, g, d.dtype)
+            u -= scaled(delta, g, d.dtype)
         return round_update(u, y, seed, low_bits=True)
 
-    return jax.tree.map(update, y, d, g, seeds, is_leaf=is_none)
+    return jax.tree.map(leaf, y, d, g, seeds, is_leaf=is_none)
 
 
 def _add(y: PyTree, u: PyTree) -> PyTree:
     return jax.tree.map(lambda y, u: y if u is None else y + u, y, u, is_leaf=is_none)
+
+
+# ------------------------------------------------------------------------------------------ checks
 
 
 def _check_params(params: PyTree) -> None:
@@ -284,7 +298,7 @@ def _check_params(params: PyTree) -> None:
                 f"`params` must be a tree of arrays, got a `{type(leaf).__name__}` at"
                 f" {path or 'its root'}. For an Equinox model use `eqx.filter(model, eqx.is_array)`"
             )
-        if not path and leaf is not None and not is_float(leaf):
+        if not path and leaf is not None and not is_trained(leaf):
             dtype = jnp.result_type(leaf)
             raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
 
@@ -294,7 +308,6 @@ def _check_state(state: Any, params: PyTree | None) -> None:
         raise ValueError("`params` must be passed to `update`, got None")
     if not isinstance(state, SPAState):
         raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
-    check_same_tree("state.z", trees_of(state.z)[0], "params", params)
     check_scalars("state", state)
 
 
@@ -314,91 +327,3 @@ def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
         if g is not None and z is None:
             at = path or "its root"
             raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
-
-
-# ---------------------------------------------------- z_k ← y_k + r (z_k − y_k), and XLA's limits
-
-
-def _ratios(
-    r: tuple[Float[Array, ""], Float[Array, ""]] | None, state: SPAState, params: PyTree
-) -> dict[str, Float[Array, ""]]:
-    """The r for each precision of z − y, if a step has one; 0 at the start and for a restart.
-
-    Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
-    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
-    """
-    if r is None:
-        return {}
-    (required, held), result = r, {}
-    follows_params = form_of(state.z).follows_params
-    # Sorted, since every process must compile the same program.
-    precisions = map_floats(lambda y: "float32" if follows_params else str(y.dtype), params)
-    for dtype in sorted(set(jax.tree.leaves(precisions))):
-        restarts = is_at_start(state) | (required * float(jnp.finfo(dtype).eps) ** 0.5 > held)
-        # With the division last, XLA on CPU does it once, not in every kernel.
-        result[dtype] = jnp.where(restarts, 0, required) / held
-    return result
-
-
-def _rescale(
-    y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
-) -> PyTree:
-    """y_k + r (z_k − y_k), or y_0 without an r."""
-
-    def rescale(z: Array, y: Array) -> Array:
-        new = y.astype(z.dtype)
-        if r:
-            new += times(r[str(y.dtype)], z - new, z.dtype)
-        if y.dtype == z.dtype:
-            return new
-        # Params may be replaced between `init` and the first step: z_0 then comes from the new
-        # ones. But z stays where it rounds to y, since master weights are made by calling `init` on
-        # float32 params that are cast afterwards.
-        return select(at_start & rounds_to(z, y), z, new)
-
-    return map_floats(rescale, z, y)
-
-
-def _anchored(
-    form: Form,
-    y: PyTree,
-    z: PyTree,
-    r: dict[str, Float[Array, ""]],
-    at_start: Bool[Array, ""],
-) -> PyTree:
-    """z_k, moved to y_k + r (z_k − y_k) if a step has an r, and at the start to y_0.
-
-    A difference is r (z_k − y_k), and 0 at the start from whatever params.
-    """
-    if form.follows_params:
-        return map_floats(lambda d: times(r["float32"], d, d.dtype), z) if r else z
-    return (_rescale_or_select if r else _select_z)(y, z, r, at_start)
-
-
-def _select_z(
-    y: PyTree, z: PyTree, r: dict[str, Float[Array, ""]], at_start: Bool[Array, ""]
-) -> PyTree:
-    """`_rescale`, but z_k itself where r = 1 or, without an r, after the start.
-
-    The predicate is a scalar, so XLA on CPU makes two loops and nearly always runs the one that
-    does not read y. It is as fast as `optax.sgd`; reading y took 1.1 to 1.3 times as long.
-    `lax.cond` is as fast if everything is donated, but otherwise copies z (1.23 to 1.30), and on a
-    GPU the host would wait for it.
-    """
-
-    def keep(z: Array, y: Array, rescaled: Array) -> Array:
-        # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller windows.
-        moves = r[str(y.dtype)] != 1 if r else at_start
-        return select(moves, rescaled, z)
-
-    return map_floats(keep, z, y, _rescale(y, z, r, at_start))
-
-
-_rescale_or_select = jax.custom_jvp(_select_z)
-
-
-@_rescale_or_select.defjvp
-def _(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-    """The derivative of `_rescale`, since z_k depends on r at r = 1 too."""
-    _, tangent = jax.jvp(_rescale, primals, tangents)
-    return _rescale_or_select(*primals), tangent

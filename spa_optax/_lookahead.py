@@ -138,7 +138,7 @@ def sgdm_scalars(
     shift = jnp.where(w_stored > 0, shift, 0)
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     delta = alpha * (1 - c) if nesterov else None
-    return Scalars(eta, c, w, delta, r=(w_k + shift * w_k, w_k))
+    return Scalars(eta, c, w, delta=delta, r=(w_k + shift * w_k, w_k))
 
 
 def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:

@@ -9,7 +9,6 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
-from spa_optax._core import StochasticRoundingState
 from spa_optax._optax_states import (
     COUNTS,
     DIRECTIONS,
@@ -19,7 +18,7 @@ from spa_optax._optax_states import (
     SKIPS_UPDATES,
 )
 from spa_optax._trees import find, is_array, replace
-from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState
+from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState, StochasticRoundingState
 from spa_optax.diagnostics._track import TrackMomentumState
 
 # The registry, with our own states.

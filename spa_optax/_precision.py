@@ -3,6 +3,7 @@
 Stochastic rounding picks one of the two neighbours of a number at random, without bias.
 """
 
+import enum
 import functools
 from typing import Any
 
@@ -10,15 +11,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
-from spa_optax._trees import is_float
+from spa_optax._trees import is_trained
 
 Seed = UInt32[Array, ""]
+
+
+class Stream(enum.IntEnum):
+    """What random words are for; each kind has its own."""
+
+    PARAMS_AND_Z = 0
+    SECOND_MOMENT = 1
+    MOMENTUM = 2
 
 
 def has_narrow(params: PyTree) -> bool:
     """Whether there are params of 16 bits or fewer, for which z is a master copy."""
     is_narrow = lambda x: jnp.result_type(x).itemsize <= 2 and 0 not in getattr(x, "shape", ())
-    return any(is_float(x) and is_narrow(x) for x in jax.tree.leaves(params))
+    return any(is_trained(x) and is_narrow(x) for x in jax.tree.leaves(params))
 
 
 def wide_dtype(*arrays: Array) -> Any:
@@ -27,11 +36,16 @@ def wide_dtype(*arrays: Array) -> Any:
         return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
 
 
+def scaled(scalar: Array, leaf: Array, dtype: Any) -> Array:
+    """A product, computed in a dtype."""
+    return scalar.astype(dtype) * leaf.astype(dtype)
+
+
 def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
 
     def leaf(x: Any) -> Any:
-        if not is_float(x):
+        if not is_trained(x):
             return None
         dtype = jnp.result_type(x)
         dtype = jnp.float32 if dtype.itemsize <= 2 else dtype
@@ -55,13 +69,13 @@ def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) 
 
 
 def seeds_like(
-    key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: int = 0
+    key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: Stream
 ) -> PyTree:
     """A random word for each leaf at a step, or None without a key."""
     leaves, structure = jax.tree.flatten(tree)
     if key is None:
         return structure.unflatten([None] * len(leaves))
-    key = jax.random.fold_in(jax.random.fold_in(key, count), stream)
+    key = jax.random.fold_in(jax.random.fold_in(key, count), int(stream))
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     words = jax.lax.optimization_barrier(jax.random.bits(key, (len(leaves),), jnp.uint32))
     return structure.unflatten(list(words))

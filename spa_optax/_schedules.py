@@ -262,7 +262,7 @@ def schedule_free_averaging(
     *,
     weight_power: float = 2.0,
 ) -> optax.Schedule:
-    """The averaging that makes `gpa` Schedule-Free, for a rate with a warm-up.
+    """The averaging that makes `spa` Schedule-Free, for a rate with a warm-up.
 
     x is the mean of all z so far, each weighted by the largest rate until then, to the power p
     (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4):
@@ -271,7 +271,7 @@ def schedule_free_averaging(
 
     Without a warm-up c_{k+1} is 1/(k + 1). `optax.contrib.schedule_free` reads the rate for its
     weights one count later than for its steps: to reproduce it, pass `lambda k: rate(k + 1)` here,
-    and `rate` to `gpa`.
+    and `rate` to `spa`.
 
     Args:
       learning_rate: a number γ, whose warm-up is taken as γ (k + 1)/`num_warmup_steps`; or γ_k ≥ 0,
@@ -290,12 +290,12 @@ def schedule_free_averaging(
       Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
 
       >>> import jax.numpy as jnp
-      >>> from spa_optax import gpa_adamw, schedule_free_averaging
+      >>> from spa_optax import schedule_free_averaging, spa_adamw
       >>> rate = lambda k: 0.1 * jnp.minimum((k + 1) / 2, 1)
       >>> c = schedule_free_averaging(rate, num_warmup_steps=2)
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
-      >>> tx = gpa_adamw(rate, c)
+      >>> tx = spa_adamw(rate, c, interpolation=0.9)
     """
     check(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps)
     check(weight_power=weight_power)

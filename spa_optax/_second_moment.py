@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check, check_floats, is_plain_number
 from spa_optax._optax_states import RMSState
-from spa_optax._precision import rounded, seeds_like, wide_dtype
+from spa_optax._precision import Stream, rounded, seeds_like, wide_dtype
 from spa_optax._trees import check_same_tree, is_none
 from spa_optax._xla import sharded_like
 
@@ -62,7 +62,7 @@ def scale_by_second_moment(
             "`rounding_key` must be given with a 16-bit `dtype`, got None: rounded to nearest, the"
             " second moment would not change"
         )
-    b2, eps = _plain(b2), _plain(eps)
+    b2, eps = _as_python(b2), _as_python(eps)
 
     def init_fn(params: PyTree) -> Any:
         check_floats("params", params)
@@ -75,7 +75,9 @@ def scale_by_second_moment(
         check_same_tree("state.nu", state.nu, "updates", updates)
         state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
         count = state.count
-        seeds = seeds_like(None if dtype is None else rounding_key, count, state.nu, stream=1)
+        seeds = seeds_like(
+            None if dtype is None else rounding_key, count, state.nu, Stream.SECOND_MOMENT
+        )
         k = jnp.asarray(optax.safe_increment(count))
         old = jax.tree.map(lambda v: v.astype(wide_dtype(v)), state.nu)
         nu = optax.tree.update_moment_per_elem_norm(updates, old, b2, 2)
@@ -132,7 +134,7 @@ def scale_by_factored_second_moment(
       Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
     check(b2=b2, eps=eps, power=power, min_dim_size_to_factor=min_dim_size_to_factor)
-    b2, eps, rho = _plain(b2), _plain(eps), _plain(power)
+    b2, eps, rho = _as_python(b2), _as_python(eps), _as_python(power)
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
     real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
@@ -187,7 +189,7 @@ class _Factored(NamedTuple):
     v: Any
 
 
-def _plain(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     """A number as Python's. One of NumPy would make ν float64 under x64."""
     return value if value is None or not is_plain_number(value) else float(value)
 

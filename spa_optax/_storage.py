@@ -17,10 +17,10 @@ from spa_optax._precision import Seed, rounded, wide_dtype
 from spa_optax._trees import (
     by_path,
     check_same_tree,
-    is_float,
     is_none,
+    is_trained,
     leaves_with_path,
-    map_floats,
+    map_trained,
 )
 from spa_optax._xla import sharded_like
 
@@ -142,7 +142,7 @@ class Storage(NamedTuple):
     def dtype_of(self, y: Any) -> Any:
         """The dtype of the arrays of a parameter."""
         dtype = jnp.result_type(y)
-        if not is_float(y):
+        if not is_trained(y):
             return dtype
         if self.dtype is None:
             return jnp.dtype(jnp.float32) if dtype.itemsize <= 2 else dtype
@@ -174,7 +174,7 @@ def init(params: PyTree, storage: Storage) -> PyTree:
     def start(y: Any) -> tuple[Array | None, ...]:
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first update takes it
             y = jnp.zeros(y.shape, y.dtype)
-        if is_float(y):
+        if is_trained(y):
             return storage.form.start(y, storage.dtype_of(y))
         return tuple(None if y is None else jnp.array(y) for _ in range(_num_fields(storage.form)))
 
@@ -208,7 +208,7 @@ def map_stored(function: Callable[..., Any], params: PyTree, z: PyTree, *trees: 
     The result is None for integers, and where a tree is None.
     """
     of_leaf = lambda *leaves: function(form_of(z), *leaves)
-    return map_floats(of_leaf, params, *trees_of(z), *trees)
+    return map_trained(of_leaf, params, *trees_of(z), *trees)
 
 
 def check(name: str, z: PyTree, params: PyTree, storage: Storage) -> None:
@@ -221,7 +221,7 @@ def check(name: str, z: PyTree, params: PyTree, storage: Storage) -> None:
         check_same_tree(name, trees_of(z)[0], "params", params)
     trees = map(_leaves, trees_of(z))
     for (path, y), *arrays in zip(leaves_with_path(params), *trees, strict=False):
-        if not is_float(y) or arrays[0] is None:
+        if not is_trained(y) or arrays[0] is None:
             continue
         dtypes = tuple(jnp.result_type(array) for array in arrays)
         expected = _dtypes(storage, jnp.shape(y), jnp.result_type(y))
@@ -242,7 +242,7 @@ def check_readable(name: str, z: PyTree, params: PyTree) -> None:
     for path, leaf in (
         by_path(trees_of(z)[0]).items() if isinstance(form, (Itself, Difference)) else ()
     ):
-        if not is_float(leaf):
+        if not is_trained(leaf):
             continue
         expected = ITSELF if jnp.iscomplexobj(leaf) else storage_of(leaf.dtype).form
         of_complex = jnp.iscomplexobj(y.get(path, leaf))

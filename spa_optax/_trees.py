@@ -20,12 +20,12 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def is_float(x: Any) -> bool:
+def is_trained(x: Any) -> bool:
     """Whether a leaf is a real or complex floating-point array; other leaves are not trained."""
     return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def map_floats(
+def map_trained(
     function: Callable[..., Any], tree: PyTree, *trees: PyTree, otherwise: PyTree = None
 ) -> PyTree:
     """`jax.tree.map` over floating-point leaves of the first tree that all others have too.
@@ -34,8 +34,9 @@ def map_floats(
     """
 
     def leaf(first: Any, other: Any, *rest: Any) -> Any:
-        is_trained = is_float(first) and not any(map(is_none, rest))
-        return function(first, *rest) if is_trained else other
+        if is_trained(first) and not any(map(is_none, rest)):
+            return function(first, *rest)
+        return other
 
     if otherwise is None:
         otherwise = jax.tree.map(lambda _: None, tree, is_leaf=is_none)
@@ -56,7 +57,7 @@ def find(state: PyTree, kinds: Any) -> list[Any]:
     return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
 
 
-def only(state: PyTree, name: str, *kinds: Any) -> Any:
+def find_one(state: PyTree, name: str, *kinds: Any) -> Any:
     """The one node of a kind in a state, or of the first of several kinds that it holds."""
     found = next(filter(None, (find(state, kind) for kind in kinds)), [])
     if len(found) != 1:
@@ -88,7 +89,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): array(leaf) for path, leaf in leaves}
 
 
-def like(node: PyTree, leaves: PyTree) -> PyTree:
+def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
 
     def cast(leaf: Any, old: Any) -> Any:

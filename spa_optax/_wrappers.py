@@ -9,19 +9,27 @@ import optax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax._checks import check
-from spa_optax._core import SPAState, StochasticRoundingState, z_now
-from spa_optax._family import gpa
+from spa_optax._core import SPAState, current_z
+from spa_optax._family import spa
 from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
-from spa_optax._precision import round_update, rounded, seeds_like, widen
+from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
 from spa_optax._trees import (
     check_same_tree,
     find,
-    is_float,
     is_none,
+    is_trained,
     kinds_of,
-    map_floats,
+    map_trained,
     replace,
 )
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`."""
+
+    count: Int[Array, ""]  # the random bits depend on it
+    base: PyTree
+
 
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
 _NOT_IN_BASE: dict[type, str] = {
@@ -53,7 +61,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     β₂ of 0.999 is 1.
 
     Args:
-      inner: any transformation, such as a direction in a chain before `gpa`.
+      inner: any transformation, such as a direction in a chain before `spa`.
 
     Returns:
       A transformation with the state of `inner`. Updates of params that are not floating-point
@@ -80,12 +88,12 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
             check_same_tree("updates", updates, "params", params)
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
             u, state = tx.update(widen(updates), state, widen(params), **extra_args)
-        return map_none(u, updates), state
+        return fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
 
 
-def map_none(tree: PyTree, otherwise: PyTree) -> PyTree:
+def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
     """A tree with leaves from another where it has None."""
     choose = lambda leaf, other: other if leaf is None or other is None else leaf
     return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
@@ -109,7 +117,7 @@ def primal_averaging(
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
     The params are y, at which gradients are taken; `eval_params` gives x, to evaluate and to save.
-    This is `gpa` with γ d = −u, so its special cases hold: μ_y = 1 adds momentum 1 − c, and
+    This is `spa` with η g = −u, so its special cases hold: μ_y = 1 adds momentum 1 − c, and
     `schedule_free_averaging` makes it Schedule-Free, for a `base` of any kind.
 
     For params of 16 bits or fewer `base` runs in float32, as in `in_float32`.
@@ -118,8 +126,8 @@ def primal_averaging(
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `gpa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, as for `gpa`.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `spa` for its scale.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, as for `spa`.
       params_of_base: the params that `base` sees: "params", y_k; or "z", where weight decay, trust
         ratios and the like are those of z_k. Use "z" for `optax.contrib.cocob`.
       state_dtype: dtype of z, as for `spa`.
@@ -154,7 +162,7 @@ def primal_averaging(
     """
     check(base=base, params_of_base=params_of_base)
     tx = in_float32(base)
-    average = gpa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
+    average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
@@ -182,9 +190,9 @@ def primal_averaging(
         if not isinstance(state, PrimalAveragingState):
             got = type(state).__name__
             raise ValueError(f"`state` must be a `PrimalAveragingState`, got {got}")
-        seen = z_now(state.average, params) if params_of_base == "z" else params
+        seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra_args)
-        minus_u = map_floats(jnp.negative, u, otherwise=u)
+        minus_u = map_trained(jnp.negative, u, otherwise=u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -257,13 +265,13 @@ def stochastic_rounding(
             raise ValueError(f"`state` must be a `StochasticRoundingState`, got {got}")
         u, of_base = tx.update(updates, state.base, params, **extra_args)
         count = jnp.asarray(state.count)
-        seeds = seeds_like(key, count, u)
+        seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
 
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None:
                 return None
             u, x = jnp.asarray(u), jnp.asarray(x)
-            return round_update(u, x, seed) if is_float(x) else jnp.zeros_like(x)
+            return round_update(u, x, seed) if is_trained(x) else jnp.zeros_like(x)
 
         u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
@@ -326,7 +334,7 @@ def float8_momentum(
     def pack(of_base: PyTree, count: Array) -> Float8MomentumState:
         arrays = jax.tree.map(jnp.divide, *_momentum_and_units(of_base))
         scales = [_scale(m, float(jnp.finfo(float8).max)) for m in arrays]
-        seeds = seeds_like(key, count, arrays, stream=2)
+        seeds = seeds_like(key, count, arrays, Stream.MOMENTUM)
         store = lambda m, s, seed: rounded(m / s, float8, seed)
         q = jax.tree.map(store, arrays, scales, seeds)
         return Float8MomentumState(
@@ -358,7 +366,7 @@ def float8_momentum(
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))
-            u = map_floats(cast, u, *inputs, otherwise=u)
+            u = map_trained(cast, u, *inputs, otherwise=u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

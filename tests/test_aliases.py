@@ -1,5 +1,6 @@
 """The AdamW aliases, against `optax.adamw`, `optax.contrib` and chains of the pieces."""
 
+import functools
 from typing import Any
 
 import chex
@@ -23,8 +24,6 @@ from spa_optax import (
     SPAState,
     convert,
     eval_params,
-    gpa,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
@@ -38,7 +37,8 @@ PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
 GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
 MASK = {"w": True, "b": {"c": False}}
 ADAMW: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
-ALIASES = {"spa_adamw": spa_adamw, "gpa_adamw": gpa_adamw}
+GPA = {"averaging": 0.05, "interpolation": 0.9}
+ALIASES = {"at x": spa_adamw, "at y": functools.partial(spa_adamw, **GPA)}
 both_aliases = pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
 KEY = jax.random.key(0)
 SECOND_MOMENTS: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_schedule_free_adamw() -> None:
         reference = optax.contrib.schedule_free_adamw(0.01, b1=0.9, **ADAMW)
         evaluate = optax.contrib.schedule_free_eval_params
         y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(gpa_adamw(0.01, UNIFORM, 0.9, **ADAMW), eval_params, jnp.float64)
+        y, x = trajectory(spa_adamw(0.01, UNIFORM, 0.9, **ADAMW), eval_params, jnp.float64)
     np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)
     np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-7)
 
@@ -84,7 +84,7 @@ def test_schedule_free_adamw_after_a_warmup(num_warmup_steps: int) -> None:
         evaluate = optax.contrib.schedule_free_eval_params
         y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
         c = schedule_free_averaging(lambda k: rate(k + 1), num_warmup_steps)
-        y, x = trajectory(gpa_adamw(rate, c, 0.9, **ADAMW), eval_params, jnp.float64)
+        y, x = trajectory(spa_adamw(rate, c, 0.9, **ADAMW), eval_params, jnp.float64)
     np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-9)
     np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-7)
 
@@ -102,7 +102,7 @@ def test_adamw_is_optax_adam_without_first_moment() -> None:
         x, _ = trajectory(spa_adamw(WARMUP_COSINE, **ADAMW), eval_params, jnp.float64)
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
         expected, _ = trajectory(optax.adamw(0.01, b1=0, **ADAMW), itself, jnp.float64)
-        for tx in (spa_adamw(0.01, 1.0, **ADAMW), gpa_adamw(0.01, 1.0, **ADAMW)):
+        for tx in (spa_adamw(0.01, 1.0, **ADAMW), spa_adamw(0.01, 1.0, 0.9, **ADAMW)):
             _, x = trajectory(tx, eval_params, jnp.float64)
             np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
@@ -123,19 +123,16 @@ def test_an_alias_is_a_chain_of_the_pieces(alias: Any, kwargs: Any, dtype: Any) 
     }[kwargs.get("second_moment", "full")]
     mask = {"w": True, "b": False}
     key = kwargs.get("rounding_key")
-    average = (
-        spa(0.1, 0.2, rounding_key=key)
-        if alias is spa_adamw
-        else gpa(0.1, 0.2, 0.9, rounding_key=key)
-    )
+    mu_y = 1.0 if alias is spa_adamw else 0.9
+    average = spa(0.1, 0.2, mu_y, rounding_key=key)
     pieces = optax.chain(direction, optax.add_decayed_weights(decay, mask))
     chain = optax.chain(in_float32(pieces), average)
     expected = apply(chain, params, [grads] * 3)
-    found = apply(alias(0.1, 0.2, **ADAMW, mask=mask, **kwargs), params, [grads] * 3)
+    found = apply(alias(0.1, averaging=0.2, **ADAMW, mask=mask, **kwargs), params, [grads] * 3)
     chex.assert_trees_all_equal(found, expected)
     # In less memory ν is another.
     if kwargs:
-        full, _ = apply(alias(0.1, 0.2, **ADAMW, mask=mask), params, [grads] * 3)
+        full, _ = apply(alias(0.1, averaging=0.2, **ADAMW, mask=mask), params, [grads] * 3)
         assert not np.array_equal(found[0]["w"], full["w"])
 
 
@@ -157,8 +154,12 @@ def test_frozen_params_are_frozen_in_x_too(alias: Any) -> None:
     freeze = optax.masked(optax.set_to_zero(), frozen)
     labels = {"head": "trained", "trunk": "frozen"}
     divided = optax.partition({"trained": alias(0.1), "frozen": optax.set_to_zero()}, labels)
-    before = optax.chain(in_float32(optax.add_decayed_weights(0.1)), freeze, gpa(0.1))
-    for tx, moves in ((divided, False), (before, False), (optax.chain(gpa(0.1), freeze), True)):
+    before = optax.chain(in_float32(optax.add_decayed_weights(0.1)), freeze, spa(0.1, 0.05, 0.9))
+    for tx, moves in (
+        (divided, False),
+        (before, False),
+        (optax.chain(spa(0.1, 0.05, 0.9), freeze), True),
+    ):
         y, state = apply(tx, params, [params] * 3)
         x = eval_params(state, y)
         assert jnp.all(y["trunk"] == 1)
@@ -211,7 +212,7 @@ def test_complex_params(alias: str, kwargs: Any) -> None:
     state = tx.init(params)
     with jax.numpy_dtype_promotion("standard"):
         _, adam = optax.adamw(0.1).update(params, optax.adamw(0.1).init(params), params)
-    if alias == "spa_adamw":
+    if alias == "at x":
         state = convert(adam, params, into=state, learning_rate=0.1)
     updates, after = tx.update(params, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
@@ -331,7 +332,7 @@ def test_decay_of_z(decay: float) -> None:
     with x64():
         base = adam_that_decays(WARMUP_COSINE, ADAMW["b2"], ADAMW["eps"], decay)
         at_z = run(primal_averaging(base, 0.05, 0.8, params_of_base="z"))
-        of_alias = run(gpa_adamw(WARMUP_COSINE, 0.05, 0.8, **ADAMW | {"weight_decay": decay}))
+        of_alias = run(spa_adamw(WARMUP_COSINE, 0.05, 0.8, **ADAMW | {"weight_decay": decay}))
     np.testing.assert_allclose(at_z, expected, rtol=0, atol=1e-7)  # μ_y is kept as float32
     np.testing.assert_allclose(at_z[:, 0], expected[:, 0], rtol=0, atol=1e-11)
     assert np.abs(of_alias - expected).max() > 1e-3  # so the comparison could have failed

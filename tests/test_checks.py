@@ -18,8 +18,6 @@ from helpers import (
 from spa_optax import (
     convert,
     eval_params,
-    gpa,
-    gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     primal_averaging,
@@ -181,7 +179,7 @@ def test_a_mismatch_of_a_large_tree_has_a_short_message() -> None:
         (lambda h: spa(0.1, h), "averaging"),
         (spa_from_sgdm, "learning_rate"),
         (lambda h: spa_from_sgdm(0.1, h), "momentum"),
-        (lambda h: gpa(0.1, 0.1, h), "interpolation"),
+        (lambda h: spa(0.1, 0.1, h), "interpolation"),
         (spa_adamw, "learning_rate"),
     ],
 )
@@ -237,8 +235,8 @@ def test_interpolation_that_reaches_0(schedule: Any, got: str) -> None:
     """And rises again: the params would be z, which does not tell x."""
     rule = "`interpolation` must be > 0 at every count, "
     for make in (
-        lambda: gpa(0.1, 0.1, schedule),
-        lambda: gpa_adamw(0.1, 0.1, schedule),
+        lambda: spa(0.1, 0.1, schedule),
+        lambda: spa_adamw(0.1, 0.1, schedule),
         lambda: primal_averaging(optax.sgd(0.1), 0.1, schedule),
     ):
         with pytest.raises(ValueError, match=rule + got):
@@ -255,8 +253,8 @@ def test_interpolation_that_cannot_be_seen() -> None:
         optax.linear_schedule(0.9, 0.01, 100),
         optax.exponential_decay(0.9, 1_000, 0.9),
     ):
-        gpa(0.1, 0.1, schedule)
-    tx = gpa(0.1, 0.1, optax.linear_schedule(0.9, 0.0, 2))
+        spa(0.1, 0.1, schedule)
+    tx = spa(0.1, 0.1, optax.linear_schedule(0.9, 0.0, 2))
     _, state = tx.update(x, tx.init(x), x)
     assert jnp.isfinite(eval_params(state, x)).all()
     for _ in range(2):
@@ -266,7 +264,7 @@ def test_interpolation_that_cannot_be_seen() -> None:
 
     @jax.jit
     def step(end: Any) -> Any:
-        tx = gpa(0.1, 0.1, lambda k: jnp.where(k < 5, 0.9, end))
+        tx = spa(0.1, 0.1, lambda k: jnp.where(k < 5, 0.9, end))
         return tx.update(x, tx.init(x), x)[0]
 
     assert jnp.isfinite(step(0.0)).all()
@@ -323,21 +321,21 @@ def test_states_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("make", "kwargs", "match"),
     [
-        (gpa, {"learning_rate": -1.0}, "`learning_rate` must be finite and >= 0, got -1.0"),
-        (gpa, {"averaging": 1.5}, r"`averaging` must be in \[0, 1\], got 1.5"),
-        (gpa, {"interpolation": 0.0}, r"`interpolation` must be in \(0, 1\], got 0.0"),
-        (gpa, {"interpolation": 1e-46}, r"`interpolation` must be in \(0, 1\], got 1e-46"),
-        (gpa, {"interpolation": 1.1}, r"`interpolation` must be in \(0, 1\], got 1.1"),
-        (gpa, {"interpolation": float("nan")}, r"`interpolation` must be in \(0, 1\], got nan"),
-        (gpa, {"state_dtype": int}, "`state_dtype`"),
-        (gpa_adamw, {"interpolation": 2.0}, r"`interpolation` must be in \(0, 1\], got 2.0"),
+        (spa, {"learning_rate": -1.0}, "`learning_rate` must be finite and >= 0, got -1.0"),
+        (spa, {"averaging": 1.5}, r"`averaging` must be in \[0, 1\], got 1.5"),
+        (spa, {"interpolation": 0.0}, r"`interpolation` must be in \(0, 1\], got 0.0"),
+        (spa, {"interpolation": 1e-46}, r"`interpolation` must be in \(0, 1\], got 1e-46"),
+        (spa, {"interpolation": 1.1}, r"`interpolation` must be in \(0, 1\], got 1.1"),
+        (spa, {"interpolation": float("nan")}, r"`interpolation` must be in \(0, 1\], got nan"),
+        (spa, {"state_dtype": int}, "`state_dtype`"),
+        (spa_adamw, {"interpolation": 2.0}, r"`interpolation` must be in \(0, 1\], got 2.0"),
         (spa_adamw, {"averaging": -0.1}, r"`averaging` must be in \[0, 1\], got -0.1"),
         (spa_adamw, {"b2": 1.0}, r"`b2` must be in \[0, 1\) as float32, got 1.0"),
-        (gpa_adamw, {"b2": 1 - 2e-8}, r"`b2` must be in \[0, 1\) as float32, got 0.99999998"),
+        (spa_adamw, {"b2": 1 - 2e-8}, r"`b2` must be in \[0, 1\) as float32, got 0.99999998"),
         (spa_adamw, {"eps": -1e-8}, "`eps` must be finite and >= 0, got -1e-08"),
-        (gpa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
+        (spa_adamw, {"weight_decay": -1}, "`weight_decay` must be finite and >= 0, got -1"),
         (
-            gpa_adamw,
+            spa_adamw,
             {"second_moment": "bfloat16"},
             "`rounding_key` must be given with",
         ),
@@ -407,14 +405,14 @@ def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
     with pytest.raises(ValueError, match="`state_dtype` must be a floating"):
         check(state_dtype=jnp.ones(3))
-    named = optax.inject_hyperparams(gpa, static_args=("state_dtype", "rounding_key"))
+    named = optax.inject_hyperparams(spa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
     (z,) = jax.tree.leaves(optax.tree.get(state, "z"))
     assert z.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, spa_adamw, gpa_adamw])
+@pytest.mark.parametrize("make", [spa, spa_from_sgdm, spa_adamw])
 def test_storing_in_16_bits_without_a_key_warns(make: Any) -> None:
     key = jax.random.key(0)
     with warnings.catch_warnings():
@@ -431,7 +429,7 @@ def test_storing_in_16_bits_without_a_key_warns(make: Any) -> None:
 def test_injected_for_narrow_params() -> None:
     """`inject_hyperparams` casts numbers to the params' dtype, and in bfloat16 0.999 is 1."""
     x = jnp.ones((4, 4), jnp.bfloat16)
-    for make in (spa_adamw, gpa_adamw):
+    for make in (spa_adamw,):
         with pytest.raises(
             ValueError, match=r"`b2` must be .* as float32, got .* `hyperparam_dtype=jnp"
         ):
@@ -466,7 +464,7 @@ def test_masks(mask: Any) -> None:
         spa_adamw(0.1, mask=mask).init({"w": jnp.ones(3)})
 
 
-@pytest.mark.parametrize("make", [gpa, spa_adamw, gpa_adamw])
+@pytest.mark.parametrize("make", [spa, spa_adamw])
 def test_bad_update(make: Any) -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
     grads = jax.tree.map(jnp.cos, params)
@@ -478,7 +476,7 @@ def test_bad_update(make: Any) -> None:
         tx.update({"w": grads["w"]}, state, params)
     with pytest.raises(ValueError, match="`updates` must have the shapes"):
         tx.update(jax.tree.map(lambda g: g[..., :1], grads), state, params)
-    if make is gpa:
+    if make is spa:
         with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
             tx.update(grads, spa_adamw(0.1).init(params), params)
     else:

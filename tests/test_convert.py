@@ -31,8 +31,6 @@ from spa_optax import (
     convert,
     eval_params,
     float8_momentum,
-    gpa,
-    gpa_adamw,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     in_float32,
@@ -355,7 +353,7 @@ def test_what_the_states_do_not_hold_must_be_given() -> None:
         (sgd, spa(0.1), {"learning_rate": 0.1}, "momentum"),
         (adam, spa_adamw(0.1), {}, "learning_rate"),
         (spa_adamw(0.1), adam, {}, "learning_rate"),
-        (gpa_adamw(0.1), sf, {}, "learning_rate"),
+        (spa_adamw(0.1, 0.05, 0.9), sf, {}, "learning_rate"),
     ]
     for old, new, kwargs, name in cases:
         match = f"`{name}` must be given for these states, got None"
@@ -369,15 +367,15 @@ SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (spa(0.1), gpa(0.1)),
-        (gpa(0.1), spa(0.1)),
-        (optax.sgd(0.1, 0.9), gpa(0.1)),
-        (gpa(0.1), optax.sgd(0.1, 0.9)),
-        (optax.adam(0.1), gpa_adamw(0.1)),
-        (gpa_adamw(0.1), optax.adam(0.1)),
+        (spa(0.1), spa(0.1, 0.05, 0.9)),
+        (spa(0.1, 0.05, 0.9), spa(0.1)),
+        (optax.sgd(0.1, 0.9), spa(0.1, 0.05, 0.9)),
+        (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9)),
+        (optax.adam(0.1), spa_adamw(0.1, 0.05, 0.9)),
+        (spa_adamw(0.1, 0.05, 0.9), optax.adam(0.1)),
         (SCHEDULE_FREE, spa_adamw(0.1)),
         (spa_adamw(0.1), SCHEDULE_FREE),
-        (gpa_adamw(0.1, interpolation=0.7), SCHEDULE_FREE),  # whose b1 is 0.9, and constant
+        (spa_adamw(0.1, 0.05, interpolation=0.7), SCHEDULE_FREE),  # whose b1 is 0.9, and constant
     ],
 )
 def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
@@ -391,12 +389,12 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     at_x, at_y = "AdamW's b1 or SGD's: pass `interpolation=1.0`", "x \\(μ_y = 1\\) or y"
     with pytest.raises(ValueError, match=at_x if trains_at_x else at_y):
         move(state, new.init(y))
-    moved, z_or_m = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
-    assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in z_or_m)
+    moved, momentum_tree = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
+    assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in momentum_tree)
 
 
 def test_at_an_interpolation_of_1_y_is_x() -> None:
-    y, tx = jnp.ones(2), gpa(0.5, 0.25, 1.0)
+    y, tx = jnp.ones(2), spa(0.5, 0.25, 1.0)
     _, state = tx.update(y, tx.init(y), y)
     for move in (convert, jax.jit(convert)):
         moved = move(state, y, into=spa(0.5, 0.25).init(y))
@@ -740,9 +738,9 @@ def test_reanchor_of_some_params(share: str) -> None:
     edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
     labels = {"a": "it", "b": "other"}
     tx = {
-        "masked": lambda: optax.masked(gpa(0.1, 0.1, 0.5), {"a": True, "b": False}),
+        "masked": lambda: optax.masked(spa(0.1, 0.1, 0.5), {"a": True, "b": False}),
         "partition": lambda: optax.partition({"it": spa(0.1), "other": optax.sgd(0.1)}, labels),
-        "several": lambda: optax.partition({"it": spa(0.1), "other": gpa(0.2)}, labels),
+        "several": lambda: optax.partition({"it": spa(0.1), "other": spa(0.2, 0.05, 0.9)}, labels),
     }[share]()
     state = reanchor(tx.init(params), params, edited)
     z = [s.z for s in find(state, SPAState)]
@@ -779,7 +777,7 @@ def test_an_edit_behind_spa_is_pulled_back_unless_reanchored() -> None:
 def test_reanchor_moves_x_along() -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
     grads = jax.tree.map(lambda p: jnp.cos(p) / 3, params)
-    y, state = apply(gpa(0.1, 0.1, 0.5), params, [grads] * 3)
+    y, state = apply(spa(0.1, 0.1, 0.5), params, [grads] * 3)
     edited = jax.tree.map(lambda leaf: leaf - 1, y)
     x = eval_params(reanchor(state, y, edited), edited)
     chex.assert_trees_all_close(x, jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y)))

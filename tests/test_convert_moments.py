@@ -30,7 +30,6 @@ from helpers import (
 from spa_optax import (
     convert,
     eval_params,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     reanchor,
@@ -348,7 +347,7 @@ def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
         )
         old = optax.contrib.schedule_free(base, rate, b1=0.9)
         c = schedule_free_averaging(lambda k: rate(k + 1), num_warmup_steps)
-        new = gpa_adamw(rate, c, 0.9, **ADAM, weight_decay=0.1)
+        new = spa_adamw(rate, c, 0.9, **ADAM, weight_decay=0.1)
         x = start(jnp.float64)
         unmoved, at_end = run(old, x, old.init(x), slice(90))
         y, state = run(old, x, old.init(x), slice(30))
@@ -417,7 +416,7 @@ def test_schedule_free_keeps_its_largest_rate() -> None:
 def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
     """0.9 is 0.8984 in bfloat16, which is not another b1."""
     x, old = start(jnp.bfloat16), optax.contrib.schedule_free_adamw(0.1)
-    new = gpa_adamw(0.1, rounding_key=KEY).init(x)
+    new = spa_adamw(0.1, 0.05, 0.9, rounding_key=KEY).init(x)
     move = functools.partial(convert, learning_rate=0.1)
     for either in (move, jax.jit(move)):
         back = either(new, x, into=old.init(x))
@@ -495,8 +494,11 @@ def test_what_does_not_fit() -> None:
         (lambda: move(learning_rate=-1.0), "`learning_rate` must be finite and >= 0, got -1.0"),
         (lambda: move(spa_from_sgdm(0.1), adam), f"`old_state` {no_second_moment}"),
         (lambda: move(optax.sgd(0.1, 0.9), new, momentum=0.9), f"`old_state` {no_second_moment}"),
-        (lambda: move(sf, gpa_adamw(0.1)), f"`old_state` {no_second_moment}"),
-        (lambda: move(gpa_adamw(0.1), sf), "`into` must hold a second moment, as `old_state` does"),
+        (lambda: move(sf, spa_adamw(0.1, 0.05, 0.9)), f"`old_state` {no_second_moment}"),
+        (
+            lambda: move(spa_adamw(0.1, 0.05, 0.9), sf),
+            "`into` must hold a second moment, as `old_state` does",
+        ),
     ]
     for call, match in cases:
         with pytest.raises(ValueError, match=match):
@@ -511,7 +513,7 @@ def test_a_batch_of_runs() -> None:
         optax.adamw(RATE),
         spa_adamw(RATE),
         optax.contrib.schedule_free_adamw(0.1),
-        gpa_adamw(0.1),
+        spa_adamw(0.1, 0.05, 0.9),
     )
     for old, into in ((adam, new), (new, adam), (sf, gpa_tx), (gpa_tx, sf)):
         with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
@@ -527,7 +529,7 @@ def test_a_batch_of_runs() -> None:
 def test_the_power_of_the_weights_is_a_number() -> None:
     x, sf = start(), optax.contrib.schedule_free_adamw(0.1)
     with pytest.raises(ValueError, match="`weight_power` must be finite and >= 0, got '2'"):
-        unchecked(convert)(sf.init(x), x, into=gpa_adamw(0.1).init(x), weight_power="2")
+        unchecked(convert)(sf.init(x), x, into=spa_adamw(0.1, 0.05, 0.9).init(x), weight_power="2")
 
 
 def pointers(tree: Any) -> list[int]:
@@ -542,7 +544,7 @@ def test_a_moved_state_shares_no_buffer(compiled: bool) -> None:
     many_counts = optax.chain(
         optax.add_decayed_weights(1e-4), optax.scale_by_schedule(RATE), spa_from_sgdm(RATE, 0.9)
     )
-    sf, gpa_tx = optax.contrib.schedule_free_adamw(0.1), gpa_adamw(0.1)
+    sf, gpa_tx = optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)
     adam, new = optax.adamw(RATE), spa_adamw(RATE)
     kwargs: Any = {"learning_rate": RATE}
     sgdm: Any = {**kwargs, "momentum": 0.9}

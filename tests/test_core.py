@@ -12,11 +12,11 @@ import pytest
 from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient
 
 import spa_optax
-from spa_optax import gpa, spa, spa_from_sgdm
+from spa_optax import spa, spa_from_sgdm
 
 CONSTANT = lambda **kwargs: spa(1.0, 0.1, **kwargs)
 SCHEDULED = lambda **kwargs: spa_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.9, **kwargs)
-GENERAL = lambda **kwargs: gpa(0.5, 0.1, 0.9, **kwargs)
+GENERAL = lambda **kwargs: spa(0.5, 0.1, 0.9, **kwargs)
 FACTORIES = {"spa": CONSTANT, "spa_from_sgdm": SCHEDULED, "gpa": GENERAL}
 every_transform = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 
@@ -79,7 +79,7 @@ def test_hyperparameters_may_be_traced() -> None:
         spa_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100)), 0.9),
         spa_from_sgdm(lenient(optax.cosine_decay_schedule(0.1, 100)), 0.9, True),
         optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9),
-        gpa(0.1, 0.1, 0.9),
+        spa(0.1, 0.1, 0.9),
     ],
     ids=["eta=1", "eta=0.7", "sgdm", "schedule", "nesterov", "injected", "gpa"],
 )

@@ -29,8 +29,6 @@ from tensorboardX import SummaryWriter
 from spa_optax import (
     convert,
     eval_params,
-    gpa,
-    gpa_adamw,
     momentum_drop,
     primal_averaging,
     scale_by_second_moment,
@@ -265,7 +263,7 @@ def test_gradients_that_are_not_finite_are_skipped() -> None:
 def test_an_average_longer_than_the_run_is_said(by_label: bool) -> None:
     said = {}
     for name, averaging in (("short", 0.1), ("long", 0.01), ("mean", schedule_free_averaging(1.0))):
-        tx = track_momentum(gpa(1.0, averaging, 0.9), per_leaf=by_label)
+        tx = track_momentum(spa(1.0, averaging, 0.9), per_leaf=by_label)
         params, state = {"w": jnp.zeros(5)}, tx.init({"w": jnp.zeros(5)})
         for _ in range(20):
             updates, state = tx.update({"w": jnp.ones(5)}, state, params)
@@ -370,15 +368,15 @@ ADAM_OF_Z = optax.chain(
 WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "spa": (spa(0.1, C), {}),
     "sgdm": (spa_from_sgdm(0.1, 1 - C), {}),
-    "gpa": (gpa(0.1, C, 0.7), {}),
-    "gpa, c as Schedule-Free": (gpa(0.1, schedule_free_averaging(0.1), 0.9), {}),
+    "gpa": (spa(0.1, C, 0.7), {}),
+    "gpa, c as Schedule-Free": (spa(0.1, schedule_free_averaging(0.1), 0.9), {}),
     "spa_adamw": (spa_adamw(0.1, C, **ADAM), {}),
-    "gpa_adamw": (gpa_adamw(0.1, C, **ADAM), {}),
+    "gpa_adamw": (spa_adamw(0.1, C, 0.9, **ADAM), {}),
     "spa_adamw, decay": (spa_adamw(0.1, C, **ADAM | {"weight_decay": 1e-4}), {}),
     "around optax.adamw": (primal_averaging(optax.adamw(0.1, 0.0, 0.9, 1e-12), C, 0.9), {}),
     "around Adam with decay of z": (primal_averaging(ADAM_OF_Z, C, 0.9, params_of_base="z"), {}),
     "chain": (CHAIN(spa(0.1, C)), {}),
-    "chain of Adam": (CHAIN(gpa_adamw(0.1, C, **ADAM)), {}),
+    "chain of Adam": (CHAIN(spa_adamw(0.1, C, 0.9, **ADAM)), {}),
     "masked": (optax.masked(spa(0.1, C), True), {}),
     "injected": (optax.inject_hyperparams(spa)(learning_rate=0.1, averaging=C), {}),
     "optax.sgd": (optax.sgd(0.1, 1 - C), {"averaging": C}),
@@ -489,7 +487,7 @@ def test_in_one_jit_with_the_gradients_a_step_differs_by_ulps(every: int) -> Non
 def test_of_gpa_it_is_x_that_is_watched() -> None:
     """Against x in float64, with μ_y in steps."""
     mu_y = lambda k: jnp.where(k < 30, 0.9, 0.5)
-    tx = track_momentum(gpa(COSINE, 0.1, mu_y), decay=0.0)
+    tx = track_momentum(spa(COSINE, 0.1, mu_y), decay=0.0)
     loss = logistic_regression(jnp.float32)
     params = jnp.zeros((65, 10))
     state, update = tx.init(params), jax.jit(tx.update)
@@ -747,9 +745,10 @@ def test_verdict_without_a_gain_says_why() -> None:
 
 def test_verdict_without_alignment_says_so() -> None:
     """With z in float32 and params in bfloat16, where z − x is near the rounding of x."""
-    make = gpa_adamw(
+    make = spa_adamw(
         0.01,
         averaging=0.1,
+        interpolation=0.9,
         second_moment="factored",
         rounding_key=jax.random.key(0),
     )

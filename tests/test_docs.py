@@ -28,8 +28,6 @@ from spa_optax import (
     convert,
     eval_params,
     float8_momentum,
-    gpa,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     reanchor,
@@ -153,7 +151,9 @@ def trained(tx: Any, params: Any, num_steps: int) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @standard_promotion
-@pytest.mark.parametrize("tx", [gpa_adamw(1e-2), spa_adamw(1e-2)], ids=["gpa_adamw", "spa_adamw"])
+@pytest.mark.parametrize(
+    "tx", [spa_adamw(1e-2, 0.05, 0.9), spa_adamw(1e-2)], ids=["gpa_adamw", "spa_adamw"]
+)
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """nnx.clone shares arrays with the model: BatchNorm's, and where x is the params all."""
     page, _ = run_blocks("docs/export.md")
@@ -237,11 +237,13 @@ def test_the_rate_to_log() -> None:
     rate = optax.cosine_decay_schedule(1e-2, 100)
     base = optax.inject_hyperparams(optax.adamw)(rate)
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
-    of_group = optax.partition({"a": gpa_adamw(rate), "b": gpa_adamw(1.0)}, {"a": "a", "b": "b"})
+    of_group = optax.partition(
+        {"a": spa_adamw(rate, 0.05, 0.9), "b": spa_adamw(1.0, 0.05, 0.9)}, {"a": "a", "b": "b"}
+    )
     get = optax.tree.get
     injected = lambda state: get(state, "hyperparams")["learning_rate"]
     rows = [
-        *((make(rate, 0.1), lambda s: get(s, "eta")) for make in (spa, gpa, spa_adamw, gpa_adamw)),
+        *((make(rate, 0.1), lambda s: get(s, "eta")) for make in (spa, spa_adamw)),
         (spa_from_sgdm(rate), lambda s: get(s, "eta") * get(s, "c")),
         (optax.inject_hyperparams(spa_from_sgdm)(rate), injected),
         (primal_averaging(base, 0.1), injected),
@@ -262,11 +264,11 @@ def test_factored_by_leaf_on_a_mesh() -> None:
     page: dict[str, Any] = {}
     exec(block, page)
     narrow = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
-    factored = gpa_adamw(1e-3, second_moment="factored", **narrow)
+    factored = spa_adamw(1e-3, 0.05, 0.9, second_moment="factored", **narrow)
     by_leaf = optax.chain(
         page["by_leaf"](in_float32(scale_by_factored_second_moment())),
         optax.add_decayed_weights(1e-4),
-        gpa(1e-3, 0.05, 0.9, **narrow),
+        spa(1e-3, 0.05, 0.9, **narrow),
     )
     x = jnp.ones((8, 256), jnp.bfloat16)
 
@@ -298,7 +300,7 @@ def test_a_state_in_host_memory() -> None:
     """Moved to the device, as on the page, it is the state that it was."""
     page, _ = run_blocks("docs/scale.md")
     params, new = page["params"], page["params"] * 2
-    tx = gpa(0.1, 0.05, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    tx = spa(0.1, 0.05, 0.9, state_dtype=jnp.bfloat16, rounding_key=KEY)
     on_device = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)[1]
     on_host = page["in_memory"](on_device, "pinned_host")
     assert {a.sharding.memory_kind for a in jax.tree.leaves(on_host)} == {"pinned_host"}
@@ -306,7 +308,7 @@ def test_a_state_in_host_memory() -> None:
         lambda state: tx.update(params, state, params),
         lambda state: eval_params(state, params),
         lambda state: reanchor(state, params, new),
-        lambda state: convert(state, params, into=gpa(0.1, 0.05).init(params)),
+        lambda state: convert(state, params, into=spa(0.1, 0.05, 0.9).init(params)),
     ):
         found = function(page["in_memory"](on_host, "device"))
         jax.tree.map(np.testing.assert_array_equal, found, function(on_device))
@@ -345,7 +347,7 @@ def test_float8_at_small_rates(rate: float, params_dtype: Any, e4m3: float, e5m2
 
     def path(z_dtype: Any, params_dtype: Any, key: Any) -> Any:
         options = {"state_dtype": z_dtype, "rounding_key": key}
-        tx = gpa_adamw(rate, 0.1, weight_decay=0.0, **options)
+        tx = spa_adamw(rate, 0.1, 0.9, weight_decay=0.0, **options)
         start = (0.02 * jax.random.normal(jax.random.key(7), n)).astype(params_dtype)
 
         def body(carry: Any, k: Any) -> Any:

@@ -30,11 +30,10 @@ from spa_optax import (
     convert,
     eval_params,
     float8_momentum,
-    gpa,
-    gpa_adamw,
     primal_averaging,
     reanchor,
     spa,
+    spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
 )
@@ -48,9 +47,9 @@ MAKE: dict[str, Any] = {
     "spa": functools.partial(spa, 0.5, 0.25),
     "sgdm": functools.partial(spa_from_sgdm, 0.125, 0.5),
     "nesterov": functools.partial(spa_from_sgdm, 0.125, 0.5, nesterov=True),
-    "gpa": functools.partial(gpa, 0.5, 0.25, 0.5),
+    "gpa": functools.partial(spa, 0.5, 0.25, 0.5),
     "primal_averaging": lambda **kwargs: primal_averaging(optax.sgd(0.5), 0.25, 0.5, **kwargs),
-    "gpa_adamw": functools.partial(gpa_adamw, 0.01, 0.1),
+    "gpa_adamw": functools.partial(spa_adamw, 0.01, 0.1, 0.9),
 }
 every_member = pytest.mark.parametrize(
     "make", [pytest.param(m, id=name) for name, m in MAKE.items()]
@@ -90,7 +89,7 @@ def test_the_mean_of_a_step(dtype: Any, params_dtype: Any) -> None:
     y_0 = jnp.asarray(rng.uniform(0.5, 1.5, 8), params_dtype)
     params = jnp.broadcast_to(y_0[:, None], (8, n))
     grads = jnp.broadcast_to(jnp.asarray(eta_g, jnp.float32)[:, None], (8, n))
-    tx = gpa(1.0, 0.25, 0.5, state_dtype=dtype, rounding_key=KEY)
+    tx = spa(1.0, 0.25, 0.5, state_dtype=dtype, rounding_key=KEY)
     found, state = run(tx, params, [grads] * 5)
     x = z = np.asarray(y_0, np.float64)
     for _ in range(5):
@@ -126,7 +125,7 @@ def sq_rounding(dtype: Any, scale: float) -> float:
 def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
     """Rounding adds at most κ²q / (1 − κ²q) of the gradients' noise, with q = E d²/(ηg)²."""
     n, num_steps, eta = 4_096, 20_000, 2.0**-8
-    txs = [gpa(eta, c, 1.0, state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype)]
+    txs = [spa(eta, c, 1.0, state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype)]
     zero = jnp.zeros(n)
 
     def body(carry: Any, k: Any) -> Any:
@@ -211,7 +210,7 @@ def test_infinity_and_nan(dtype: Any) -> None:
 
 def test_params_that_are_replaced_or_edited() -> None:
     """z follows them, before the first step and later: `reanchor` has nothing to do."""
-    tx = gpa(0.5, 0.25, 0.5, state_dtype=E4M3, rounding_key=KEY)
+    tx = spa(0.5, 0.25, 0.5, state_dtype=E4M3, rounding_key=KEY)
     old, new, g = jnp.array([1.0, 2.0]), jnp.array([5.0, -3.0]), jnp.array([0.125, -0.25])
     expected, _ = run(tx, new, [g])
     found, state = run(tx, new, [g], tx.init(old))
@@ -302,7 +301,7 @@ def test_converted_both_ways() -> None:
     np.testing.assert_array_equal(np.float32(z.float8_e4m3fn["w"]), 448)
 
 
-@pytest.mark.parametrize("make", [spa, spa_from_sgdm, gpa, gpa_adamw])
+@pytest.mark.parametrize("make", [spa, spa_from_sgdm, spa_adamw])
 def test_it_needs_a_key(make: Any) -> None:
     with pytest.raises(ValueError, match="`rounding_key` must be given with a `state_dtype` of 8"):
         make(0.1, state_dtype=E4M3)

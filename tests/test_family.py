@@ -24,8 +24,6 @@ from helpers import (
 from spa_optax import (
     SPAState,
     eval_params,
-    gpa,
-    gpa_adamw,
     spa,
     spa_adamw,
     spa_from_sgdm,
@@ -64,7 +62,7 @@ def test_schedule_free(b1: float, weight_lr_power: float) -> None:
         reference = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1, weight_lr_power)
         evaluate = optax.contrib.schedule_free_eval_params
         y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(gpa(0.5, UNIFORM, b1), eval_params, jnp.float64)
+        y, x = trajectory(spa(0.5, UNIFORM, b1), eval_params, jnp.float64)
     # Rounding, over 300 steps.
     np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)
     # The state keeps μ_y as a float32.
@@ -83,8 +81,8 @@ def test_schedule_free_under_warm_up() -> None:
         reference = optax.contrib.schedule_free(optax.sgd(warm_up), warm_up, 0.9)
         evaluate = optax.contrib.schedule_free_eval_params
         y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(gpa(warm_up, lambda k: shares[k], 0.9), eval_params, jnp.float64)
-        equal, _ = trajectory(gpa(warm_up, UNIFORM, 0.9), eval_params, jnp.float64)
+        y, x = trajectory(spa(warm_up, lambda k: shares[k], 0.9), eval_params, jnp.float64)
+        equal, _ = trajectory(spa(warm_up, UNIFORM, 0.9), eval_params, jnp.float64)
     # Rates and weights are float32 in optax: 6e-8 each.
     np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-6)
     np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-6)
@@ -117,7 +115,7 @@ def test_nesterov_momentum_of_keras() -> None:
     with x64():
         alpha = lambda k: jnp.asarray(alphas)[k]
         eta = lambda k: jnp.asarray(alphas / (1 - 0.9))[k]
-        y, _ = trajectory(gpa(eta, 1 - 0.9, 0.9), itself, jnp.float64)
+        y, _ = trajectory(spa(eta, 1 - 0.9, 0.9), itself, jnp.float64)
         other, _ = trajectory(optax.sgd(alpha, 0.9, nesterov=True), itself, jnp.float64)
     np.testing.assert_allclose(y, xs, rtol=0, atol=1e-12)
     assert relative_difference(other[-1], xs[-1]) > 0.01
@@ -128,7 +126,7 @@ def test_nesterov(beta: float) -> None:
     with x64():
         itself = lambda state, params: params
         reference, _ = trajectory(optax.sgd(0.05, beta, nesterov=True), itself, jnp.float64)
-        y, _ = trajectory(gpa(0.05 / (1 - beta), 1 - beta, beta), itself, jnp.float64)
+        y, _ = trajectory(spa(0.05 / (1 - beta), 1 - beta, beta), itself, jnp.float64)
     np.testing.assert_allclose(y, reference, rtol=0, atol=1e-12)
 
 
@@ -171,7 +169,7 @@ def test_published_update(schedules: Any, method: str) -> None:
         counts = np.arange(NUM_STEPS)
         as_jax = lambda f: lambda k: jnp.asarray(np.array([f(i) for i in counts], float))[k]
         hyperparams = as_jax(lambda k: scale * gamma(k)), as_jax(c), as_jax(mu_y)
-        tx = gpa(*hyperparams) if method == "sgd" else gpa_adamw(*hyperparams, **ADAMW)
+        tx = spa(*hyperparams) if method == "sgd" else spa_adamw(*hyperparams, **ADAMW)
         y, x = trajectory(tx, eval_params, jnp.float64)
     is_constant = schedules is SCHEDULES["constant"]
     # A μ_y that has changed is compared with the float32 that the state keeps.
@@ -183,7 +181,7 @@ def test_published_update(schedules: Any, method: str) -> None:
 def test_quasi_hyperbolic_momentum() -> None:
     """m ← β m + (1 − β) g, y ← y − α((1 − ν) g + ν m), with constants."""
     alpha, beta, nu = 0.3, 0.9, 0.7
-    tx = gpa(alpha, 1 - beta, nu)
+    tx = spa(alpha, 1 - beta, nu)
     rng = np.random.default_rng(0)
     y, m = np.ones(5), np.zeros(5)
     params, state = jnp.ones(5), tx.init(jnp.ones(5))
@@ -194,7 +192,7 @@ def test_quasi_hyperbolic_momentum() -> None:
         updates, state = jax.jit(tx.update)(jnp.asarray(g, jnp.float32), state, params)
         params = optax.apply_updates(params, updates)
         # What optax.trace would hold, which is not divided by 1/(1 − β).
-        trace = (params - state.z) / state.w
+        trace = (eval_params(state, params) - state.z) / state.w
         np.testing.assert_allclose(trace, m / (1 - beta), atol=1e-4)
     np.testing.assert_allclose(params, y, rtol=1e-5, atol=1e-5)
 
@@ -207,7 +205,7 @@ def test_interpolation_1_is_spa(dtype: Any) -> None:
     key = jax.random.key(1)
     for rate, c, rounding_key in ((0.1, 0.1, None), (cosine, UNIFORM, key), (0.3, 0.0033, key)):
         x, expected = apply(spa(rate, c, rounding_key=rounding_key), params, [grads] * 20)
-        y, state = apply(gpa(rate, c, 1.0, rounding_key=rounding_key), params, [grads] * 20)
+        y, state = apply(spa(rate, c, 1.0, rounding_key=rounding_key), params, [grads] * 20)
         chex.assert_trees_all_equal((y, state), (x, expected))
         chex.assert_trees_all_equal(eval_params(state, y), y)
 
@@ -215,14 +213,14 @@ def test_interpolation_1_is_spa(dtype: Any) -> None:
 def test_interpolation_may_change_unforeseen() -> None:
     """Injected, or edited before a run is resumed: x and z go on as they would have."""
     mu_y = lambda k: jnp.where(k < 3, 0.9, 0.5)
-    scheduled = apply(gpa(0.1, 0.2, mu_y), PARAMS, [GRADS] * 6)
-    injected = optax.inject_hyperparams(gpa)(learning_rate=0.1, averaging=0.2, interpolation=0.9)
+    scheduled = apply(spa(0.1, 0.2, mu_y), PARAMS, [GRADS] * 6)
+    injected = optax.inject_hyperparams(spa)(learning_rate=0.1, averaging=0.2, interpolation=0.9)
     params, state = apply(injected, PARAMS, [GRADS] * 3)
     state = optax.tree.set(state, interpolation=jnp.array(0.5))
     params_1, state_1 = resume(injected, params, state, 3)
     chex.assert_trees_all_close(params_1, scheduled[0], rtol=1e-6)
     chex.assert_trees_all_close(state_1.inner_state, scheduled[1], rtol=1e-6)
-    first, second = gpa(0.1, 0.2, 0.9), gpa(0.1, 0.2, 0.5)
+    first, second = spa(0.1, 0.2, 0.9), spa(0.1, 0.2, 0.5)
     params_2, state_2 = resume(second, *apply(first, PARAMS, [GRADS] * 3), 3)
     chex.assert_trees_all_close((params_2, state_2), scheduled, rtol=1e-6)
     # It matters: without it x would be off.
@@ -238,14 +236,13 @@ def resume(tx: Any, params: Any, state: Any, num_steps: int) -> tuple[Any, Any]:
 
 
 def test_the_state_tells_c_and_not_what_a_change_makes_of_it() -> None:
-    _, state = apply(gpa(0.1, 0.2, lambda k: 0.5 + 0.1 * k.astype(float)), PARAMS, [GRADS] * 4)
+    _, state = apply(spa(0.1, 0.2, lambda k: 0.5 + 0.1 * k.astype(float)), PARAMS, [GRADS] * 4)
     np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)
 
 
 def test_a_state_of_zeros_is_one_at_the_start() -> None:
     """As that of `optax.adamw` and `spa` are."""
-    for make in (gpa, spa, gpa_adamw, spa_adamw):
-        tx = make(0.1)
+    for tx in (spa(0.1), spa(0.1, 0.05, 0.9), spa_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)):
         state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, PARAMS))
         updates, _ = tx.update(GRADS, state, PARAMS)
         expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -256,7 +253,7 @@ def test_derivative_with_respect_to_interpolation() -> None:
     """At the μ_y that the state holds, too: x_2 = 5, z_2 = 2, and y_2 is 5 μ_y + 2 (1 − μ_y)."""
 
     def y_2(mu_y: Any) -> Any:
-        first, second = gpa(1.0, 0.5, 0.5), gpa(1.0, 0.5, mu_y)
+        first, second = spa(1.0, 0.5, 0.5), spa(1.0, 0.5, mu_y)
         y, d = jnp.array(10.0), jnp.array(4.0)
         updates, state = first.update(d, first.init(y), y)
         y += updates
@@ -280,11 +277,11 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_eval_params_finds_the_state(wrap: Any) -> None:
-    y, state = apply(gpa(0.1, 0.1, 0.5), PARAMS, [GRADS] * 3)
+    y, state = apply(spa(0.1, 0.1, 0.5), PARAMS, [GRADS] * 3)
     expected = eval_params(state, y)
     assert relative_difference(expected, y) > 1e-3
     with jax.numpy_dtype_promotion("standard"):  # for MultiSteps
-        wrapped_y, wrapped_state = apply(wrap(gpa(0.1, 0.1, 0.5)), PARAMS, [GRADS] * 3)
+        wrapped_y, wrapped_state = apply(wrap(spa(0.1, 0.1, 0.5)), PARAMS, [GRADS] * 3)
     x = jax.jit(eval_params)(wrapped_state, wrapped_y)
     chex.assert_trees_all_close(x, expected, rtol=1e-6)
     chex.assert_trees_all_equal_structs(x, PARAMS)
@@ -292,15 +289,15 @@ def test_eval_params_finds_the_state(wrap: Any) -> None:
 
 def test_eval_params_where_params_are_shared() -> None:
     mask = {"w": True, "b": {"c": False}}
-    y, state = apply(gpa(0.1, 0.1, 0.5), PARAMS, [GRADS] * 3)
+    y, state = apply(spa(0.1, 0.1, 0.5), PARAMS, [GRADS] * 3)
     expected = eval_params(state, y)
-    masked_y, masked_state = apply(optax.masked(gpa(0.1, 0.1, 0.5), mask), PARAMS, [GRADS] * 3)
+    masked_y, masked_state = apply(optax.masked(spa(0.1, 0.1, 0.5), mask), PARAMS, [GRADS] * 3)
     x = eval_params(masked_state, masked_y)
     np.testing.assert_allclose(x["w"], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(x["b"]["c"], masked_y["b"]["c"])
     labels = {"w": "slow", "b": {"c": "fast"}}
-    for fast in (optax.adam(0.1), spa(0.1), gpa(0.2, 0.3, 0.4)):
-        tx = optax.partition({"slow": gpa(0.1, 0.1, 0.5), "fast": fast}, labels)
+    for fast in (optax.adam(0.1), spa(0.1), spa(0.2, 0.3, 0.4)):
+        tx = optax.partition({"slow": spa(0.1, 0.1, 0.5), "fast": fast}, labels)
         with jax.numpy_dtype_promotion("standard"):  # for Adam
             both_y, both_state = apply(tx, PARAMS, [GRADS] * 3)
             alone_y, alone_state = apply(fast, PARAMS["b"], [GRADS["b"]] * 3)
@@ -328,7 +325,7 @@ def test_eval_params_of_spa_are_params(tx: Any) -> None:
 
 def test_eval_params_of_nnx() -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optax.chain(optax.clip(1e3), gpa(0.1, 0.1, 0.5))
+    tx = optax.chain(optax.clip(1e3), spa(0.1, 0.1, 0.5))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     start = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     grads = jax.tree.map(jnp.cos, start)
@@ -353,7 +350,7 @@ def test_evaluating_a_model_of_nnx_between_steps() -> None:
         model = nnx.Sequential(
             nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
         )
-        optimizer = nnx.Optimizer(model, gpa(0.1, 0.1, 0.5), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, spa(0.1, 0.1, 0.5), wrt=nnx.Param)
         inputs = jax.random.normal(jax.random.key(0), (8, 3))
         loss = lambda model: jnp.mean((model(inputs) - 1) ** 2)
         for _ in range(6):
@@ -382,10 +379,10 @@ def test_evaluating_a_model_of_nnx_between_steps() -> None:
         optax.contrib.schedule_free_sgd(0.1).init(PARAMS),
         (),
         None,
-        gpa(0.1).init({"other": jnp.ones(3)}),
-        gpa(0.1).init(jax.tree.map(lambda leaf: leaf[..., :2], PARAMS)),
-        optax.chain(gpa(0.1), gpa(0.1)).init(PARAMS),
-        optax.chain(spa(0.1), gpa(0.1)).init(PARAMS),
+        spa(0.1, 0.05, 0.9).init({"other": jnp.ones(3)}),
+        spa(0.1, 0.05, 0.9).init(jax.tree.map(lambda leaf: leaf[..., :2], PARAMS)),
+        optax.chain(spa(0.1, 0.05, 0.9), spa(0.1, 0.05, 0.9)).init(PARAMS),
+        optax.chain(spa(0.1), spa(0.1, 0.05, 0.9)).init(PARAMS),
     ],
     ids=["adam", "schedule_free", "empty", "None", "other tree", "shapes", "two", "two kinds"],
 )
@@ -401,12 +398,12 @@ def test_eval_params_names_the_optimizer_found() -> None:
 
 def test_eval_params_with_swapped_arguments() -> None:
     with pytest.raises(ValueError, match="`opt_state` must hold an `SPAState`, got dict"):
-        eval_params(PARAMS, gpa(0.1).init(PARAMS))
+        eval_params(PARAMS, spa(0.1, 0.05, 0.9).init(PARAMS))
 
 
 def test_eval_params_of_an_ensemble() -> None:
     def train(mu_y: Any) -> Any:
-        tx = gpa(1.0, 0.1, mu_y)
+        tx = spa(1.0, 0.1, mu_y)
         params = jnp.ones(2)
         updates, state = tx.update(jnp.ones(2), tx.init(params), params)
         return params + updates, state
@@ -418,7 +415,7 @@ def test_eval_params_of_an_ensemble() -> None:
 
 
 def test_eval_params_before_the_first_step() -> None:
-    state = gpa(0.1).init(PARAMS)
+    state = spa(0.1, 0.05, 0.9).init(PARAMS)
     chex.assert_trees_all_equal(eval_params(state, PARAMS), PARAMS)
     loaded = jax.tree.map(lambda p: p + 5, PARAMS)  # pretrained, put in after `init`
     chex.assert_trees_all_equal(eval_params(state, loaded), loaded)
@@ -432,7 +429,7 @@ def test_eval_params_of_all_kinds_of_leaves() -> None:
         "None": None,
         "scalar": jnp.array(2.0),
     }
-    tx = gpa(0.5, 0.1, 0.5)
+    tx = spa(0.5, 0.1, 0.5)
     grads = jax.tree.map(lambda p: jnp.ones_like(p), params)
     y, state = apply(tx, params, [grads] * 3)
     x = eval_params(state, y)
@@ -446,7 +443,7 @@ def test_eval_params_of_all_kinds_of_leaves() -> None:
 
 
 def test_mu_y_of_the_state() -> None:
-    state = gpa(0.1, interpolation=0.25).init(PARAMS)
+    state = spa(0.1, 0.05, interpolation=0.25).init(PARAMS)
     assert type(state) is SPAState
     assert float(state.mu_y) == 0.25
     assert state.mu_y.dtype == jnp.float32

@@ -27,8 +27,6 @@ from spa_optax import (
     convert,
     eval_params,
     float8_momentum,
-    gpa,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     reanchor,
@@ -50,7 +48,7 @@ FACTORIES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "sgdm, schedule": functools.partial(spa_from_sgdm, COSINE, 0.9),
     "sgdm, nesterov": functools.partial(spa_from_sgdm, COSINE, 0.9, True),
     "stochastic": functools.partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY),
-    "gpa": functools.partial(gpa, COSINE, UNIFORM, lambda k: jnp.where(k > 1, 0.5, 0.9)),
+    "gpa": functools.partial(spa, COSINE, UNIFORM, lambda k: jnp.where(k > 1, 0.5, 0.9)),
     "tracked": lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)),
     "around sgd at z": functools.partial(
         primal_averaging,
@@ -70,16 +68,16 @@ def factored(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
 
 ALIASES: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "spa_adamw": functools.partial(spa_adamw, 0.1, 0.1, b2=0.9),
-    "gpa_adamw": functools.partial(gpa_adamw, 0.1, 0.1, 0.9, b2=0.9),
+    "gpa_adamw": functools.partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9),
     "factored": factored,
     "16 bits": functools.partial(
-        gpa_adamw, 0.1, 0.1, 0.9, b2=0.9, second_moment="bfloat16", rounding_key=KEY
+        spa_adamw, 0.1, 0.1, 0.9, b2=0.9, second_moment="bfloat16", rounding_key=KEY
     ),
     "around adamw": functools.partial(primal_averaging, optax.adamw(0.1, b2=0.9), 0.1, 0.9),
 }
 WATCHED: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "watched": lambda **kwargs: track_momentum(
-        gpa_adamw(0.1, 0.1, 0.9, b2=0.9, **kwargs), every=2, per_leaf=True
+        spa_adamw(0.1, 0.1, 0.9, b2=0.9, **kwargs), every=2, per_leaf=True
     ),
 }
 ALL = FACTORIES | ALIASES | WATCHED
@@ -117,7 +115,7 @@ but_adamw = each_of(FACTORIES, *QUICK)
 WITH_NUMBERS: list[Any] = [
     functools.partial(spa, 0.1, 0.1),
     functools.partial(spa_from_sgdm, 0.01, 0.9),
-    functools.partial(gpa, 0.1, 0.1, 0.9),
+    functools.partial(spa, 0.1, 0.1, 0.9),
     functools.partial(spa_adamw, 0.1, 0.1, b2=0.9),
 ]
 AROUND_SGD = functools.partial(primal_averaging, optax.sgd(0.1), 0.1, 0.9)
@@ -195,9 +193,9 @@ def test_map_params_reaches_z_alone(make: Any) -> None:
         spa_from_sgdm(1e-3, 0.9),
         spa_from_sgdm(1e-3, 0.9, True),
         spa_from_sgdm(lenient(optax.linear_schedule(1e-3, 5e-4, 30_000)), 0.9),
-        gpa(1e-2, 0.1, 0.9),
+        spa(1e-2, 0.1, 0.9),
         spa_adamw(1e-2, weight_decay=0.0),
-        gpa_adamw(1e-2, 0.1, weight_decay=0.0),
+        spa_adamw(1e-2, 0.1, 0.9, weight_decay=0.0),
     ],
     ids=["spa", "sgdm", "nesterov", "schedule", "gpa", "spa_adamw", "gpa_adamw"],
 )

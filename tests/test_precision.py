@@ -26,8 +26,8 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from spa_optax import _precision, gpa, spa, spa_from_sgdm
-from spa_optax._precision import random_bits, rounded, seeds_like
+from spa_optax import _precision, spa, spa_from_sgdm
+from spa_optax._precision import Stream, random_bits, rounded, seeds_like
 from spa_optax._storage import map_stored, z_of
 
 KEY = jax.random.key(0)
@@ -157,9 +157,9 @@ def test_the_derivative_is_that_of_a_cast() -> None:
 def test_random_bits() -> None:
     """Of neighbouring places, and of seeds as they are drawn: no correlation of any two bits."""
     n = 40_000
-    seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3)
-    seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2)
-    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, stream=1)
+    seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, Stream.PARAMS_AND_Z)
+    seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, Stream.PARAMS_AND_Z)
+    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, Stream.SECOND_MOMENT)
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
     bits = [2.0 * np.unpackbits(word.view(np.uint8)).reshape(n, 32) - 1 for word in words]
@@ -197,7 +197,7 @@ GRADS = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)).astype(BF16) / 64,
 FACTORIES = {
     "spa": functools.partial(spa, 0.1, 0.1),
     "sgdm": functools.partial(spa_from_sgdm, lambda k: 0.01 / (1 + k.astype(jnp.float32)), 0.9),
-    "gpa": functools.partial(gpa, 0.1, 0.1, 0.9),
+    "gpa": functools.partial(spa, 0.1, 0.1, 0.9),
     "16-bit z": functools.partial(spa, 0.1, 0.1, state_dtype=BF16),
 }
 every_transform = pytest.mark.parametrize("make", quick(FACTORIES, "gpa"))

@@ -26,7 +26,7 @@ from helpers import (
 from jax.sharding import Mesh
 from transformer import make_init, on_host, optimizer, sharding, train
 
-from spa_optax import gpa_adamw, spa, spa_from_sgdm
+from spa_optax import spa, spa_adamw, spa_from_sgdm
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -84,7 +84,7 @@ def test_sharded_over_eight_devices_is_one_device() -> None:
 )
 def test_no_collective_inside_the_update(kind: str) -> None:
     key = jax.random.key(0) if "stochastic" in kind else None
-    make = functools.partial(gpa_adamw, 0.1) if "gpa_adamw" in kind else optimizer
+    make = functools.partial(spa_adamw, 0.1, 0.05, 0.9) if "gpa_adamw" in kind else optimizer
     tx = make(rounding_key=key)
     dtype = jnp.bfloat16 if "bfloat16" in kind else jnp.float32
     params, state = make_init(mesh_of(8), tx, dtype)()

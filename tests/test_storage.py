@@ -22,8 +22,6 @@ from spa_optax import (
     _storage,
     convert,
     eval_params,
-    gpa,
-    gpa_adamw,
     primal_averaging,
     reanchor,
     spa,
@@ -51,7 +49,7 @@ FORMS: dict[Any, Any] = {
 MEMBERS: dict[str, Any] = {
     "spa": functools.partial(spa, 1.0, 0.1),
     "spa_from_sgdm": functools.partial(spa_from_sgdm, 0.1, 0.9),
-    "gpa": functools.partial(gpa, 1.0, 0.1, 0.5),
+    "gpa": functools.partial(spa, 1.0, 0.1, 0.5),
     "primal_averaging": functools.partial(primal_averaging, optax.sgd(1.0), 0.1, 0.9),
     "spa_adamw": functools.partial(spa_adamw, 0.01),
 }
@@ -145,7 +143,7 @@ def test_a_cast_changes_precision_alone(make: Any) -> None:
             eval_params(state._replace(count=state.count.astype(jnp.bfloat16)), x)
         with pytest.raises(ValueError, match=r"mu_y` must be float32, .*, got bfloat16"):
             tx.update(params, state._replace(mu_y=state.mu_y.astype(jnp.bfloat16)), x)
-    tx, y = gpa(0.25, 0.1, 0.5), jnp.array([1 + 2j])
+    tx, y = spa(0.25, 0.1, 0.5), jnp.array([1 + 2j])
     y, state = run(tx, y, [y / 8])
     real = state._replace(z=jnp.real(state.z))
     for use in (lambda: eval_params(real, y), lambda: reanchor(real, y, y + 1)):
@@ -210,7 +208,7 @@ SHARDED: dict[str, Any] = {
     **MEMBERS,
     "schedule": functools.partial(spa_from_sgdm, lambda k: 0.1 / (k + 1).astype(float), 0.9),
     "nesterov": functools.partial(spa_from_sgdm, 0.1, 0.9, True),
-    "gpa_adamw": functools.partial(gpa_adamw, 0.01),
+    "gpa_adamw": functools.partial(spa_adamw, 0.01, 0.05, 0.9),
 }
 
 
@@ -274,7 +272,7 @@ class RowScaled(Form):
 def test_a_third_form_needs_nothing_but_its_codec(monkeypatch: Any) -> None:
     form = RowScaled(Int8Rows)
     monkeypatch.setitem(_storage.FORMS, Int8Rows, form)
-    wide = gpa(0.25, 0.1, 0.5)
+    wide = spa(0.25, 0.1, 0.5)
     storage = Storage(form, None)
     init: Any = wide.init
     tx = optax.GradientTransformationExtraArgs(

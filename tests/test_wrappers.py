@@ -13,7 +13,6 @@ from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, apply, slow, trajectory, un
 
 from spa_optax import (
     eval_params,
-    gpa,
     in_float32,
     primal_averaging,
     scale_by_second_moment,
@@ -75,7 +74,7 @@ def test_gpa_behind_the_same_direction(dtype: Any) -> None:
         direction = in_float32(
             optax.chain(scale_by_second_moment(), optax.add_decayed_weights(0.1))
         )
-        chain = optax.chain(direction, gpa(0.01, 0.1, 0.9))
+        chain = optax.chain(direction, spa(0.01, 0.1, 0.9))
         y, x = trajectory(wrapped, eval_params, dtype, num_steps=200)
         expected_y, expected_x = trajectory(chain, eval_params, dtype, num_steps=200)
     # Some ten roundings a step of numbers below 2, all in one direction.
@@ -167,7 +166,7 @@ def test_refused() -> None:
         "which averages": [
             optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
             spa(0.1),
-            optax.chain(optax.clip(1.0), gpa(0.1)),
+            optax.chain(optax.clip(1.0), spa(0.1, 0.05, 0.9)),
             primal_averaging(optax.sgd(0.1), 0.1),
         ],
         "which rounds: pass `rounding_key` instead": [stochastic_rounding(optax.sgd(0.1), KEY)],

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from spa_optax._core import Step
 from spa_optax._precision import wide_dtype
-from spa_optax._trees import map_floats
+from spa_optax._trees import map_trained
 
 
 class Means(NamedTuple):
@@ -95,7 +95,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
         return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), saturated)
 
     by_leaf = jax.tree_util.tree_leaves_with_path(
-        map_floats(of_leaf, step.distance, step.gradient, step.rounding, step.saturated),
+        map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.saturated),
         is_leaf=lambda n: isinstance(n, Sums),
     )
     zero = Sums(*(jnp.zeros([], field) for field in [jnp.float32] * 4 + [jnp.int32]))
@@ -119,7 +119,7 @@ def update_gauge(
     """The gauge after a step."""
     is_measured = count % every == 0
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
-    eta, c, delta, c_before = map(f32, (step.eta, step.p, step.delta, step.c_before))
+    eta, c, delta, c_before = map(f32, (step.eta, step.c, step.delta, step.c_before))
     # r is the same for all dtypes, unless momentum restarts for some.
     r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
     sq_g, sq_d, g_d, sq_rounding, saturated = sums

@@ -8,10 +8,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from spa_optax._checks import is_surely
-from spa_optax._core import Step, times
+from spa_optax._core import Step
 from spa_optax._optax_states import ADAM_OR_TRACE, INJECTED
-from spa_optax._precision import wide_dtype
-from spa_optax._trees import find, map_floats
+from spa_optax._precision import scaled, wide_dtype
+from spa_optax._trees import find, map_trained
 
 
 def averaging_of(state: PyTree, averaging: float | None) -> Any:
@@ -54,13 +54,13 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
 
     def gradient(m: Array, m_next: Array, s: Array) -> Array:
         m, m_next = wide(m), wide(m_next)
-        return times(1 / weight, s, m.dtype) * (m_next - times(1 - c, m, m.dtype))
+        return scaled(1 / weight, s, m.dtype) * (m_next - scaled(1 - c, m, m.dtype))
 
-    distance = lambda m, s: times(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
+    distance = lambda m, s: scaled(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
     rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
-    g, d = map_floats(gradient, m, m_next, scale), map_floats(distance, m, scale)
-    none = map_floats(lambda m: jnp.zeros([], jnp.int32), m)
-    return Step(g, d, map_floats(rounding, m), none, jnp.ones([]), c, None, {}, c)
+    g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
+    none = map_trained(lambda m: jnp.zeros([], jnp.int32), m)
+    return Step(g, d, map_trained(rounding, m), none, jnp.ones([]), c, None, {}, c)
 
 
 def check_adam(
@@ -96,7 +96,7 @@ def check_adam(
             error = jnp.abs(v - beta_2 * v_old - (1 - beta_2) * square(m))
             return jnp.any(error > 0.1 * (1 - beta_2) * jnp.maximum(v_old, square(m)))
 
-        wrong = jax.tree.leaves(map_floats(is_wrong, new.mu, new.nu, old.nu))
+        wrong = jax.tree.leaves(map_trained(is_wrong, new.mu, new.nu, old.nu))
         if is_surely(jnp.any(jnp.array(wrong, bool))):
             raise ValueError(
                 "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from spa_optax._checks import check, check_one_run
 from spa_optax._core import SPAState
-from spa_optax._trees import find, only, scalar_of
+from spa_optax._trees import find, find_one, scalar_of
 from spa_optax.diagnostics._gauge import Gauge, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -155,7 +155,7 @@ def momentum_report(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2.
     """
-    state = only(opt_state, "opt_state", TrackMomentumState)
+    state = find_one(opt_state, "opt_state", TrackMomentumState)
     check_one_run("opt_state", state.count)
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
     gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)

@@ -14,7 +14,7 @@ from spa_optax._checks import check, is_surely
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
-from spa_optax._trees import by_path, find, is_float, only
+from spa_optax._trees import by_path, find, find_one, is_trained
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
@@ -57,11 +57,11 @@ def track_momentum(
         v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
     `inner` holds one member of the family, alone or in a chain. g_k is the update that the member
-    receives: the gradient after clipping and decay, or the direction of the Adam forms. Under
-    `gpa`, x is measured, not its params. `optax.sgd` with momentum, `optax.adamw` and others with a
-    state of `optax.trace` or `optax.scale_by_adam` are measured as SPA of directions with the same
-    momentum and a rate of 1, without Adam's ε and Nesterov's further step. (Adamax and Adopt store
-    something else in that state, and cannot be measured.) Put `optax.MultiSteps` and other wrappers
+    receives: the gradient after clipping and decay, or the direction of the Adam forms. At an
+    interpolation below 1 x is measured, not its params. `optax.sgd` with momentum, `optax.adamw`
+    and others with a state of `optax.trace` or `optax.scale_by_adam` are measured as SPA of
+    directions with the same momentum and a rate of 1, without Adam's ε and Nesterov's further step.
+    (Adamax and Adopt store something else in that state, and cannot be measured.) Put `optax.MultiSteps` and other wrappers
     that skip updates around `track_momentum`.
 
     A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
@@ -173,7 +173,7 @@ def track_momentum(
 
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    momentum = only(state, "inner", SPAState, ADAM_OR_TRACE)
+    momentum = find_one(state, "inner", SPAState, ADAM_OR_TRACE)
     of_momentum = () if isinstance(momentum, SPAState) else (Float8MomentumState,)
     for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState, *of_momentum)):
         raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
@@ -193,7 +193,7 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
     if per_leaf is False:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = [path for path, leaf in leaves if is_float(leaf)]
+    paths = [path for path, leaf in leaves if is_trained(leaf)]
     if per_leaf is True:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
