@@ -41,8 +41,6 @@ from update_cost import TREES
 
 from spa_optax import (
     float8_momentum,
-    gpa,
-    gpa_adamw,
     primal_averaging,
     spa,
     spa_adamw,
@@ -96,16 +94,14 @@ def groups() -> list[Optimizers]:
     of_16_bits, factored = ({"second_moment": kind} for kind in ("bfloat16", "factored"))
     sgd, adamw = optax.sgd(0.1, 0.9), optax.adamw(1e-3)
     adamw_bf16, lion_bf16 = optax.adamw(1e-3, mu_dtype=bf16), optax.lion(1e-3, mu_dtype=bf16)
+    gpa = (1e-3, 0.05, 0.9)
     float32 = [
         ("optax.sgd(0.1, 0.9)", sgd),
         ("spa(1.0, 0.1)", spa(1.0, 0.1)),
         ("primal_averaging(optax.sgd(0.1), 0.1)", primal_averaging(optax.sgd(0.1), 0.1)),
         ("track_momentum(spa(1.0, 0.1))", track_momentum(spa(1.0, 0.1))),
         ("track_momentum(spa(1.0, 0.1), every=10)", track_momentum(spa(1.0, 0.1), every=10)),
-        (
-            "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)",
-            track_momentum(sgd, averaging=0.1),
-        ),
+        ("track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)", track_momentum(sgd, averaging=0.1)),
     ]
     scheduled = [
         ("optax.sgd(schedule, 0.9)", optax.sgd(schedule, 0.9)),
@@ -118,13 +114,13 @@ def groups() -> list[Optimizers]:
     ]
     schedule_free = [
         ("optax.contrib.schedule_free_sgd(0.1)", optax.contrib.schedule_free_sgd(0.1)),
-        ("gpa(0.1)", gpa(0.1)),
-        ("track_momentum(gpa(0.1))", track_momentum(gpa(0.1))),
+        ("spa(0.1, 0.05, 0.9)", spa(0.1, 0.05, 0.9)),
+        ("track_momentum(spa(0.1, 0.05, 0.9))", track_momentum(spa(0.1, 0.05, 0.9))),
     ]
     adam = [
         ("optax.adamw(1e-3)", adamw),
         ("spa_adamw(1e-3)", spa_adamw(1e-3)),
-        ("gpa_adamw(1e-3)", gpa_adamw(1e-3)),
+        ("spa_adamw(1e-3, 0.05, 0.9)", spa_adamw(*gpa)),
         ("optax.adamw(1e-3, mu_dtype=bfloat16)", adamw_bf16),
         ("primal_averaging(optax.adamw(1e-3), 0.1, 0.9)", primal_averaging(adamw, 0.1, 0.9)),
         ("track_momentum(spa_adamw(1e-3))", track_momentum(spa_adamw(1e-3))),
@@ -139,9 +135,9 @@ def groups() -> list[Optimizers]:
         ("the same, 8 bytes", spa_adamw(1e-3, **narrow)),
         ("the same, 6 bytes", spa_adamw(1e-3, **of_16_bits, **narrow)),
         ("the same, 4 bytes", spa_adamw(1e-3, **factored, **narrow)),
-        ("gpa_adamw, bfloat16 params, 6 bytes", gpa_adamw(1e-3, **of_16_bits, **narrow)),
-        ("gpa_adamw, bfloat16 params, 4 bytes", gpa_adamw(1e-3, **factored, **narrow)),
-        ("gpa_adamw, bfloat16 params, 3 bytes", gpa_adamw(1e-3, **factored, **of_8_bits)),
+        ("the same, 6 bytes, μ_y = 0.9", spa_adamw(*gpa, **of_16_bits, **narrow)),
+        ("the same, 4 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **narrow)),
+        ("the same, 3 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **of_8_bits)),
         (
             "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
             stochastic_rounding(adamw_bf16, key),

@@ -30,12 +30,7 @@ import optax
 from tqdm import tqdm
 
 from spa_optax import momentum_drop, scale_by_second_moment, spa, spa_adamw
-from spa_optax.diagnostics import (
-    MomentumReport,
-    momentum_report,
-    plot_momentum,
-    track_momentum,
-)
+from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum, track_momentum
 
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
 C = {"digits": 0.1, "images": 0.1, "text": 0.2}

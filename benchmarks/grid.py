@@ -1,14 +1,8 @@
 """Tunes bases × forms on a task, and compares them: training, tuning, tables and a picture.
 
-All cells have the same networks, batches and β₂, and compute in bfloat16. Hyper-parameters are
-tuned by the validation loss of seed 0: from a start to a neighbour in the grid that is better,
-until none is. Then other seeds run. The rate is warmed up, then decays by a cosine to 0, or stays
-where a form says so.
-
-With --json each run is a line of OUT, and is not repeated: a stopped command goes on where it was.
-Tuning begins at the best setting in OUT of the most similar length and batches. On a CPU it costs
-least to run cells side by side, each in one thread: --jobs, with
-XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
+Hyper-parameters are tuned by the validation loss of seed 0: from a start to a neighbour in the grid
+that is better, until none is. Then other seeds run. With --json each run is a line of OUT, and is
+not repeated; tuning begins at the best setting in OUT of the most similar length and batches.
 """
 
 import argparse
@@ -69,9 +63,6 @@ BYTE_CLASSES = (2, 3.5, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
 Cell = tuple[str, str]  # base and form
 Runs = dict[Cell, dict[int, Record]]  # by seed
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 Batch = tuple[jax.Array, jax.Array]  # inputs of the network, and what its logits are for

@@ -2,13 +2,11 @@
 
     python benchmarks/low_precision.py --data-dir DIR
 
-Trains two networks with SGD with momentum, in every scheme with the same starting points, batches
-and rates: a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images
-of CIFAR-10 (DIR has the binary version, or it is downloaded to DIR). Params are only kept in 16
-bits: losses and gradients are computed in float32, and gradients come back rounded to the dtype of
-the params. The tables have the loss over the training images, the mean over the last five epochs,
-as a ratio to that of float32 at the same rate. With --json, each run is a line of OUT, and runs
-that OUT already has are not repeated.
+Trains a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images of
+CIFAR-10, with SGD with momentum. Params are only kept in 16 bits: losses and gradients are computed
+in float32, and gradients come back rounded to the dtype of the params. The tables have the loss
+over the training images, the mean over the last five epochs, as a ratio to that of float32 at the
+same rate. With --json each run is a line of OUT, and is not repeated.
 """
 
 import itertools
@@ -44,11 +42,6 @@ class Scheme(NamedTuple):
 
     dtype: Any  # of the params
     make: Make  # from learning rate, momentum and key
-
-
-def nearest(x: jax.Array, key: jax.Array) -> jax.Array:
-    del key
-    return x.astype(BF16)
 
 
 def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -142,7 +135,9 @@ SCHEMES = {
         )
         for dtype in (BF16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     },
-    "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: rounding(sgd(a, b), nearest, key)),
+    "SGD+M, float32 m": Scheme(
+        BF16, lambda a, b, key: rounding(sgd(a, b), lambda x, key: x.astype(BF16), key)
+    ),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, key: rounding(sgd(a, b), stochastic, key)
     ),
@@ -270,74 +265,56 @@ def make_train(
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
 
 
-class Losses:
-    """Losses over seeds, found by what was run."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        """Of all that is in `records`."""
-        values = lambda key: list(dict.fromkeys(record[key] for record in records))
-        self.settings = list(itertools.product(*map(values, ("task", "momentum", "schedule"))))
-        self.schemes = values("scheme")
-        self.num_bytes = {record["scheme"]: record["bytes"] for record in records}
-        self.of: dict[Any, dict[int, float]] = {}
-        self.rates: dict[Any, list[float]] = {}
-        for record in records:
-            setting = tuple(record[key] for key in ("task", "momentum", "schedule"))
-            key = (setting, record["scheme"], record["rate"])
-            self.of.setdefault(key, {})[record["seed"]] = record["loss"]
-            rates = self.rates.setdefault(setting, [])
-            if record["rate"] not in rates:
-                rates.append(record["rate"])
-
-    def mean(self, setting: Any, scheme: str, rate: float) -> float:
-        """Over seeds."""
-        return float(np.mean(list(self.of[setting, scheme, rate].values())))
-
-    def ratio(self, setting: Any, scheme: str, rate: float) -> tuple[float, float]:
-        """To float32 at the same rate, seed by seed: mean and standard error."""
-        reference = self.of[setting, REFERENCE, rate]
-        ratios = [loss / reference[s] for s, loss in self.of[setting, scheme, rate].items()]
-        error = np.std(ratios, ddof=1) / np.sqrt(len(ratios)) if len(ratios) > 1 else np.nan
-        return float(np.mean(ratios)), float(error)
+Spread = tuple[list[float], list[float]]  # ratios to float32 at the same rate, and losses, by seed
+Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 
 
-def summary(losses: Losses) -> str:
+def by_setting(records: list[dict[str, Any]]) -> dict[Any, Losses]:
+    """By task, momentum and schedule."""
+    losses = {tuple(record[key] for key in KEYS): record["loss"] for record in records}
+    result: dict[Any, Losses] = {}
+    for (task, scheme, *setting, rate, seed), loss in losses.items():
+        of_setting = result.setdefault((task, *setting), {})
+        ratios, of_rate = of_setting.setdefault(scheme, {}).setdefault(rate, ([], []))
+        ratios.append(loss / losses[task, REFERENCE, *setting, rate, seed])
+        of_rate.append(loss)
+    return result
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return float(np.mean(values)), float(error)
+
+
+def summary(found: dict[Any, Losses], num_bytes: dict[str, str]) -> str:
     """The largest ratio over the rates that tell something.
 
     At large constant rates training is chaotic: one rounding makes another run of it, with another
     loss. How far two runs part that differ by no more is seen from the scheme with a master copy.
     """
-    rates = {
-        setting: [r for r in losses.rates[setting] if losses.ratio(setting, MASTER, r)[1] <= 0.02]
-        for setting in losses.settings
-    }
-    rows = []
-    for scheme in losses.schemes:
-        worst = [
-            max((losses.ratio(setting, scheme, rate) for rate in of), default=None)
-            for setting, of in rates.items()
+    header, rows = ["scheme", "bytes/param"], {name: [name, of] for name, of in num_bytes.items()}
+    for (task, beta, name), losses in found.items():
+        rates = [
+            r for r, (ratios, _) in losses[MASTER].items() if mean_and_error(ratios)[1] <= 0.02
         ]
-        cells = [plus_minus(*of, ".3f") if of else "" for of in worst]
-        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells])
-    header = []
-    for task, beta, name in losses.settings:
-        of = rates[task, beta, name]
-        limit = f"η ≤ {max(of):g}" if of else "no η to compare"  # as with one seed
+        limit = f"η ≤ {max(rates):g}" if rates else "no η to compare"  # as with one seed
         header.append(f"{task}, β = {beta:g}, {name}, {limit}")
-    return common.markdown(["scheme", "bytes/param", *header], rows)
+        for scheme, of_rates in losses.items():
+            worst = max((mean_and_error(of_rates[rate][0]) for rate in rates), default=None)
+            rows[scheme].append(plus_minus(*worst, ".3f") if worst else "")
+    return common.markdown(header, list(rows.values()))
 
 
-def table(losses: Losses, setting: Any) -> str:
+def table(setting: Any, losses: Losses, num_bytes: dict[str, str]) -> str:
     """Ratios to float32 at every rate, and the loss at the best."""
-    rows, rates = [], losses.rates[setting]
-    for scheme in losses.schemes:
-        ratios = [losses.ratio(setting, scheme, rate) for rate in rates]
-        cells = [plus_minus(ratio, error, ".3f") for ratio, error in ratios]
-        best = min(rates, key=lambda rate, scheme=scheme: losses.mean(setting, scheme, rate))
-        of_best = f"{losses.mean(setting, scheme, best):.4g} at {best:g}"
-        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells, of_best])
-    header = ["scheme", "bytes/param", *(f"η = {rate:g}" for rate in rates), "lowest loss"]
+    rows = []
+    for scheme, of_rates in losses.items():
+        cells = [plus_minus(*mean_and_error(ratios), ".3f") for ratios, _ in of_rates.values()]
+        best, rate = min((float(np.mean(of)), rate) for rate, (_, of) in of_rates.items())
+        rows.append([scheme, num_bytes[scheme], *cells, f"{best:.4g} at {rate:g}"])
+    rates = [f"η = {rate:g}" for rate in losses[REFERENCE]]
     task, beta, name = setting
+    header = ["scheme", "bytes/param", *rates, "lowest loss"]
     return f"{task}, β = {beta:g}, {name}:\n\n{common.markdown(header, rows)}"
 
 
@@ -369,8 +346,10 @@ def main(argv: list[str] | None = None) -> str:
             wanted.append(records.get(key, lambda: train(rate, seed)))  # noqa: B023  # run at once
             bar.update()
     bar.close()
-    losses = Losses(wanted)
-    text = "\n\n".join([summary(losses), *(table(losses, s) for s in losses.settings)])
+    num_bytes = {record["scheme"]: f"{record['bytes']:.1f}" for record in wanted}
+    found = by_setting(wanted)
+    tables = [table(setting, losses, num_bytes) for setting, losses in found.items()]
+    text = "\n\n".join([summary(found, num_bytes), *tables])
     count = common.command_line.count(arguments.seeds, "seed")
     print(f"{common.device()}, {count}\n\n{text}")
     return text

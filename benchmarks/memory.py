@@ -4,27 +4,19 @@
     python benchmarks/memory.py --target "8B on v5e-8" --json OUT
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
-XLA's compilers run without the hardware, and refuse a program that does not fit. The program is a
-whole training step, with params, gradients and state split over all devices (FSDP), and a sequence
-of 2,048 tokens for each device. It computes in bfloat16. Each layer is recomputed for the gradient,
-and attention and the loss take 256 tokens or fewer at a time, so that activations are little beside
-params and state. The decoder, and the update in the backward pass, are those of
-`examples/one_card.py`.
+XLA's compilers run without the hardware. The program is a whole training step, with params,
+gradients and state split over all devices (FSDP); README.md says more. The decoder, and the update
+in the backward pass, are those of `examples/one_card.py`.
 
-- *bytes/param*: params and state.
 - *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
   refuses the step, what it says that it needs.
 - *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
   all of the state split like the params.
-- *collectives*: those of the whole step; in a loop each is one.
-- *compile*: seconds.
 
 --largest is another table: the largest model that each optimizer trains on one card or chip. It
 compiles from the largest on until one fits, but nothing whose params and state alone do not. The
 need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
-card's limit, and that for a v6e for a v5e.
-
-With --json a program that is in OUT, a line each, is not compiled again.
+card's limit, and that for a v6e for a v5e. With --json a program is not compiled again.
 """
 
 import functools
@@ -48,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from low_precision import BF16, F32, with_master
 from tqdm import tqdm
 
-from spa_optax import gpa_adamw, spa_adamw, stochastic_rounding
+from spa_optax import spa_adamw, stochastic_rounding
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import one_card
@@ -164,9 +156,8 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "bfloat16 z, factored ν": of_z | factored,
         "8-bit z, factored ν": of_z | factored | {"state_dtype": jnp.float8_e4m3fn},
     }
-    for make in (spa_adamw, gpa_adamw):
-        for name, options in stored.items():
-            result[f"{make.__name__}, {name}"] = make(1e-3, **options), BF16
+    for name, options in stored.items():
+        result[f"spa_adamw, {name}"] = spa_adamw(1e-3, 0.05, 0.9, **options), BF16
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
@@ -192,10 +183,10 @@ OF_LARGEST = [
             "Adafactor, float32",
             "Lion, bfloat16",
             "Muon, bfloat16",
-            "gpa_adamw, bfloat16 z",
-            "gpa_adamw, bfloat16 z and ν",
-            "gpa_adamw, bfloat16 z, factored ν",
-            "gpa_adamw, 8-bit z, factored ν",
+            "spa_adamw, bfloat16 z",
+            "spa_adamw, bfloat16 z and ν",
+            "spa_adamw, bfloat16 z, factored ν",
+            "spa_adamw, 8-bit z, factored ν",
         )
         for how in ("", IN_BACKWARD)
     ),

@@ -31,7 +31,7 @@ def size(model: memory.Model) -> int:
 
 SIZE = size(TINY)
 ADAMW = "AdamW, bfloat16, float32 master copy"
-OURS = [name for name in memory.optimizers() if name.startswith(("spa_adamw", "gpa_adamw"))]
+OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
 def mesh_of(params: Any) -> Mesh:
@@ -152,7 +152,7 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
 
 
 @for_tpus
-@pytest.mark.parametrize("name", ["spa_adamw, bfloat16", "gpa_adamw, bfloat16 z"])
+@pytest.mark.parametrize("name", ["spa_adamw, bfloat16", "spa_adamw, bfloat16 z"])
 def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)
@@ -214,7 +214,7 @@ def test_the_largest_model_on_each_card(tmp_path: Path) -> None:
     assert "| AdamW, float32 | 10.0 | 8B, 10.0 | 8B, 10.0 |" in text
     assert f"| Lion, bfloat16 | 10.0 | 3B, {own:.1f} | 3B, {near:.1f} |" in text
     assert "| Muon, bfloat16 | 10.0 | – | – |" in text
-    assert "| gpa_adamw, bfloat16 z, updated in the backward pass | 10.0 | 8B, 10.0 |" in text
+    assert "| spa_adamw, bfloat16 z, updated in the backward pass | 10.0 | 8B, 10.0 |" in text
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ import numpy as np
 import optax
 
 from spa_optax import (
-    gpa,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
+    spa,
+    spa_adamw,
     stochastic_rounding,
 )
 from spa_optax.diagnostics import momentum_report, track_momentum
@@ -40,8 +40,8 @@ STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
 KEY = jax.random.key(0)
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
 ANOTHER_DTYPE = "float8_e4m3fn"
-FACTORED = "gpa_adamw, 4 bytes"
-BY_LEAF = "gpa, factored by leaf"
+FACTORED = "spa_adamw, 4 bytes"
+BY_LEAF = "spa, factored by leaf"
 
 
 def by_leaf(tx):
@@ -57,10 +57,12 @@ def by_leaf(tx):
 THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
-    FACTORED: lambda rate, own: gpa_adamw(rate, second_moment="factored", **NARROW),
-    "gpa_adamw, 6 bytes": lambda rate, own: gpa_adamw(rate, second_moment="bfloat16", **NARROW),
+    FACTORED: lambda rate, own: spa_adamw(rate, 0.05, 0.9, second_moment="factored", **NARROW),
+    "spa_adamw, 6 bytes": lambda rate, own: spa_adamw(
+        rate, 0.05, 0.9, second_moment="bfloat16", **NARROW
+    ),
     BY_LEAF: lambda rate, own: optax.chain(
-        by_leaf(in_float32(scale_by_factored_second_moment())), gpa(rate, 0.05, 0.9, **NARROW)
+        by_leaf(in_float32(scale_by_factored_second_moment())), spa(rate, 0.05, 0.9, **NARROW)
     ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),

@@ -22,7 +22,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as trainer
 
 OPT_TYPES = {
-    shared.FACTORED: "gpa_adamw",
+    shared.FACTORED: "spa_adamw",
     "primal_averaging": "averaged_adamw",
     "stochastic_rounding": "rounded_adamw",
 }
