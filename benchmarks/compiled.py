@@ -18,7 +18,6 @@ On a v7x the option `xla_tpu_control_large_2nd_minor_layout_for_x16=0` is set, f
 A last table has the updates with collectives where every leaf is split over many devices.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import math
@@ -398,18 +397,14 @@ def collectives(target: str) -> dict[str, dict[str, int | None]]:
     }
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.parser(__doc__)
-    add = parser.add_argument
-    add("--target", nargs="+", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
-    add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
-    names = [name for group in groups() for name in group]
-    add("--update", nargs="+", choices=names, metavar="NAME", help="these and their peers only")
-    return common.parse(parser, argv)
-
-
 def main(argv: list[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
+    parser = common.parser(__doc__)
+    add = functools.partial(parser.add_argument, nargs="+")
+    add("--target", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
+    add("--tree", choices=TREES, default=list(TREES), help="shapes of the params")
+    names = [name for group in groups() for name in group]
+    add("--update", choices=names, metavar="NAME", help="these and their peers only")
+    arguments = common.parse(parser, argv)
     text, everything = [], {}
     for target in arguments.target:
         devices = devices_of(target)

@@ -32,22 +32,23 @@ CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
 ALSO_TOLD = (("Adam, factored", "averaged, 8 bits"), ("Adam, factored", "Schedule-Free"))
 # Differences that docs/which.md states.
 PAIRS = (
-    (("Muon", "bfloat16"), ("Muon", "float32")),
-    (("Muon", "Schedule-Free"), ("Muon", "float32")),
-    (("Muon", "averaged"), ("Muon", "float32")),
-    (("Muon", "Schedule-Free"), ("Muon", "EMA")),
-    (("Muon", "Schedule-Free"), ("Muon", "EMA, bfloat16")),
-    (("Adam, factored", "Schedule-Free"), ("AdamW", "EMA")),
-    (("AdamW", "EMA, bfloat16"), ("AdamW", "EMA")),
-    (("Muon", "EMA, bfloat16"), ("Muon", "EMA")),
-    (("Muon, float8 m", "bfloat16"), ("Muon", "bfloat16")),
-    (("Lion, float8 m", "bfloat16"), ("Lion", "bfloat16")),
-    (("AdamW, factored, float8 m", "bfloat16"), ("AdamW, factored", "bfloat16")),
-    (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "Schedule-Free")),
-    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "averaged")),
-    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "float32")),
-    (("Muon without momentum", "averaged"), ("Muon without momentum", "Schedule-Free")),
-    (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
+    ("Muon × bfloat16", "Muon × float32"),
+    ("Muon × Schedule-Free", "Muon × float32"),
+    ("Muon × averaged", "Muon × float32"),
+    ("Muon × Schedule-Free", "Muon × EMA"),
+    ("Muon × Schedule-Free", "Muon × EMA, bfloat16"),
+    ("Adam, factored × Schedule-Free", "AdamW × EMA"),
+    ("AdamW × EMA, bfloat16", "AdamW × EMA"),
+    ("Muon × EMA, bfloat16", "Muon × EMA"),
+    *(
+        (f"{base}, float8 m × bfloat16", f"{base} × bfloat16")
+        for base in ("Muon", "Lion", "AdamW, factored")
+    ),
+    ("Muon, float8 m × Schedule-Free, 8 bits", "Muon × Schedule-Free"),
+    ("Muon, float8 m × averaged, 8 bits", "Muon × averaged"),
+    ("Muon, float8 m × averaged, 8 bits", "Muon × float32"),
+    ("Muon without momentum × averaged", "Muon without momentum × Schedule-Free"),
+    ("Muon without momentum × averaged, 8 bits", "Muon without momentum × averaged"),
 )
 # Controls that are not in the tables of cells.
 ASIDE = ("averaged, 32 bits", "bfloat16, to nearest", "EMA, cosine")
@@ -145,8 +146,7 @@ def make_train(
 
 def final(record: Record) -> float:
     """The validation loss at the end; what has diverged is worse than anything."""
-    loss = record["curve"][-1][1]
-    return math.inf if loss is None else loss
+    return record["curve"][-1][1] or math.inf
 
 
 def neighbours(h: Hypers, fixed: Hypers) -> Iterator[Hypers]:
@@ -230,6 +230,10 @@ def telling(runs: Runs) -> Runs:
     return {cell: runs[cell] for cell in (*best, *CONTROLS, *ALSO_TOLD) if cell in runs}
 
 
+def setting(h: Hypers) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in h.items())
+
+
 def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
     """Each cell compared with AdamW and with its base in bfloat16, not averaged."""
     rows = []
@@ -239,7 +243,7 @@ def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
         row = [*cell, f"{num_bytes(of_cell):.1f}", f"{mean_loss(of_cell):.4f}", str(seeds)]
         row += [less(of_cell, other) for other in others]
         tuned = next(iter(of_cell.values()))["h"]
-        row += [", ".join(f"{name} {value:g}" for name, value in tuned.items())] * settings
+        row += [setting(tuned)] * settings
         rows.append(row)
     header = ["base", "form", "bytes", "loss", "seeds", "− AdamW", "− base in bfloat16"]
     return common.markdown(header + ["tuned to"] * settings, rows)
@@ -265,24 +269,24 @@ def coarser_table(records: list[Record]) -> str:
     """What fewer or more bits change at the same setting, seed by seed."""
     runs: dict[Any, dict[int, Record]] = {}
     for record in records:
-        setting = ", ".join(f"{name} {value:g}" for name, value in record["h"].items())
-        runs.setdefault((record["base"], record["form"], setting), {})[record["seed"]] = record
+        key = (record["base"], record["form"], setting(record["h"]))
+        runs.setdefault(key, {})[record["seed"]] = record
     rows = []
-    for (base, form, setting), coarser in sorted(runs.items()):
-        finer = FORMS[form].tuned_as
-        other = runs.get((base, finer, setting), {})
+    for (base, form, h), coarser in sorted(runs.items()):
+        other = runs.get((base, finer := FORMS[form].tuned_as, h), {})
         if both := differences(coarser, other):
-            rows.append([base, form, str(finer), setting, str(len(both)), less(coarser, other)])
+            rows.append([base, form, str(finer), h, str(len(both)), less(coarser, other)])
     return common.markdown(["base", "form", "minus", "at", "seeds", "difference"], rows)
 
 
 def pairs_table(runs: Runs) -> str:
     """The pairs of cells that are compared elsewhere, each at its own setting."""
+    named = {" × ".join(cell): of_cell for cell, of_cell in runs.items()}
     rows = []
-    for cell, other in PAIRS:
-        if both := differences(runs.get(cell, {}), runs.get(other, {})):
-            names = " × ".join(cell), " × ".join(other)
-            rows.append([*names, str(len(both)), less(runs[cell], runs[other])])
+    for names in PAIRS:
+        runs_of_pair = [named.get(name, {}) for name in names]
+        if both := differences(*runs_of_pair):
+            rows.append([*names, str(len(both)), less(*runs_of_pair)])
     return common.markdown(["cell", "minus", "seeds", "difference"], rows)
 
 
@@ -379,7 +383,6 @@ def parse(
     add = parser.add_argument
     add("--base", nargs="+", choices=BASES, default=list(BASES), help="of the cells")
     add("--form", nargs="+", choices=FORMS, default=list(FORMS), help="of the cells")
-    add("--best", action="store_true", help="only the best two of each class of bytes in OUT")
     add("--fix", nargs="+", default=[], metavar="NAME=VALUE", help="what is not tuned")
     add("--seeds", type=int, default=5, help="how many, with that of tuning; 0 for no runs")
     add("--jobs", type=int, default=1, help="cells to train at a time")
@@ -443,9 +446,6 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
             run(h, seed)
 
     cells = [(b, f) for b, f in CELLS if b in arguments.base and f in arguments.form]
-    if arguments.best:
-        of_1000 = {cell: by_seed(found(cell, sizes | {"steps": 1_000})) for cell in cells}
-        cells = list(telling({cell: runs for cell, runs in of_1000.items() if runs}))
     if arguments.seeds:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(run_cell, cells))

@@ -21,7 +21,7 @@ from flax import nnx
 from paper.models import PREACT_RESNETS
 from tqdm import tqdm
 
-from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
+from spa_optax import spa, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
 REFERENCE = "optax.sgd(0.1, 0.9)"
@@ -33,18 +33,10 @@ GROUP = 5  # so many updates at a time, besides the reference: each has its own 
 
 def gpt2() -> Any:
     """The smallest GPT-2: 124,439,808 params in 148 leaves."""
-    dense = lambda n, m: {"kernel": (n, m), "bias": (m,)}
-    norm = {"scale": (768,), "bias": (768,)}
-    block = {
-        "norm_1": norm,
-        "qkv": dense(768, 3 * 768),
-        "projection": dense(768, 768),
-        "norm_2": norm,
-        "mlp_in": dense(768, 4 * 768),
-        "mlp_out": dense(4 * 768, 768),
-    }
-    blocks = {f"block_{i}": block for i in range(12)}
-    return {"tokens": (50_257, 768), "positions": (1_024, 768), **blocks, "norm": norm}
+    norm, dense = lambda n: [(n,), (n,)], lambda n, m: [(n, m), (m,)]
+    attention = [*norm(768), *dense(768, 3 * 768), *dense(768, 768)]
+    mlp = [*norm(768), *dense(768, 4 * 768), *dense(4 * 768, 768)]
+    return [(50_257, 768), (1_024, 768), *12 * [*attention, *mlp], *norm(768)]
 
 
 def resnet152() -> Any:
@@ -189,21 +181,6 @@ def described(
     }
 
 
-def look_ahead_cost(num_rounds: int) -> dict[str, float]:
-    """Milliseconds for η_k under a schedule, on its own, as a call of its own."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    etas = {"nothing": jax.jit(lambda count: count + 1.0)}
-    for beta in (0.9, 0.99, 0.999):
-        etas[f"β = {beta}"] = jax.jit(hyperparams_from_sgdm(schedule, beta).learning_rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    seconds: dict[str, list[float]] = {name: [] for name in etas}
-    for k in range(num_rounds + 3):
-        for name, eta in etas.items():
-            start = time.perf_counter()
-            jax.block_until_ready(eta(jnp.int32(k)))
-            seconds[name].append(time.perf_counter() - start)
-    return {name: float(1e3 * np.median(of_name[3:])) for name, of_name in seconds.items()}
-
-
 # ------------------------------------------------------------------------------------------ report
 
 
@@ -240,9 +217,6 @@ def main(argv: list[str] | None = None) -> str:
             f"{name}: {size:,} params, {len(leaves):,} leaves; x ← −x at {gigabytes:.1f} GB/s"
         )
         text.append(table(figures))
-    cost = everything["look-ahead"] = look_ahead_cost(max(arguments.rounds, 100))
-    what = ", ".join(f"{name} {1e3 * value:.0f} µs" for name, value in cost.items())
-    text.append(f"η_k of a schedule, as a call of its own: {what}")
     common.write_json(arguments.json, {"device": title, **everything})
     print("\n\n".join(text))
     return "\n\n".join(text)

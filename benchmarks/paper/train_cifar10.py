@@ -33,28 +33,16 @@ from optimizers import CIFAR10, Config, make_optimizer
 from report import report
 from runs import run_all
 from tqdm import tqdm
-from training import Program, State, check_batch, make_steps, on_all
+from training import Program, State, check_batch, make_steps, on_all, stacked
 
 
-def make_program(
-    config: Config, train: Images, test: Images, mesh: Mesh, *, scan: bool | None = None
-) -> Program:
-    """Data-parallel over a mesh of one device or more; images and state are on every device.
+def make_program(config: Config, train: Images, test: Images, mesh: Mesh) -> Program:
+    """Data-parallel over a mesh of one device or more; training images and state are on each.
 
     A batch is split among the devices, and BatchNorm's statistics are those of the whole batch, so
     that the result does not depend on how many there are.
-
-    Args:
-      config: what to train.
-      train: the training images, on every device (`on_all`).
-      test: the test images, as NumPy arrays.
-      mesh: the devices, along one axis named "data".
-      scan: whether an epoch is one `lax.scan`, or a loop over jitted steps. By default a loop on
-        CPUs only, where XLA is some 30 times slower at a convolution inside of a scan.
     """
     check_batch(config, mesh)
-    if scan is None:
-        scan = mesh.devices.flat[0].platform != "cpu"
     replicated = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec("data"))
     num_train = len(train[1])
@@ -63,38 +51,30 @@ def make_program(
     make_model = lambda key: PREACT_RESNETS[config.model](dtype=dtype, rngs=nnx.Rngs(key))
     steps = make_steps(config, make_model, make_optimizer(config, CIFAR10, steps_per_epoch))
 
+    jitted = partial(jax.jit, out_shardings=replicated)
+
+    @partial(jitted, donate_argnums=0)
     def step(state: State, k: Any, order: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
         batch = jax.lax.with_sharding_constraint(order[k], split)
         x = normalize(augment(jax.random.fold_in(state.key, state.step), images[batch]))
         return steps.update(state, x, labels[batch])
 
+    @jitted
     def shuffle(state: State) -> jax.Array:
         """The batches of the epoch to come, (steps_per_epoch, batch)."""
         key = jax.random.fold_in(jax.random.fold_in(state.key, 0), state.step)
         order = jax.random.permutation(key, num_train)
         return jnp.resize(order, (steps_per_epoch, config.batch))
 
-    def scanned(state: State, images: jax.Array, labels: jax.Array) -> Any:
-        body = partial(step, order=shuffle(state), images=images, labels=labels)
-        return jax.lax.scan(body, state, jnp.arange(steps_per_epoch))
-
-    jitted = partial(jax.jit, out_shardings=replicated)
-    step_jitted, shuffle_jitted = jitted(step, donate_argnums=0), jitted(shuffle)
-    scanned_jitted = jitted(scanned, donate_argnums=0)
-
     def epoch(seed: int, state: State, number: int, bar: tqdm) -> Any:
         del seed, number  # the state has the key and the step
-        if scan:
-            state, metrics = scanned_jitted(state, *train)
-            metrics = jax.device_get(metrics)
-            bar.update(steps_per_epoch)
-            return state, metrics
-        order, of_steps = shuffle_jitted(state), []
+        order, of_steps = shuffle(state), []
         for k in range(steps_per_epoch):
-            state, metrics = step_jitted(state, k, order, *train)
-            of_steps.append(jax.device_get(metrics))
+            state, metrics = step(state, k, order, *train)
+            of_steps.append(metrics)
+            jax.block_until_ready(of_steps[-2:][0])  # no more than two steps ahead
             bar.update()
-        return state, jax.tree.map(lambda *values: np.stack(values), *of_steps)
+        return state, stacked(of_steps)
 
     @jitted
     def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:

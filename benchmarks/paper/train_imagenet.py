@@ -92,7 +92,7 @@ def make_program(
             of_steps.append(metrics)
             jax.block_until_ready(of_steps[-2:][0])  # no more than two batches on the devices
             bar.update()
-        return state, jax.tree.map(lambda *values: np.stack(values), *jax.device_get(of_steps))
+        return state, training.stacked(of_steps)
 
     def evaluate(state: State) -> dict[str, float]:
         short = -len(test.paths) % config.batch  # filled up with images that do not count

@@ -102,12 +102,8 @@ def sums(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Program:
     """Trains and evaluates a network on its data, on the devices of a mesh.
 
-    Attributes:
-      steps_per_epoch: the number of batches.
-      init: from a seed to the state at step 0.
-      epoch: from the seed, a state (which is donated), the number of the epoch, from 1, and a
-        progress bar to the state after the epoch, and metrics with one value per step.
-      evaluate: from a state to the metrics of the test images, such as `test_accuracy`.
+    `epoch` takes the seed, a state (which is donated), the number of the epoch, from 1, and a
+    progress bar, and returns the state after the epoch, and metrics with one value per step.
     """
 
     steps_per_epoch: int
@@ -126,3 +122,8 @@ def on_all(arrays: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec())
     put = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
     return jax.tree.map(put, arrays)
+
+
+def stacked(of_steps: list[Any]) -> Any:
+    """The metrics of an epoch on the host, from those of each step."""
+    return jax.tree.map(lambda *values: np.stack(values), *jax.device_get(of_steps))

@@ -1,9 +1,9 @@
-"""What the script of every trainer does: three optimizers, each killed and resumed.
+"""What the script of every trainer does: optimizers, each killed and resumed.
 
 A script has `train(name, folder, kill_at)`, and calls `main`. That runs itself three times for each
 optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. If the
 optimizer has a `state_dtype`, a fourth run resumes with another one, which must raise an error.
-With --json each optimizer is a line of OUT.
+With --json each optimizer is a line of OUT, and what OUT has is not run again.
 """
 
 import argparse
@@ -75,17 +75,11 @@ def make(name: str, rate: Any, own: Any) -> Any:
     return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging)
 
 
-def text() -> np.ndarray:
-    """The bytes of some modules of Python's own library."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = sorted(folder.glob("[a-m]*.py"))
-    return np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
-
-
 def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np.ndarray]:
-    """Texts of `length` bytes. The last tenth is for seeds that are odd."""
-    data, random = text(), np.random.default_rng(seed)
-    begin, end = (0.9, 1.0) if seed % 2 else (0.0, 0.9)
+    """Texts of Python's own library, `length` bytes. The last tenth is for seeds that are odd."""
+    names = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
+    data = np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
+    random, (begin, end) = np.random.default_rng(seed), (0.9, 1.0) if seed % 2 else (0.0, 0.9)
     for _ in range(num):
         low, high = int(begin * len(data)), int(end * len(data)) - length
         starts = random.integers(low, high, (size, 1))
@@ -150,10 +144,7 @@ Train = Callable[[str, Path, int], dict[str, Any]]
 
 
 def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS) -> None:
-    """`train` takes the name of an optimizer, a folder and a step to die at.
-
-    What OUT has is not run again.
-    """
+    """`train` takes the name of an optimizer, a folder and a step to die at."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
     parser.add_argument("--folder", type=Path, help="of its checkpoints")

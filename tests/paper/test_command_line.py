@@ -35,7 +35,7 @@ def test_help(script: object, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (figures, ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         (figures, ["--out", "FILE"], "--out must be a folder that can be written, got"),
-        (train_cifar10, ["--out", "FILE/new"], "FILE is a file"),
+        (train_cifar10, ["--out", "FILE/new"], "--out must be a folder that can be written, got"),
     ],
 )
 def test_bad_arguments(

@@ -36,16 +36,16 @@ from training import on_all
 pytestmark = pytest.mark.usefixtures("_small_networks")
 
 
-def make_program(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+def make_program(cfg: Config, num_devices: int = 1) -> Any:
     train, test = small_data()
     mesh = mesh_of(num_devices)
     train = on_all(train, mesh)
-    return train_cifar10.make_program(cfg, train, test, mesh, **kwargs)
+    return train_cifar10.make_program(cfg, train, test, mesh)
 
 
-def run_epochs(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
     """State, losses and scores after two epochs."""
-    program = make_program(cfg, num_devices, **kwargs)
+    program = make_program(cfg, num_devices)
     state, losses = program.init(cfg.seed), []
     for number in (1, 2):
         state, of_epoch = program.epoch(cfg.seed, state, number, tqdm(disable=True))
@@ -56,13 +56,13 @@ def run_epochs(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
 
 @pytest.mark.slow
 def test_other_ways_to_run_the_same() -> None:
-    """Over both drops: as SPA, in a scan, and on eight devices, whose sums are in another order."""
+    """Over both drops: as SPA, and on eight devices, whose sums are in another order."""
     cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
     reference = run_epochs(cfg)
     with noisy_optimizers(train_cifar10):
         noisy = run_epochs(cfg)
     spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
-    for other in (run_epochs(spa), run_epochs(cfg, scan=True), run_epochs(cfg, 8)):
+    for other in (run_epochs(spa), run_epochs(cfg, 8)):
         assert other[0].step == reference[0].step == 6
         for part in (
             lambda run: run[0].params,
