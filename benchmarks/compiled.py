@@ -4,8 +4,7 @@
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
     python benchmarks/compiled.py --target v5e h100
 
-XLA's compilers run without the hardware. Params and state are donated, and passed and returned in
-the same order. Of the compiled program's main computation:
+Params and state are donated. Of the compiled program's main computation:
 
 - *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
   in the vector memory of a TPU does not count.
@@ -14,7 +13,6 @@ the same order. Of the compiled program's main computation:
 - *cycles*: XLA's estimate for a TPU, over that for the peer, the first row of each group.
 - *compile*: seconds.
 
-On a v7x the option `xla_tpu_control_large_2nd_minor_layout_for_x16=0` is set, for arrays of 8 bits.
 A last table has the updates with collectives where every leaf is split over many devices.
 """
 

@@ -24,7 +24,7 @@ from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from spa_optax import spa_from_sgdm
+from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
 
 plus_minus = common.command_line.plus_minus
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -42,29 +42,6 @@ class Scheme(NamedTuple):
 
     dtype: Any  # of the params
     make: Make  # from learning rate, momentum and key
-
-
-def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
-    """The one bfloat16 beside `x` or the other, right in the mean."""
-    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random
-    return jax.lax.bitcast_convert_type(bits >> 16 << 16, F32).astype(BF16)
-
-
-def rounding(
-    tx: optax.GradientTransformation, rounded: Callable[..., jax.Array], key: jax.Array
-) -> optax.GradientTransformation:
-    """Adds the float32 updates of `tx` to bfloat16 params in float32, then rounds."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        count, inner = state
-        updates, inner = tx.update(updates, inner, params)
-        keys = optax.tree.split_key_like(jax.random.fold_in(key, count), params)
-        new = lambda u, p, k: rounded(p.astype(F32) + u.astype(F32), k) - p
-        return jax.tree.map(new, updates, params, keys), (count + 1, inner)
-
-    init = lambda params: (jnp.zeros([], jnp.int32), tx.init(params))
-    return optax.GradientTransformation(init, update)
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -135,11 +112,9 @@ SCHEMES = {
         )
         for dtype in (BF16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     },
-    "SGD+M, float32 m": Scheme(
-        BF16, lambda a, b, key: rounding(sgd(a, b), lambda x, key: x.astype(BF16), key)
-    ),
+    "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
-        BF16, lambda a, b, key: rounding(sgd(a, b), stochastic, key)
+        BF16, lambda a, b, key: stochastic_rounding(sgd(a, b), key)
     ),
     MASTER: Scheme(BF16, lambda a, b, key: with_master(sgd(a, b))),
     "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))),

@@ -55,18 +55,9 @@ SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
 # ------------------------------------------------------------------------------------------- steps
 
 
-def narrow(w: Any) -> jax.Array:
-    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast.
-
-    Of a pair, the second is a bfloat16 zero: the gradient for it is in bfloat16.
-    """
-    if isinstance(w, tuple):
-        return narrow(w[0]) + w[1]
+def narrow(w: jax.Array) -> jax.Array:
+    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
-
-
-def narrowed(params: Any) -> Any:
-    return jax.tree.map(narrow, params, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -76,18 +67,18 @@ def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
     )
 
     def layer(x: jax.Array, w: Any) -> jax.Array:
-        x = one_card.layer(place(x, "devices"), narrowed(w), model.head)
+        x = one_card.layer(place(x, "devices"), jax.tree.map(narrow, w), model.head)
         return place(x, "devices")
 
     embed = lambda embedding, tokens: narrow(embedding)[tokens]
-    loss = lambda x, top, labels: one_card.cross_entropy(x, narrowed(top), labels, place)
+    loss = lambda x, top, labels: one_card.cross_entropy(
+        x, jax.tree.map(narrow, top), labels, place
+    )
     return embed, layer, loss
 
 
-def ordinary(
-    tx: optax.GradientTransformation, model: Model, mesh: Mesh, narrow_gradients: bool = False
-) -> Trainer:
-    """All gradients first, in bfloat16 or in the params' dtype, then the update."""
+def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trainer:
+    """All gradients first, then the update."""
     embed, layer, loss_of = decoder(model, mesh)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
@@ -96,15 +87,8 @@ def ordinary(
         x, _ = jax.lax.scan(body, x, params["layers"])
         return loss_of(x, params["top"], labels)
 
-    def loss_with_zeros(zeros: Any, params: Any, *batch: jax.Array) -> jax.Array:
-        return loss(jax.tree.map(lambda w, zero: (w, zero), params, zeros), *batch)
-
     def step(params: Any, state: Any, *batch: jax.Array) -> Any:
-        if narrow_gradients:
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, BF16), params)
-            value, grads = jax.value_and_grad(loss_with_zeros)(zeros, params, *batch)
-        else:
-            value, grads = jax.value_and_grad(loss)(params, *batch)
+        value, grads = jax.value_and_grad(loss)(params, *batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -118,7 +102,6 @@ def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
 # -------------------------------------------------------------------------------------- optimizers
 
 
-BF16_GRADIENTS = ", bfloat16 gradients"
 IN_BACKWARD = ", updated in the backward pass"
 
 
@@ -142,7 +125,6 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     adamw = optax.adamw(1e-3)
     result = {
         "AdamW, float32": (adamw, F32),
-        f"AdamW, float32{BF16_GRADIENTS}": (adamw, F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
         "AdamW, bfloat16, float32 master copy": (with_master(adamw), BF16),
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
@@ -165,31 +147,24 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
 
 
 def choices() -> list[str]:
-    """All, and all but one with the update in the backward pass."""
-    names = [name for name in optimizers() if not name.endswith(BF16_GRADIENTS)]
-    return [*optimizers(), *(name + IN_BACKWARD for name in names)]
+    return [name + how for how in ("", IN_BACKWARD) for name in optimizers()]
 
 
 # Only in the table by card, or by name.
-RIVALS = ["Lion, bfloat16", "Muon, bfloat16", f"AdamW, float32{BF16_GRADIENTS}"]
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]
 OF_LARGEST = [
-    "AdamW, float32",
-    f"AdamW, float32{IN_BACKWARD}",
-    f"AdamW, float32{BF16_GRADIENTS}",
-    *(
-        name + how
-        for name in (
-            "AdamW, float32, bfloat16 m",
-            "Adafactor, float32",
-            "Lion, bfloat16",
-            "Muon, bfloat16",
-            "spa_adamw, bfloat16 z",
-            "spa_adamw, bfloat16 z and ν",
-            "spa_adamw, bfloat16 z, factored ν",
-            "spa_adamw, 8-bit z, factored ν",
-        )
-        for how in ("", IN_BACKWARD)
-    ),
+    name + how
+    for name in (
+        "AdamW, float32",
+        "AdamW, float32, bfloat16 m",
+        "Adafactor, float32",
+        *RIVALS,
+        "spa_adamw, bfloat16 z",
+        "spa_adamw, bfloat16 z and ν",
+        "spa_adamw, bfloat16 z, factored ν",
+        "spa_adamw, 8-bit z, factored ν",
+    )
+    for how in ("", IN_BACKWARD)
 ]
 
 
@@ -305,7 +280,7 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     params = split_params(model, dtype, devices if target.topology else devices[:1])
     mesh = params["embedding"].sharding.mesh
     if name == optimizer:
-        trainer = ordinary(tx, model, mesh, narrow_gradients=name.endswith(BF16_GRADIENTS))
+        trainer = ordinary(tx, model, mesh)
     else:
         trainer = in_backward(lambda place: optimizers(place)[name][0], model, mesh)
     start = time.perf_counter()

@@ -5,7 +5,6 @@
 All updates run in one process, in turns, warm, donated and blocked; a ratio is to
 `optax.sgd(0.1, 0.9)` in the same round. The floor is what must move, params, gradients and state
 read once, params and state written once, at the bandwidth of x ← −x, measured in the same rounds.
-Compiled bytes and memory are what XLA says.
 """
 
 import time
@@ -25,6 +24,7 @@ from spa_optax import spa, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
 REFERENCE = "optax.sgd(0.1, 0.9)"
+COMPILED = ("must_move", "bytes_accessed", "temporary", "peak", "compile_seconds")
 GROUP = 5  # so many updates at a time, besides the reference: each has its own params
 
 
@@ -86,14 +86,35 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
     }
 
 
-class Update:
-    """A compiled update with its own params and state, donated from call to call."""
+class Timed:
+    """A compiled call, donated what it returned before."""
+
+    carry: Any
+    call: Callable[[Any], Any]
+
+    def run(self) -> float:
+        """The seconds that one call takes."""
+        start = time.perf_counter()
+        self.carry = jax.block_until_ready(self.call(self.carry))
+        return time.perf_counter() - start
+
+
+class Copy(Timed):
+    """x ← −x in place: what the memory can do."""
+
+    def __init__(self, size: int) -> None:
+        """Of `size` float32."""
+        self.num_bytes, self.carry = 8 * size, jnp.ones(size)
+        self.call = jax.jit(lambda x: -x, donate_argnums=0)
+
+
+class Update(Timed):
+    """An update with its own params and state."""
 
     def __init__(self, tx: optax.GradientTransformation, shapes: Any, dtype: Any) -> None:
         """Compiles it."""
-        self.grads = filled(shapes, 0.01, dtype)
-        params = filled(shapes, 0.1, dtype)
-        self.carry: Any = jax.block_until_ready((params, tx.init(params)))
+        grads, params = filled(shapes, 0.01, dtype), filled(shapes, 0.1, dtype)
+        self.carry = jax.block_until_ready((params, tx.init(params)))
         self.size = optax.tree.size(params)
 
         def step(carry: Any, grads: Any) -> Any:
@@ -102,38 +123,17 @@ class Update:
             return optax.apply_updates(params, updates), state
 
         start = time.perf_counter()
-        self.compiled = jax.jit(step, donate_argnums=0).lower(self.carry, self.grads).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(self.carry, grads).compile()
         self.compile_seconds = time.perf_counter() - start
+        self.call = lambda carry: compiled(carry, grads)
         count = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / self.size
-        self.must_move = 2 * count(self.carry) + count(self.grads)
-        cost: Any = self.compiled.cost_analysis()
-        memory: Any = self.compiled.memory_analysis()
+        self.must_move = 2 * count(self.carry) + count(grads)
+        cost: Any = compiled.cost_analysis()
+        memory: Any = compiled.memory_analysis()
         self.bytes_accessed = cost["bytes accessed"] / self.size
         self.temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + self.temporary
         self.peak = (peak - memory.alias_size_in_bytes) / self.size
-
-    def run(self) -> float:
-        """The seconds that one update takes."""
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.compiled(self.carry, self.grads))
-        return time.perf_counter() - start
-
-
-class Copy:
-    """x ← −x in place: what the memory can do."""
-
-    def __init__(self, size: int) -> None:
-        """Of `size` float32."""
-        self.num_bytes = 8 * size
-        self.x = jnp.ones(size)
-        self.negate = jax.jit(lambda x: -x, donate_argnums=0)
-
-    def run(self) -> float:
-        """The seconds that it takes."""
-        start = time.perf_counter()
-        self.x = jax.block_until_ready(self.negate(self.x))
-        return time.perf_counter() - start
 
 
 def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
@@ -156,29 +156,20 @@ def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
                     seconds[name].append(took)
         bandwidth = running["x ← −x"].num_bytes / np.array(seconds.pop("x ← −x"))
         for name, of_name in seconds.items():
-            if name not in figures:
-                figures[name] = described(
-                    running[name], np.array(of_name), np.array(seconds[REFERENCE]), bandwidth
-                )
+            update, taken = running[name], np.array(of_name)
+            ratio = taken / np.array(seconds[REFERENCE])
+            floor = update.must_move * update.size / bandwidth
+            figures.setdefault(
+                name,
+                {
+                    "milliseconds": float(1e3 * np.median(taken)),
+                    "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
+                    "bandwidth": float(np.median(bandwidth)),
+                    "to_floor": float(np.median(taken / floor)),
+                    **{key: getattr(update, key) for key in COMPILED},
+                },
+            )
     return figures
-
-
-def described(
-    update: Update, seconds: np.ndarray, reference: np.ndarray, bandwidth: np.ndarray
-) -> dict[str, Any]:
-    ratio = seconds / reference
-    floor = update.must_move * update.size / bandwidth
-    return {
-        "milliseconds": float(1e3 * np.median(seconds)),
-        "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
-        "bandwidth": float(np.median(bandwidth)),
-        "to_floor": float(np.median(seconds / floor)),
-        "must_move": update.must_move,
-        "bytes_accessed": update.bytes_accessed,
-        "temporary": update.temporary,
-        "peak": update.peak,
-        "compile_seconds": update.compile_seconds,
-    }
 
 
 # ------------------------------------------------------------------------------------------ report

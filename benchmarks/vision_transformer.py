@@ -1,4 +1,4 @@
-r"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
+"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
 
     python benchmarks/vision_transformer.py --data-dir DIR --json benchmarks/results/images.jsonl
 

@@ -63,10 +63,10 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
     make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
     if kind == "in the backward pass":
         return memory.in_backward(make_tx, model, mesh_of(params))
-    return memory.ordinary(make_tx(0), model, mesh_of(params), kind == "bfloat16 gradients")
+    return memory.ordinary(make_tx(0), model, mesh_of(params))
 
 
-KINDS = ["ordinary", "bfloat16 gradients", "in the backward pass"]
+KINDS = ["ordinary", "in the backward pass"]
 
 
 @pytest.mark.slow
@@ -105,11 +105,10 @@ def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     """With 20 layers more only their inputs take more; in an ordinary step gradients do."""
-    dtype = jnp.float32 if kind == "bfloat16 gradients" else jnp.bfloat16
 
     def temporary(num_layers: int) -> tuple[int, int]:
         model = TINY._replace(layers=num_layers, width=1_024, hidden=4_096)
-        params = memory.split_params(model, dtype, compiled.devices_of("v5e")[:1])
+        params = memory.split_params(model, jnp.bfloat16, compiled.devices_of("v5e")[:1])
         made = trainer(kind, params, model)
         state, _ = memory.split_state(made, model, params)
         step = memory.compile_step(made, params, state, length=128).compile()

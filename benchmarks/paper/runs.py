@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command_line
 import jax
 import numpy as np
 import optax
@@ -59,11 +58,7 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
         if first == config.epochs:
             say(f"{name}: already done, in {folder}")
             return state
-        say(
-            f"{name}: resuming from epoch {first + 1} of {config.epochs}, in {folder}"
-            if first
-            else f"{name}: {command_line.count(config.epochs, 'epoch')}, written to {folder}"
-        )
+        say(f"{name}: epochs {first + 1} to {config.epochs}, in {folder}")
         with tqdm(
             desc=f"{config.optimizer} {config.seed}",
             initial=first * program.steps_per_epoch,

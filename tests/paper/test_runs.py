@@ -23,9 +23,9 @@ def test_words_of_a_run(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "seed0"
     with pytest.raises(KeyboardInterrupt):
         tiny_run(run, stops_in=4)
-    assert capsys.readouterr().out == f"spa-gradual, seed 0: 4 epochs, written to {run}\n"
+    assert capsys.readouterr().out == f"spa-gradual, seed 0: epochs 1 to 4, in {run}\n"
     tiny_run(run)
-    assert f"spa-gradual, seed 0: resuming from epoch 4 of 4, in {run}" in capsys.readouterr().out
+    assert f"spa-gradual, seed 0: epochs 4 to 4, in {run}" in capsys.readouterr().out
     tiny_run(run)
     assert capsys.readouterr().out == f"spa-gradual, seed 0: already done, in {run}\n"
 
