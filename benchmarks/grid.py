@@ -84,9 +84,8 @@ def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_network(nnx.Rngs(0))))
 
     def loss(params: Any, batch: Batch) -> jax.Array:
-        inputs, labels = batch
-        logits = nnx.merge(graphdef, params)(inputs).astype(F32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        logits = nnx.merge(graphdef, params)(batch[0]).astype(F32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     return loss
 
@@ -368,11 +367,7 @@ def draw(runs: Runs, path: Path) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 # Of a transformer on the command line: default and help.
-NETWORK = {
-    "width": (128, "of the network"),
-    "heads": (4, "of attention"),
-    "layers": (2, "how many"),
-}
+NETWORK = {"width": (128, "of it"), "heads": (4, "of attention"), "layers": (2, "how many")}
 KEYS = ("task", "sizes", "base", "form", "h", "seed")
 
 

@@ -14,17 +14,6 @@ from optimizers import OPTIMIZERS, Config, Recipe
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The runs that a command asks for, and the processes that share them."""
-
-    configs: list[Any]  # one for each optimizer, with seed 0
-    num_seeds: int
-    out: Path
-    distributed: bool
-    cluster: tuple[str | None, int | None, int | None]  # address of the first process, size, rank
-
-
 def make_parser(
     description: str | None, models: Sequence[str], model: str, out: str
 ) -> argparse.ArgumentParser:
@@ -52,13 +41,13 @@ def make_parser(
 
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, kind: type[Config], recipe: Recipe
-) -> tuple[Experiment, argparse.Namespace]:
-    """Checks the options; those of one script alone come back in the namespace."""
+) -> tuple[list[Any], argparse.Namespace]:
+    """A config for each optimizer, with seed 0, and the options, checked."""
     options = parser.parse_args(argv)
     names = options.optimizer or ["spa-gradual"]
     names = list(OPTIMIZERS if "all" in names else dict.fromkeys(names))
-    cluster = (options.coordinator, options.num_processes, options.process_id)
-    if None in cluster and cluster != (None, None, None):
+    options.cluster = (options.coordinator, options.num_processes, options.process_id)
+    if None in options.cluster and options.cluster != (None, None, None):
         parser.error("--coordinator, --num-processes and --process-id go together")
     if options.track and "sgdm" in names:
         parser.error("--track is for primal averaging, not for sgdm")
@@ -73,13 +62,13 @@ def parse(
     shared = {key: value for key, value in vars(options).items() if key in fields}
     shared["epochs"] = options.epochs or recipe.epochs
     configs = [kind(**{**shared, "optimizer": name, "seed": 0}) for name in names]
-    return Experiment(configs, options.seeds, options.out, options.distributed, cluster), options
+    return configs, options
 
 
-def join_cluster(experiment: Experiment) -> None:
+def join_cluster(options: argparse.Namespace) -> None:
     """If a process dies or fails after all have joined, JAX stops the others within a minute."""
-    if experiment.distributed or experiment.cluster[0]:
+    if options.distributed or options.coordinator:
         newer: Any = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": 30}
         newer = newer if jax.__version_info__ >= (0, 7) else {}
-        jax.distributed.initialize(*experiment.cluster, **newer)
+        jax.distributed.initialize(*options.cluster, **newer)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX catches it, and would go on

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from command_line import UserError, plus_minus
 from jax.sharding import Mesh
-from options import Experiment
+from optimizers import Config
 from runs import read_epochs, run_folder
 
 Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of an epoch: its metrics
@@ -66,12 +66,12 @@ def save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def report(experiment: Experiment, mesh: Mesh, picture: str) -> str:
-    """Prints a table of an experiment's runs and draws a picture, in the first process only."""
+def report(configs: Sequence[Config], num_seeds: int, out: Path, mesh: Mesh, picture: str) -> str:
+    """Prints a table of runs and draws a picture, in the first process only."""
     if jax.process_index() > 0:
         return ""
-    config, out = experiment.configs[0], experiment.out
-    runs = read_runs(out, [c.optimizer for c in experiment.configs], experiment.num_seeds)
+    config = configs[0]
+    runs = read_runs(out, [config.optimizer for config in configs], num_seeds)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rows = {}
     for name, of_seeds in runs.items():
@@ -87,6 +87,6 @@ def report(experiment: Experiment, mesh: Mesh, picture: str) -> str:
     text = table(("training loss", "test accuracy, %"), rows)
     devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
     epochs = command_line.count(config.epochs, "epoch")
-    seeds = command_line.count(experiment.num_seeds, "seed")
+    seeds = command_line.count(num_seeds, "seed")
     print(f"\n{config.model}, {epochs}, {seeds}, {devices}\n{text}\n\nCurves: {out / picture}")
     return text

@@ -113,17 +113,17 @@ def main(argv: Sequence[str] | None = None) -> str:
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
     add("--subset", type=int, help="only so many training images, and a fifth as many test images")
-    experiment, own = options.parse(parser, argv, Config, CIFAR10)
-    options.join_cluster(experiment)
+    configs, own = options.parse(parser, argv, Config, CIFAR10)
+    options.join_cluster(own)
     train, test = get_data(own.data_dir, own.subset)
     digest = hashlib.sha256()
     for array in (*train, *test):
         digest.update(array.tobytes())
     mesh = Mesh(np.array(jax.devices()), ("data",))
     train = on_all(train, mesh)
-    programs = [make_program(config, train, test, mesh) for config in experiment.configs]
-    run_all(experiment.configs, programs, experiment.num_seeds, digest.hexdigest(), experiment.out)
-    return report(experiment, mesh, "cifar10.png")
+    programs = [make_program(config, train, test, mesh) for config in configs]
+    run_all(configs, programs, own.seeds, digest.hexdigest(), own.out)
+    return report(configs, own.seeds, own.out, mesh, "cifar10.png")
 
 
 if __name__ == "__main__":

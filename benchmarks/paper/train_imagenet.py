@@ -5,10 +5,7 @@
 where DIR has the usual folders, train/CLASS/*.JPEG and val/CLASS/*.JPEG. The recipe is the paper's
 (Defazio, arXiv:2010.00406, "Details of experiments"): 100 epochs, weight decay 1e-4, η = 1 and
 c = 0.1 (α = 0.1, β = 0.9), η ÷ 10 every 30 epochs, random resized crops of 224 and flips, batches
-of 8 × 32, with BatchNorm within each 32. On several hosts start it on each, with --distributed (or
---coordinator and its companions) and --out on a disk that they share. However a run was
-interrupted, the same command resumes it, with the same result. Command line, results and optimizers
-are those of `train_cifar10.py`.
+of 8 × 32, with BatchNorm within each 32. The rest is as in `train_cifar10.py`.
 """
 
 import dataclasses
@@ -123,19 +120,19 @@ def main(argv: Sequence[str] | None = None) -> str:
     # Those that this process may use, where the system can tell.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--threads", type=int, default=cpus, help="that decode images, a process")
-    experiment, own = options.parse(parser, argv, Config, IMAGENET)
+    configs, own = options.parse(parser, argv, Config, IMAGENET)
     if own.batch_norm_group < 0:
         parser.error(f"--batch-norm-group must be >= 0, got {own.batch_norm_group}")
-    options.join_cluster(experiment)
+    options.join_cluster(own)
     train = find(own.data_dir / "train")
     data = train, find(own.data_dir / "val", train.classes)
     # Each process has its part of a batch, in their order, which is not that of ids on every TPU.
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices), ("data",))
     make = partial(make_program, train=data[0], test=data[1], mesh=mesh, num_threads=own.threads)
-    programs = [make(config) for config in experiment.configs]
-    run_all(experiment.configs, programs, experiment.num_seeds, digest(*data), experiment.out)
-    return report(experiment, mesh, "imagenet.png")
+    programs = [make(config) for config in configs]
+    run_all(configs, programs, own.seeds, digest(*data), own.out)
+    return report(configs, own.seeds, own.out, mesh, "imagenet.png")
 
 
 if __name__ == "__main__":
