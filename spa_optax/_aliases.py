@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import FLAG, RATE, one_of
 from spa_optax._family import spa
 from spa_optax._second_moment import scale_by_factored_second_moment, scale_by_second_moment
 from spa_optax._wrappers import in_float32
@@ -104,7 +104,8 @@ def spa_adamw(
       Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Shazeer, Stern, Adafactor,
       2018, arXiv:1804.04235, Sections 3 and 7. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
     """
-    check(weight_decay=weight_decay, second_moment=second_moment, state_dtype=state_dtype)
+    RATE.check(weight_decay=weight_decay)
+    one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
     if second_moment == "bfloat16" and rounding_key is None:
         raise ValueError('`rounding_key` must be given with `second_moment="bfloat16"`, got None')
     if second_moment == "factored":
@@ -127,7 +128,7 @@ def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
     def mask_of(params: PyTree) -> PyTree:
         tree = function(params)
         try:
-            jax.tree.map(lambda leaf, _: check(mask=leaf), tree, params)
+            jax.tree.map(lambda leaf, _: FLAG.check(mask=leaf), tree, params)
         except ValueError as error:
             raise ValueError(f"`mask` must be a tree of booleans like `params`: {error}") from None
         return tree

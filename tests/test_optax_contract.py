@@ -231,7 +231,7 @@ def test_dtypes_are_preserved(make: Any, dtype: Any) -> None:
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
         z_dtype = dtype if dtype in (jnp.float32, jnp.float64) else jnp.float32
         chex.assert_type(jax.tree.leaves(optax.tree.get(state, "z")), z_dtype)
-        count, _, *scalars = spa_state(state)
+        count, _, *scalars, _ = spa_state(state)
         chex.assert_type(scalars, jnp.float32)
         assert count.dtype == jnp.int32
         # Whatever there is beside z, and a ν of 16 bits, is a float32 or an int32.

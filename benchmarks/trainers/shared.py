@@ -69,10 +69,10 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def make(name: str, rate: Any, own: Any) -> Any:
-    """One of them, with the gauge."""
+def make(name: str, rate: Any, own: Any, b2: float = 0.999) -> Any:
+    """One of them, with the gauge, which needs the β₂ of Adam in `own`."""
     averaging = 0.1 if name == "stochastic_rounding" else None  # of Adam in it
-    return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging)
+    return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging, b2=b2)
 
 
 def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np.ndarray]:

@@ -48,7 +48,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     key, init_key = jax.random.split(jax.random.key(config.seed))
     rate = lm1b.create_learning_rate_schedule(RATE, 50)
     own = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
-    tx = shared.make(name, rate, own)
+    tx = shared.make(name, rate, own, b2=0.98)
     state, shardings = utils.setup_initial_state(Narrow(eval_config), tx, config, init_key, mesh)
     state = checkpoints.restore_checkpoint(folder, state)
     last = int(state.step)

@@ -43,8 +43,9 @@ class Ours(OptimizerConfig):
     name: str = shared.BY_LEAF
 
     def build(self, num_train_steps: int) -> Any:
-        own = AdamConfig(learning_rate=self.learning_rate).build(num_train_steps)
-        return shared.make(self.name, self.lr_scheduler(num_train_steps), own)
+        adam = AdamConfig(learning_rate=self.learning_rate)
+        own, rate = adam.build(num_train_steps), self.lr_scheduler(num_train_steps)
+        return shared.make(self.name, rate, own, adam.beta2)
 
 
 def dataset(num: int, seed: int) -> ListAsyncDataset:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
-from spa_optax._checks import check
+from spa_optax._checks import AVERAGING, FLAG, POSITIVE_INTEGER, RATE
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
@@ -353,7 +353,9 @@ def audit(
       100 steps as SPA: η between 1 and 10, c between 0.1 and 1
       and as SGD+M: α between 1 and 10, β between 0 and 0.9
     """
-    check(learning_rate=learning_rate, averaging=averaging, num_steps=num_steps)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
+    POSITIVE_INTEGER.check(num_steps=num_steps)
     if smoothness is not None:
         value = np.asarray(smoothness)
         if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:
@@ -412,11 +414,11 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
       Nothing to change: α falls 10-fold at step 500. As p
     """
-    check(nesterov=nesterov)
+    FLAG.check(nesterov=nesterov)
     hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
     if not nesterov:
         return audit(*hyperparams, num_steps, smoothness=smoothness)
-    check(num_steps=num_steps)
+    POSITIVE_INTEGER.check(num_steps=num_steps)
     if smoothness is not None:
         raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
     sgdm, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from spa_optax._checks import check, is_surely
+from spa_optax._checks import POSITIVE_INTEGER, is_surely
 
 # The arithmetic alone, which the audit evaluates in NumPy's float64. The ratio is the conjugate.
 _weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
@@ -266,7 +266,7 @@ def estimate_smoothness(
       >>> print(f"{L:.3f}")
       5.000
     """
-    check(num_iterations=num_iterations)
+    POSITIVE_INTEGER.check(num_iterations=num_iterations)
     params = jax.tree.map(jnp.asarray, params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
