@@ -62,7 +62,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     )
     batches = lambda num, seed: ({"inputs": text} for text in shared.batches(num, seed, 8, LENGTH))
     for num, batch in itertools.islice(enumerate(batches(shared.STEPS, 0), 1), last, None):
-        state, metrics = step(state, batch, train_config, rate, 0.0, key)
+        state, _ = step(state, batch, train_config, rate, 0.0, key)
         if num % shared.SAVE_EVERY == 0:
             checkpoints.save_checkpoint_multiprocess(folder, state, num)
         if num == kill_at:
@@ -77,8 +77,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": last + 1,
         "bytes": shared.num_bytes(state.params, state.opt_state),
         "devices": jax.device_count(),
-        "learning rate": float(metrics["learning_rate"]),
-        "gain": shared.gain(state.opt_state),
     }
 
 

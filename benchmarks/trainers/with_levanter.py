@@ -1,9 +1,4 @@
-"""Levanter's `Trainer` trains a small Llama of its own, split over 8 devices.
-
-Python ≥ 3.12. python -m venv env && env/bin/pip install -r benchmarks/trainers/levanter.txt .
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_levanter.py
-"""
+"""Levanter's `Trainer` trains a small Llama of its own, split over 8 devices."""
 
 import dataclasses
 import importlib.metadata
@@ -96,8 +91,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
             "first step": first_step,
             "bytes": shared.num_bytes(info.state.trainable_model, info.opt_state),
             "devices": jax.device_count(),
-            "learning rate": float(optimizer.lr_scheduler(shared.STEPS)(shared.STEPS)),
-            "gain": shared.gain(info.opt_state),
         }
 
 
