@@ -63,7 +63,7 @@ def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "num_bytes"), [("gpa_adamw", 4.1), long("lion", 4.0)])
+@pytest.mark.parametrize(("optimizer", "num_bytes"), [("spa_adamw", 4.1), long("lion", 4.0)])
 def test_one_card(optimizer: str, num_bytes: float, capsys: pytest.CaptureFixture[str]) -> None:
     loss = one_card.main(["--steps", "5", "--rate", "0.002", "--optimizer", optimizer])
     assert loss < math.log(256) - 0.5
