@@ -43,7 +43,10 @@ standard_promotion = pytest.mark.usefixtures("standard_promotion")
 ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
     if not path.is_symlink()
 }
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))

@@ -97,7 +97,7 @@ def test_every_optimizer_learns(
     monkeypatch.setattr(language_model, "NUM_REPORTS", 1)
     rows = run(text, tmp_path / "out", "--optimizer", optimizer, "--steps", "60")
     assert rows[-1]["validation loss"] < 0.1
-    num_bytes = {"gpa_adamw": 4.1, "adamw": 8.0, "muon": 4.5}[optimizer]
+    num_bytes = {"spa_adamw": 4.1, "adamw": 8.0, "muon": 4.5}[optimizer]
     assert f"{num_bytes} bytes each" in capsys.readouterr().out
 
 
