@@ -1,7 +1,6 @@
 """Optimizers as base × form: a finished Optax optimizer, and a wrapper of the package around it.
 
-A base is an optimizer of other people. A form says how its params are stored and averaged. Every
-base has every form, through `stochastic_rounding` and `primal_averaging` alone.
+A form says how the params of a base are stored and averaged. Every base has every form.
 """
 
 import functools
@@ -100,10 +99,6 @@ def matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def labels(label: Callable[[Any, jax.Array], str]) -> Callable[[Any], Any]:
-    return functools.partial(jax.tree_util.tree_map_with_path, label)
-
-
 muon_like_adam = functools.partial(
     optax.contrib.muon, muon_weight_dimension_numbers=matrices, consistent_rms=0.2
 )
@@ -130,7 +125,7 @@ def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: 
         "other": adam_factored(rate, momentum, dtype, key),
     }
     kind = lambda path, x: "kernel" if fan_in(path, x) else "other"
-    return optax.partition(rules, labels(kind))
+    return optax.partition(rules, functools.partial(jax.tree_util.tree_map_with_path, kind))
 
 
 BASES = {
@@ -191,12 +186,8 @@ def schedule_free(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     return averaged(c, h["mu_y"], base, run, dtype)
 
 
-def constant_c(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
-    return averaged(h["c"], h["mu_y"], base, run, dtype)
-
-
-def authors_gpa(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
-    return averaged(h["c"], h["mu_y"], base, run, dtype, params_of_base="z")
+def constant_c(base: Tx, h: Hypers, run: Run, dtype: Any = BF16, **options: Any) -> Tx:
+    return averaged(h["c"], h["mu_y"], base, run, dtype, **options)
 
 
 def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -254,7 +245,7 @@ FORMS = {
         tuned_as="Schedule-Free",
     ),
     "Schedule-Free": Form(BF16, schedule_free, {"mu_y": 0.9}, constant, faster=2),
-    "GPA": Form(BF16, authors_gpa, {"c": 0.1, "mu_y": 0.7}),
+    "GPA": Form(BF16, functools.partial(constant_c, params_of_base="z"), {"c": 0.1, "mu_y": 0.7}),
     "EMA": weights_averaged_in(F32),
     "EMA, bfloat16": weights_averaged_in(BF16),
     "EMA, cosine": weights_averaged_in(F32, cosine),

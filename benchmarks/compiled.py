@@ -302,9 +302,7 @@ def analyse(compiled: Any) -> Program:
         if (found := INSTRUCTION.match(line)) is None:
             continue
         is_root, name, kind, opcode, operands, rest = found.groups()
-        inputs = [
-            array for other in re.findall(r"%([\w.-]+)", operands) for array in results[other]
-        ]
+        inputs = [array for o in re.findall(r"%([\w.-]+)", operands) for array in results[o]]
         outputs = results[name] = buffers(kind)
         num_collectives += bool(re.fullmatch(COLLECTIVE, opcode))
         if is_root:

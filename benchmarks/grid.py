@@ -145,7 +145,8 @@ def make_train(
 
 def final(record: Record) -> float:
     """The validation loss at the end; what has diverged is worse than anything."""
-    return record["curve"][-1][1] or math.inf
+    loss = record["curve"][-1][1]
+    return math.inf if loss is None else loss
 
 
 def neighbours(h: Hypers, fixed: Hypers) -> Iterator[Hypers]:

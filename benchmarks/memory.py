@@ -13,8 +13,7 @@ in the backward pass, are those of `examples/one_card.py`.
 - *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
   all of the state split like the params.
 
---largest is another table: the largest model that each optimizer trains on one card or chip. It
-compiles from the largest on until one fits, but nothing whose params and state alone do not. The
+--largest is another table: the largest model that each optimizer trains on one card or chip. The
 need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
 card's limit, and that for a v6e for a v5e. With --json a program is not compiled again.
 """

@@ -28,10 +28,8 @@ def of_grid(records: list[Record]) -> Iterator[tuple[str, str]]:
     by_size: dict[tuple[int, int], list[Record]] = defaultdict(list)
     for record in records:
         by_size[record["sizes"]["steps"], record["sizes"]["batch"]].append(record)
-    most_runs = lambda size: -len(by_size[size])
-    for size in sorted(by_size, key=most_runs):
-        num_steps, batch = size
-        yield f"{num_steps:,} steps, batches of {batch}", grid.report(by_size[size])
+    for (num_steps, batch), runs in sorted(by_size.items(), key=lambda item: -len(item[1])):
+        yield f"{num_steps:,} steps, batches of {batch}", grid.report(runs)
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
@@ -39,10 +37,8 @@ def of_memory(path: Path) -> Iterator[tuple[str, str]]:
     found = common.Records(path, ("target", "optimizer"))
     names = list(dict.fromkeys(record["optimizer"] for record in found.found.values()))
     trained = [name for name in memory.OF_LARGEST if name in names and "8-bit" not in name]
-    yield (
-        "The largest model on one card, and the GiB of its step",
-        memory.largest(CARDS, trained, found),
-    )
+    largest = memory.largest(CARDS, trained, found)
+    yield "The largest model on one card, and the GiB of its step", largest
     for target in memory.BY_OPTIMIZER:
         records = [record for record in found.found.values() if record["target"] == target]
         yield f"{target}; {records[0]['versions']}", memory.table(records)

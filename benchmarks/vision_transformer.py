@@ -3,8 +3,7 @@
     python benchmarks/vision_transformer.py --data-dir DIR --json benchmarks/results/images.jsonl
 
 Trains a transformer to classify the 50,000 images for training, in patches of 8×8, without
-augmentation, and validates it by the cross-entropy of the 10,000 others. What is compared
-is in bases.py, how it is tuned in grid.py. CIFAR-10 is downloaded to DIR if it is not there.
+augmentation, and validates it by the cross-entropy of the 10,000 others.
 """
 
 from collections.abc import Callable

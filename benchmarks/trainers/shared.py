@@ -133,11 +133,9 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
     if changed is not None:
         goes_on = lambda: f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
         same["another state_dtype"] = changed.get("raises") or goes_on()
-    minutes = round((time.time() - start) / 60, 1)
     trainer = Path(script).stem.removeprefix("with_")
-    return {"trainer": trainer, "version": version, "optimizer": name, **whole, **same} | {
-        "minutes": minutes
-    }
+    names = {"trainer": trainer, "version": version, "optimizer": name}
+    return names | whole | same | {"minutes": round((time.time() - start) / 60, 1)}
 
 
 Train = Callable[[str, Path, int], dict[str, Any]]
