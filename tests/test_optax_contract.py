@@ -59,7 +59,7 @@ def schedule_free(
 ) -> optax.GradientTransformationExtraArgs:
     """Schedule-Free for any schedule: a member that keeps two scalars of its own.
 
-        w_k = max(γ_0, …, γ_{k+1})²        c_{k+1} = w_k / (w_0 + … + w_k)
+    w_k = max(γ_0, …, γ_{k+1})²        c_{k+1} = w_k / (w_0 + … + w_k)
     """
     gamma_at = at_count("learning_rate", learning_rate)
     mu_y_at = at_count("interpolation", interpolation)
