@@ -5,13 +5,12 @@ base has every form, through `stochastic_rounding` and `primal_averaging` alone.
 """
 
 import functools
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from spa_optax import (
@@ -20,7 +19,6 @@ from spa_optax import (
     in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
-    scale_by_second_moment,
     schedule_free_averaging,
     stochastic_rounding,
 )
@@ -38,8 +36,6 @@ GRIDS = {
     "c": (1.0, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625),
     "mu_y": (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99),
     "decay": (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998),
-    "warm_ups": (0, 1, 2),
-    "r": (0, 1, 2, 4, 8),
 }
 
 
@@ -57,12 +53,6 @@ class Base(NamedTuple):
 def finished(direction: Tx, rate: optax.Schedule) -> Tx:
     decay = optax.add_decayed_weights(DECAY)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
-
-
-def adam_full(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Adam's direction without its first moment."""
-    del momentum
-    return finished(scale_by_second_moment(B2, dtype=dtype, rounding_key=key), rate)
 
 
 def adam_factored(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -143,138 +133,13 @@ def muon_without_momentum(rate: optax.Schedule, momentum: Any, dtype: Any, key: 
     return optax.partition(rules, labels(kind))
 
 
-def scale(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Columns of gradients, scaled to a mean square of 1. Only the last layer has momentum.
-
-    Vectors have Adam's direction. Glentis et al., 2025, arXiv:2506.16659, Algorithm 1.
-    """
-
-    def columns(path: Any, g: jax.Array) -> jax.Array:
-        inputs = fan_in(path, g) or 1
-        axes = -1 if path[-2].key == "tokens" else tuple(range(inputs))  # used transposed
-        return g / (jnp.sqrt(jnp.mean(g * g, axes, keepdims=True)) + 1e-12)
-
-    def kind(path: Any, x: jax.Array) -> str:
-        if x.ndim == 1 or path[-1].key == "bias":
-            return "vector"
-        return "last" if path[-2].key in ("tokens", "classes") else "matrix"
-
-    ema = optax.ema(momentum, debias=False, accumulator_dtype=dtype)
-    normalized = optax.stateless(
-        lambda updates, _: jax.tree_util.tree_map_with_path(columns, updates)
-    )
-    rules: dict[Any, Tx] = {
-        "matrix": normalized,
-        "last": optax.chain(ema, normalized),
-        "vector": scale_by_second_moment(B2, dtype=dtype, rounding_key=key),
-    }
-    return finished(optax.partition(rules, labels(kind)), rate)
-
-
-def apollo_mini(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """A gradient times one number: how Adam would scale it, seen through a random projection.
-
-    Of kernels. The rest has AdamW. Zhu et al., 2024, arXiv:2412.05270, Algorithm 1, with rank 1,
-    α = √128, a new projection every 200 steps, and norms that grow by 1 % at most.
-    """
-    adam = optax.scale_by_adam(momentum, B2)
-
-    def project(path: Any, g: jax.Array, key: jax.Array) -> jax.Array:
-        n = fan_in(path, g)
-        matrix = g.reshape(math.prod(g.shape[:n]), -1)
-        short = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-        return jax.random.normal(key, short.shape[:1]) @ short
-
-    def init(params: Any) -> Any:
-        rows = jax.tree_util.tree_map_with_path(lambda p, x: project(p, x, key), params)
-        return adam.init(rows), jax.tree.map(lambda x: jnp.zeros([]), params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        of_adam, before = state
-        now = jax.random.fold_in(key, of_adam.count // 200)
-        keys = optax.tree.split_key_like(now, updates)
-        rows = jax.tree_util.tree_map_with_path(project, updates, keys)
-        scaled, of_adam = adam.update(rows, of_adam)
-        norm = lambda x: jnp.sqrt(jnp.sum(x * x)) + 1e-12
-        scale = lambda g, s, r: math.sqrt(128) * norm(s) / norm(r) * g
-        u = jax.tree.map(scale, updates, scaled, rows)
-        limit = lambda u, n: u * jnp.where(n > 0, jnp.minimum(1, 1.01 * n / norm(u)), 1)
-        u = jax.tree.map(limit, u, before)
-        return u, (of_adam, jax.tree.map(norm, u))
-
-    rules: dict[Any, Tx] = {
-        "kernel": finished(Tx(init, update), rate),  # pyright: ignore[reportArgumentType]
-        "other": adamw(rate, momentum, dtype, key),
-    }
-    kind = lambda path, x: "kernel" if fan_in(path, x) else "other"
-    return optax.partition(rules, labels(kind))
-
-
-def codes(signed: bool) -> np.ndarray:
-    """256 numbers up to 1, evenly spaced within a decade, and twice as many in each larger one."""
-
-    def decade(i: int) -> np.ndarray:
-        edges = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
-        return 10.0 ** (i - 6) * (edges[1:] + edges[:-1]) / 2
-
-    above = np.concatenate([decade(i) for i in range(7)])
-    return np.sort(np.concatenate([-above if signed else [], [0, 1], above])).astype(np.float32)
-
-
-def adamw_8_bits(rate: optax.Schedule, momentum: Any, dtype: Any, key: jax.Array) -> Tx:
-    """Moments in 8 bits, in blocks of 256 with their largest value as the scale.
-
-    Without momentum it is Adam's direction. Dettmers et al., 8-bit Optimizers via Block-wise
-    Quantization, 2021, arXiv:2110.02861.
-    """
-    del dtype, key
-    adam = optax.scale_by_adam(0 if momentum is None else momentum, B2)
-
-    def pack(x: jax.Array, signed: bool) -> Any:
-        blocks = jnp.pad(x.ravel(), (0, -x.size % 256)).reshape(-1, 256)
-        largest = jnp.max(jnp.abs(blocks), 1, keepdims=True)
-        code = codes(signed)
-        between = (code[1:] + code[:-1]) / 2
-        scaled = blocks / jnp.where(largest > 0, largest, 1)
-        packed = jnp.searchsorted(between, scaled).astype(jnp.uint8)
-        return packed.ravel()[: x.size], largest.ravel()
-
-    def unpack(packed: Any, like: jax.Array, signed: bool) -> jax.Array:
-        values, largest = packed
-        scale = jnp.repeat(largest, 256, total_repeat_length=256 * len(largest))[: like.size]
-        return (jnp.asarray(codes(signed))[values] * scale).reshape(like.shape)
-
-    def store(state: Any) -> Any:
-        pack_tree = lambda tree, signed: jax.tree.map(lambda x: pack(x, signed), tree)
-        mu = pack_tree(state.mu, True) if momentum is not None else ()
-        return state.count, mu, pack_tree(state.nu, False)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        count, mu, nu = state
-        unpack_tree = lambda tree, signed: jax.tree.map(
-            lambda g, packed: unpack(packed, g, signed), updates, tree
-        )
-        mu = unpack_tree(mu, True) if mu else optax.tree.zeros_like(updates)
-        moments = optax.ScaleByAdamState(count, mu, unpack_tree(nu, False))
-        d, moments = adam.update(updates, moments, params)
-        return d, store(moments)
-
-    direction = Tx(lambda params: store(adam.init(params)), update)  # pyright: ignore[reportArgumentType]
-    return finished(direction, rate)
-
-
 BASES = {
-    "Adam, full": Base(adam_full, 0.004),
-    "Adam, 8 bits": Base(adamw_8_bits, 0.004),
     "Adam, factored": Base(adam_factored, 0.004),
     "AdamW": Base(adamw, 0.004, 0.8),
     "AdamW, factored": Base(adam_factored, 0.004, 0.8),
-    "AdamW, 8 bits": Base(adamw_8_bits, 0.004, 0.8),
     "Lion": Base(lion, 0.001, 0.95),
     "Muon": Base(muon, 0.016, 0.8),
     "Muon without momentum": Base(muon_without_momentum, 0.032),
-    "SCALE": Base(scale, 0.004, 0.9),
-    "APOLLO-Mini": Base(apollo_mini, 0.004, 0.8),
     "SGD": Base(sgd, 0.256, 0.9),
     "AdamW, factored, float8 m": Base(in_float8(adam_factored), 0.004, 0.8),
     "Lion, float8 m": Base(in_float8(lion), 0.001, 0.95),
@@ -326,98 +191,12 @@ def schedule_free(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     return averaged(c, h["mu_y"], base, run, dtype)
 
 
-def schedule_free_plus(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
-    """Weights k^r after some warm-ups of c = 1, and μ_y from 0.9 to 0.965.
-
-    Without its Polyak step. Defazio, ScheduleFree+, 2026, arXiv:2605.19095.
-    """
-    k = jnp.arange(run.num_steps)
-    weights = ((k + 1) / run.num_steps) ** h["r"] * (k >= h["warm_ups"] * run.warm_up)
-    total = jnp.cumsum(weights)
-    c = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 1)
-    mu_y = optax.linear_schedule(0.9, 0.965, run.num_steps)
-    return averaged(lambda k: c[jnp.minimum(k, run.num_steps - 1)], mu_y, base, run, dtype)
-
-
 def constant_c(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     return averaged(h["c"], h["mu_y"], base, run, dtype)
 
 
 def authors_gpa(base: Tx, h: Hypers, run: Run, dtype: Any = BF16) -> Tx:
     return averaged(h["c"], h["mu_y"], base, run, dtype, params_of_base="z")
-
-
-def stored(tx: Tx, pack: Callable[[Any, Any], Any], unpack: Callable[[Any, Any], Any]) -> Tx:
-    """`primal_averaging`, with z in float32 only within a step."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        u, state = tx.update(updates, unpack(state, params), params)
-        return u, pack(state, optax.apply_updates(params, u))
-
-    return Tx(lambda params: pack(tx.init(params), params), update)
-
-
-def with_z(state: Any, z: Any) -> Any:
-    """A state of `primal_averaging` with another z."""
-    return state._replace(average=state.average._replace(z=z))
-
-
-def z_from_bfloat16(state: Any, _: Any) -> Any:
-    """The state of `primal_averaging`."""
-    return with_z(state, optax.tree.cast(state.average.z, F32))
-
-
-def in_bfloat16(tx: Tx, key: jax.Array) -> Tx:
-    """Stores z itself, rounded up or down at random."""
-
-    def store(z: jax.Array, random: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(z, jnp.uint32) + random.astype(jnp.uint32)
-        return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), BF16)
-
-    def pack(state: Any, _: Any) -> Any:
-        count, z = state.average.count, state.average.z
-        key_of_step = jax.random.fold_in(key, count)
-        random = optax.tree.random_like(key_of_step, z, jax.random.bits, jnp.uint16)
-        return with_z(state, jax.tree.map(store, z, random))
-
-    return stored(tx, pack, z_from_bfloat16)
-
-
-def z_from_4_bits(state: Any, y: Any) -> Any:
-    """The state of `primal_averaging`, with z = y + s q."""
-    q, s = state.average.z
-    z = jax.tree.map(lambda y, q, s: y.astype(F32) + s * q.astype(F32), y, q, s)
-    return with_z(state, z)
-
-
-LEVELS = {  # what 4 bits can hold
-    "int4": np.arange(-7.0, 8.0),
-    "float4_e2m1fn": np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]),
-}
-
-
-def in_4_bits(tx: Tx, key: jax.Array, dtype: str) -> Tx:
-    """Stores z as y + s q: q has 4 bits, rounded at random, and each last axis has one s.
-
-    `tx` is `primal_averaging`, with z in float32.
-    """
-    levels = jnp.asarray(LEVELS[dtype], F32)
-
-    def store(d: jax.Array, s: jax.Array, u: jax.Array) -> jax.Array:
-        above = jnp.clip(jnp.searchsorted(levels, d / s), 1, len(levels) - 1)
-        low, high = levels[above - 1], levels[above]
-        return jnp.where(d / s > low + u * (high - low), high, low).astype(dtype)
-
-    def pack(state: Any, y: Any) -> Any:
-        d = jax.tree.map(lambda z, y: z - y.astype(F32), state.average.z, y)
-        largest = lambda d: jnp.max(jnp.abs(d), axis=-1, keepdims=True)
-        s = jax.tree.map(lambda d: jnp.maximum(largest(d) / levels[-1], 1e-30), d)
-        count = jax.random.fold_in(key, state.average.count)
-        noise = optax.tree.random_like(count, d, jax.random.uniform)
-        q = jax.tree.map(store, d, s, noise)
-        return with_z(state, (q, s))
-
-    return stored(tx, pack, z_from_4_bits)
 
 
 def with_average(base: Tx, decay: Any, dtype: Any, key: jax.Array) -> Tx:
@@ -456,17 +235,6 @@ def weights_averaged_in(dtype: Any, schedule: Any = constant) -> Form:
     return Form(dtype, wrap, {"decay": 0.98}, schedule, evaluate=average)
 
 
-def averaged_in_4_bits(dtype: str) -> Form:
-    return Form(
-        BF16,
-        lambda base, h, run: in_4_bits(constant_c(base, h, run, F32), run.key, dtype),
-        {"c": 0.1, "mu_y": 0.9},
-        faster=2,
-        tuned_as="averaged",
-        evaluate=lambda state, params: eval_params(z_from_4_bits(state, params), params),
-    )
-
-
 itself = lambda state, params: params
 FORMS = {
     "float32": Form(F32, lambda base, h, run: base, evaluate=itself),
@@ -477,8 +245,6 @@ FORMS = {
     "averaged": averaged_in(BF16, tuned_as=None),
     "averaged, 8 bits": averaged_in(jnp.float8_e4m3fn),
     "averaged, 32 bits": averaged_in(F32),
-    "averaged, int4": averaged_in_4_bits("int4"),
-    "averaged, float4": averaged_in_4_bits("float4_e2m1fn"),
     "Schedule-Free, 8 bits": Form(
         BF16,
         functools.partial(schedule_free, dtype=jnp.float8_e4m3fn),
@@ -488,7 +254,6 @@ FORMS = {
         tuned_as="Schedule-Free",
     ),
     "Schedule-Free": Form(BF16, schedule_free, {"mu_y": 0.9}, constant, faster=2),
-    "ScheduleFree+": Form(BF16, schedule_free_plus, {"r": 0, "warm_ups": 1}, constant, faster=2),
     "GPA": Form(BF16, authors_gpa, {"c": 0.1, "mu_y": 0.7}),
     "EMA": weights_averaged_in(F32),
     "EMA, bfloat16": weights_averaged_in(BF16),
@@ -496,48 +261,7 @@ FORMS = {
 }
 
 
-def holding_z_itself(name: str, wrap: Callable[..., Tx]) -> Form:
-    """A form with z in bfloat16 in place of z − params."""
-    return FORMS[name]._replace(
-        wrap=lambda base, h, run: in_bfloat16(wrap(base, h, run, F32), run.key),
-        tuned_as=name,
-        evaluate=lambda state, params: eval_params(z_from_bfloat16(state, params), params),
-    )
-
-
-FORMS |= {
-    f"{name}, z itself": holding_z_itself(name, wrap)
-    for name, wrap in {
-        "averaged": constant_c,
-        "Schedule-Free": schedule_free,
-        "ScheduleFree+": schedule_free_plus,
-        "GPA": authors_gpa,
-    }.items()
-}
-COARSER = tuple(name for name, form in FORMS.items() if form.tuned_as)
-# What is compared, the most telling first.
-CELLS = list(
-    dict.fromkeys(
-        [
-            *[("AdamW", "float32"), ("Muon", "float32")],
-            *[("Adam, factored", "averaged"), ("Adam, factored", "Schedule-Free")],
-            *[("Muon", "bfloat16"), ("Muon", "Schedule-Free"), ("AdamW", "EMA"), ("Muon", "EMA")],
-            *[("Muon without momentum", form) for form in ("bfloat16", "Schedule-Free")],
-            *[(base, "bfloat16") for base in ("Adam, factored", "AdamW", "Lion", "SCALE")],
-            *[("Lion", "Schedule-Free"), ("APOLLO-Mini", "bfloat16")],
-            *[("AdamW, 8 bits", "float32"), ("AdamW, factored", "bfloat16")],
-            *[("AdamW", "EMA, bfloat16"), ("Muon", "EMA, bfloat16")],
-            *[("AdamW", "EMA, cosine"), ("Muon", "EMA, cosine")],
-            *[("Adam, factored", "ScheduleFree+"), ("Muon", "ScheduleFree+")],
-            ("AdamW, factored", "GPA"),
-            *[
-                (base, form)
-                for form in ("bfloat16", "Schedule-Free", "averaged", "float32", *COARSER)
-                for base in BASES
-            ],
-        ]
-    )
-)
+CELLS = list(itertools.product(BASES, FORMS))
 
 
 class Scheme(NamedTuple):

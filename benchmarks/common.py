@@ -22,14 +22,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def parse(
     result: argparse.ArgumentParser, argv: list[str] | None, *positive: str
 ) -> argparse.Namespace:
-    """Before anything is computed, since a platform cannot be changed later.
-
-    The options named in `positive` must be > 0 where they are given.
-    """
+    """The options named in `positive` must be > 0 where they are given."""
     arguments = result.parse_args(argv)
     command_line.check_positive(result, arguments, *positive)
     command_line.check_writable(result, arguments, "json")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too
     if arguments.platform:
         jax.config.update("jax_platforms", arguments.platform)
     return arguments

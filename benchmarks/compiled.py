@@ -4,23 +4,18 @@
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
     python benchmarks/compiled.py --target v5e h100
 
-XLA's compilers run without the hardware. Params and state are donated, and passed and returned in
-the same order. Of the compiled program's main computation:
+Params and state are donated. Of the compiled program's main computation:
 
 - *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
   in the vector memory of a TPU does not count.
 - *kernels*: fusions, reductions and copies of arrays, for a leaf; on a card copies of scalars too.
 - *temporary*: bytes written to the device's memory that are not returned, a parameter.
-- *swapped*: the same if the state is passed before the params, and returned after them.
-- *aliased*: the share of what is returned that takes the place of what was donated.
 - *cycles*: XLA's estimate for a TPU, over that for the peer, the first row of each group.
 - *compile*: seconds.
 
-On a v7x the option `xla_tpu_control_large_2nd_minor_layout_for_x16=0` is set, for arrays of 8 bits.
-A last table counts collectives where every leaf is split over many devices.
+A last table has the updates with collectives where every leaf is split over many devices.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import math
@@ -43,8 +38,6 @@ from update_cost import TREES
 
 from spa_optax import (
     float8_momentum,
-    gpa,
-    gpa_adamw,
     primal_averaging,
     spa,
     spa_adamw,
@@ -79,8 +72,6 @@ CARDS = {
     "a100-40": Card(8, 0, 108, 1.41, 1_555_200_000_000, 42_331_013_120, 41_943_040, 166_912),
     "l40s": Card(8, 9, 142, 2.52, 864_000_000_000, 47_660_000_000, 100_663_296, **SMALLER),
     "h100": Card(9, 0, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
-    "h200": Card(9, 0, 132, 1.98, 4_800_000_000_000, 151_397_597_184, 52_428_800),
-    "b200": Card(10, 0, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
 }
 # Without it XLA for v7x makes two kernels of an update with arrays of 8 bits.
 OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
@@ -92,98 +83,85 @@ Optimizers = dict[str, tuple[optax.GradientTransformation, Any]]
 def groups() -> list[Optimizers]:
     """Transforms with the dtype of their params; the first of a group is the peer of the others."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    f32, bf16, key = jnp.float32, jnp.bfloat16, jax.random.key(0)
+    bf16, key = jnp.bfloat16, jax.random.key(0)
     narrow: dict[str, Any] = {"state_dtype": bf16, "rounding_key": key}
     of_8_bits: dict[str, Any] = {"state_dtype": jnp.float8_e4m3fn, "rounding_key": key}
-    return [
-        {
-            "optax.sgd(0.1, 0.9)": (optax.sgd(0.1, 0.9), f32),
-            "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
-            "primal_averaging(optax.sgd(0.1), 0.1)": (primal_averaging(optax.sgd(0.1), 0.1), f32),
-            "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
-            "track_momentum(spa(1.0, 0.1), every=10)": (
-                track_momentum(spa(1.0, 0.1), every=10),
-                f32,
-            ),
-            "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)": (
-                track_momentum(optax.sgd(0.1, 0.9), averaging=0.1),
-                f32,
-            ),
-        },
-        {
-            "optax.sgd(schedule, 0.9)": (optax.sgd(schedule, 0.9), f32),
-            "spa(schedule, 0.1)": (spa(schedule, 0.1), f32),
-            "spa_from_sgdm(schedule, 0.9)": (spa_from_sgdm(schedule, 0.9), f32),
-        },
-        {
-            "optax.sgd(schedule, 0.9, True)": (optax.sgd(schedule, 0.9, True), f32),
-            "spa_from_sgdm(schedule, 0.9, True)": (spa_from_sgdm(schedule, 0.9, True), f32),
-        },
-        {
-            "optax.contrib.schedule_free_sgd(0.1)": (optax.contrib.schedule_free_sgd(0.1), f32),
-            "gpa(0.1)": (gpa(0.1), f32),
-            "track_momentum(gpa(0.1))": (track_momentum(gpa(0.1)), f32),
-        },
-        {
-            "optax.adamw(1e-3)": (optax.adamw(1e-3), f32),
-            "spa_adamw(1e-3)": (spa_adamw(1e-3), f32),
-            "gpa_adamw(1e-3)": (gpa_adamw(1e-3), f32),
-            "optax.adamw(1e-3, mu_dtype=bfloat16)": (optax.adamw(1e-3, mu_dtype=bf16), f32),
-            "spa_adamw, bfloat16 params, 10 bytes": (spa_adamw(1e-3, rounding_key=key), bf16),
-            "the same, 8 bytes": (spa_adamw(1e-3, **narrow), bf16),
-            "the same, 6 bytes": (spa_adamw(1e-3, second_moment="bfloat16", **narrow), bf16),
-            "the same, 4 bytes": (spa_adamw(1e-3, second_moment="factored", **narrow), bf16),
-            "gpa_adamw, bfloat16 params, 6 bytes": (
-                gpa_adamw(1e-3, second_moment="bfloat16", **narrow),
-                bf16,
-            ),
-            "gpa_adamw, bfloat16 params, 4 bytes": (
-                gpa_adamw(1e-3, second_moment="factored", **narrow),
-                bf16,
-            ),
-            "gpa_adamw, bfloat16 params, 3 bytes": (
-                gpa_adamw(1e-3, second_moment="factored", **of_8_bits),
-                bf16,
-            ),
-            "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)": (
-                primal_averaging(optax.adamw(1e-3), 0.1, 0.9),
-                f32,
-            ),
-            "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params": (
-                stochastic_rounding(optax.adamw(1e-3, mu_dtype=bf16), key),
-                bf16,
-            ),
-            "track_momentum(spa_adamw(1e-3))": (track_momentum(spa_adamw(1e-3)), f32),
-            "track_momentum(spa_adamw(1e-3), every=10)": (
-                track_momentum(spa_adamw(1e-3), every=10),
-                f32,
-            ),
-            "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)": (
-                track_momentum(optax.adamw(1e-3), averaging=0.1, every=10),
-                f32,
-            ),
-        },
-        {
-            "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params": (
-                optax.sgd(0.1, 0.9, accumulator_dtype=f32),
-                bf16,
-            ),
-            "spa(1.0, 0.1), bfloat16 params": (spa(1.0, 0.1), bf16),
-            "the same with rounding_key": (spa(1.0, 0.1, rounding_key=key), bf16),
-            "the same with bfloat16 z": (spa(1.0, 0.1, **narrow), bf16),
-            "the same with float8_e4m3fn z": (spa(1.0, 0.1, **of_8_bits), bf16),
-        },
-        {
-            "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params": (
-                stochastic_rounding(optax.lion(1e-3, mu_dtype=bf16), key),
-                bf16,
-            ),
-            "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params": (
-                stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key),
-                bf16,
-            ),
-        },
+    of_16_bits, factored = ({"second_moment": kind} for kind in ("bfloat16", "factored"))
+    sgd, adamw = optax.sgd(0.1, 0.9), optax.adamw(1e-3)
+    adamw_bf16, lion_bf16 = optax.adamw(1e-3, mu_dtype=bf16), optax.lion(1e-3, mu_dtype=bf16)
+    gpa = (1e-3, 0.05, 0.9)
+    float32 = [
+        ("optax.sgd(0.1, 0.9)", sgd),
+        ("spa(1.0, 0.1)", spa(1.0, 0.1)),
+        ("primal_averaging(optax.sgd(0.1), 0.1)", primal_averaging(optax.sgd(0.1), 0.1)),
+        ("track_momentum(spa(1.0, 0.1))", track_momentum(spa(1.0, 0.1))),
+        ("track_momentum(spa(1.0, 0.1), every=10)", track_momentum(spa(1.0, 0.1), every=10)),
+        ("track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)", track_momentum(sgd, averaging=0.1)),
     ]
+    scheduled = [
+        ("optax.sgd(schedule, 0.9)", optax.sgd(schedule, 0.9)),
+        ("spa(schedule, 0.1)", spa(schedule, 0.1)),
+        ("spa_from_sgdm(schedule, 0.9)", spa_from_sgdm(schedule, 0.9)),
+    ]
+    nesterov = [
+        ("optax.sgd(schedule, 0.9, True)", optax.sgd(schedule, 0.9, True)),
+        ("spa_from_sgdm(schedule, 0.9, True)", spa_from_sgdm(schedule, 0.9, True)),
+    ]
+    schedule_free = [
+        ("optax.contrib.schedule_free_sgd(0.1)", optax.contrib.schedule_free_sgd(0.1)),
+        ("spa(0.1, 0.05, 0.9)", spa(0.1, 0.05, 0.9)),
+        ("track_momentum(spa(0.1, 0.05, 0.9))", track_momentum(spa(0.1, 0.05, 0.9))),
+    ]
+    adam = [
+        ("optax.adamw(1e-3)", adamw),
+        ("spa_adamw(1e-3)", spa_adamw(1e-3)),
+        ("spa_adamw(1e-3, 0.05, 0.9)", spa_adamw(*gpa)),
+        ("optax.adamw(1e-3, mu_dtype=bfloat16)", adamw_bf16),
+        ("primal_averaging(optax.adamw(1e-3), 0.1, 0.9)", primal_averaging(adamw, 0.1, 0.9)),
+        ("track_momentum(spa_adamw(1e-3))", track_momentum(spa_adamw(1e-3))),
+        ("track_momentum(spa_adamw(1e-3), every=10)", track_momentum(spa_adamw(1e-3), every=10)),
+        (
+            "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
+            track_momentum(adamw, averaging=0.1, every=10),
+        ),
+    ]
+    bfloat16_adam = [
+        ("spa_adamw, bfloat16 params, 10 bytes", spa_adamw(1e-3, rounding_key=key)),
+        ("the same, 8 bytes", spa_adamw(1e-3, **narrow)),
+        ("the same, 6 bytes", spa_adamw(1e-3, **of_16_bits, **narrow)),
+        ("the same, 4 bytes", spa_adamw(1e-3, **factored, **narrow)),
+        ("the same, 6 bytes, μ_y = 0.9", spa_adamw(*gpa, **of_16_bits, **narrow)),
+        ("the same, 4 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **narrow)),
+        ("the same, 3 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **of_8_bits)),
+        (
+            "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+            stochastic_rounding(adamw_bf16, key),
+        ),
+    ]
+    bfloat16 = [
+        (
+            "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
+            optax.sgd(0.1, 0.9, accumulator_dtype=jnp.float32),
+        ),
+        ("spa(1.0, 0.1), bfloat16 params", spa(1.0, 0.1)),
+        ("the same with rounding_key", spa(1.0, 0.1, rounding_key=key)),
+        ("the same with bfloat16 z", spa(1.0, 0.1, **narrow)),
+        ("the same with float8_e4m3fn z", spa(1.0, 0.1, **of_8_bits)),
+    ]
+    lion = [
+        (
+            "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+            stochastic_rounding(lion_bf16, key),
+        ),
+        (
+            "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
+            stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key),
+        ),
+    ]
+    wide = lambda rows: {name: (tx, jnp.float32) for name, tx in rows}
+    half = lambda rows: {name: (tx, bf16) for name, tx in rows}
+    of_float32 = [wide(rows) for rows in (float32, scheduled, nesterov, schedule_free)]
+    return [*of_float32, wide(adam) | half(bfloat16_adam), half(bfloat16), half(lion)]
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -243,11 +221,7 @@ def _card_topology(card: Card) -> Any:
 
 @mock.patch.dict(os.environ, TPU_ENVIRONMENT)
 def compile_update(
-    tx: optax.GradientTransformation,
-    shapes: Any,
-    dtype: Any,
-    devices: list[Any],
-    swapped: bool = False,
+    tx: optax.GradientTransformation, shapes: Any, dtype: Any, devices: list[Any]
 ) -> Any:
     """The update, each leaf split along its first axis that has a multiple of the devices."""
     mesh = Mesh(np.array(devices), "devices")
@@ -265,9 +239,7 @@ def compile_update(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    swap = lambda grads, state, params: step(grads, params, state)
-    update, held = (swap, (state, params)) if swapped else (step, (params, state))
-    lowered = jax.jit(update, donate_argnums=(1, 2)).lower(params, *held)
+    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(params, params, state)
     return lowered.compile(compiler_options=OPTIONS.get(devices[0].device_kind))
 
 
@@ -380,13 +352,10 @@ def measure(
         start = time.perf_counter()
         program = analyse(compile_update(tx, shapes, dtype, devices[:1]))
         seconds = time.perf_counter() - start
-        swapped = analyse(compile_update(tx, shapes, dtype, devices[:1], swapped=True))
         figures[name] = {
             "bytes": program.num_bytes / size,
             "kernels": len(program.kernels) / len(leaves),
             "temporary": program.temporary / size,
-            "swapped": swapped.temporary / size,
-            "aliased": program.aliased,
             "cycles": program.cycles,
             "seconds": seconds,
             "peer": peer,
@@ -395,14 +364,13 @@ def measure(
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
-    header = ["update", "bytes", "kernels", "temporary", "swapped", "aliased", "cycles", "compile"]
+    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
     rows = []
     for name, of_name in figures.items():
         peer = figures[of_name["peer"]]
         ratio = f"{of_name['cycles'] / peer['cycles']:.3f}" if peer["cycles"] else ""
         row = [f"`{name}`" if "(" in name else name, f"{of_name['bytes']:.1f}"]
-        row += [f"{of_name['kernels']:.2f}", f"{of_name['temporary']:.2f}"]
-        row += [f"{of_name['swapped']:.2f}", f"{of_name['aliased']:.1%}", ratio]
+        row += [f"{of_name['kernels']:.2f}", f"{of_name['temporary']:.2f}", ratio]
         rows.append([*row, f"{of_name['seconds']:.1f}"])
     return common.markdown(header, rows)
 
@@ -425,18 +393,14 @@ def collectives(target: str) -> dict[str, dict[str, int | None]]:
     }
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.parser(__doc__)
-    add = parser.add_argument
-    add("--target", nargs="+", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
-    add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
-    names = [name for group in groups() for name in group]
-    add("--update", nargs="+", choices=names, metavar="NAME", help="these and their peers only")
-    return common.parse(parser, argv)
-
-
 def main(argv: list[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
+    parser = common.parser(__doc__)
+    add = functools.partial(parser.add_argument, nargs="+")
+    add("--target", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
+    add("--tree", choices=TREES, default=list(TREES), help="shapes of the params")
+    names = [name for group in groups() for name in group]
+    add("--update", choices=names, metavar="NAME", help="these and their peers only")
+    arguments = common.parse(parser, argv)
     text, everything = [], {}
     for target in arguments.target:
         devices = devices_of(target)
@@ -450,8 +414,11 @@ def main(argv: list[str] | None = None) -> str:
             counts = everything[target]["collectives"] = collectives(target)
             where = list(next(iter(counts.values())))
             cells = lambda of_name: ["" if n is None else str(n) for n in of_name.values()]
-            rows = [[f"`{name}`", *cells(of_name)] for name, of_name in counts.items()]
-            text += [f"{target}, collectives", common.markdown(["update", *where], rows)]
+            rows = [[f"`{n}`", *cells(of)] for n, of in counts.items() if any(of.values())]
+            text += [
+                f"{target}, collectives; none of the others has any",
+                common.markdown(["update", *where], rows),
+            ]
     common.write_json(arguments.json, everything)
     print("\n\n".join(text))
     return "\n\n".join(text)

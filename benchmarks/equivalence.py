@@ -2,11 +2,10 @@
 
     python benchmarks/equivalence.py
 
-Logistic regression on the digits of scikit-learn, batches of 64: convex, so that what rounding puts
-in does not grow by itself. The same batches for SGD+M in float64 and, without any float64, for
-SGD+M and SPA. Reported is the L2 norm of the difference of params over that of the params. For a
-constant rate there is SGD+M in float32 once more, in the form of Keras (v ← βv + αg, x ← x − v),
-which in exact arithmetic is the same: a measure of what rounding does anyway.
+Logistic regression on the digits of scikit-learn, in batches of 64. It is convex, so that rounding
+errors do not grow by themselves. Reported is the L2 norm of the difference of params over that of
+the params. For a constant rate there is SGD+M in float32 once more, in the form of Keras
+(v ← βv + αg, x ← x − v), which in exact arithmetic is the same.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""When and where momentum pays: the gauge of each layer, on three tasks, and dropping by it.
+"""When and where momentum pays: the gauge of each layer, on three tasks.
 
     python benchmarks/gauge.py --data-dir DIR
 
@@ -6,15 +6,12 @@ Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,
 CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and the decoder of bytes of
 language_model.py (with `spa_adamw`), each with a warm-up and a cosine. Prints gain over noise level
 and alignment of each layer, in the first twentieth of the steps, in the middle and in the last
-tenth: above 1 momentum pays there. Then the loss with momentum kept, dropped after so many steps,
-and dropped once the gauge of the whole has been at noise level for 100 steps. With --plot the
-curves are drawn. With --json a run that is in OUT, a line each, is not run again.
+tenth: above 1 momentum pays there. With --plot the curves are drawn. With --json a run that is in
+OUT, a line each, is not run again.
 """
 
 import argparse
-import functools
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,61 +24,13 @@ import language_model
 import low_precision
 import numpy as np
 import optax
-from paper.until_noise import until_noise
-from tqdm import tqdm
 
-from spa_optax import momentum_drop, scale_by_second_moment, spa, spa_adamw
-from spa_optax.diagnostics import (
-    MomentumReport,
-    momentum_report,
-    plot_momentum,
-    track_momentum,
-)
+from spa_optax import spa, spa_adamw
+from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum, track_momentum
 
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
-C = {"digits": 0.1, "images": 0.1, "text": 0.2}
 PHASES = {"early": (0.0, 0.05), "middle": (0.3, 0.6), "late": (0.9, 1.0)}
-WAYS = ("kept", "dropped at 150", "dropped by the gauge", "without")
-Make = Callable[[optax.Schedule, float], optax.GradientTransformation]
-Watch = Callable[[int, Any], None]
-
-
-def train(task: str, make: Make, seed: int, watch: Watch, arguments: argparse.Namespace) -> float:
-    """The final loss. `make` is given η and c; `watch` is shown the count and the state."""
-    if task != "text":
-        of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)
-        beta = 1 - C[task]
-        eta = lambda alpha: lambda k: alpha(k) / (1 - beta)
-        scheme = low_precision.Scheme(jnp.float32, lambda a, b, key: make(eta(a), 1 - beta))
-        run = low_precision.make_train(of_task, scheme, beta, "cosine", watch)
-        return run(TASKS[task], seed)["loss"]
-    rate = lambda h, run: lambda k: h["rate"] * bases.cosine(run)(k)
-    scheme = bases.Scheme(jnp.float32, lambda h, run: make(rate(h, run), C[task]))
-    of_text = language_model.make_task(
-        {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
-    )
-    run = grid.make_train(scheme, of_text, arguments.steps, watch)
-    return grid.final(run({"rate": TASKS[task]}, seed))
-
-
-def optimizer(task: str, way: str, num_steps: int) -> Make:
-    """Of a task, with momentum in one of the ways."""
-
-    def make(eta: optax.Schedule, c: float) -> optax.GradientTransformation:
-        if way == "kept":
-            last = spa(eta, c)
-        elif way == "without":
-            last = spa(eta, 1.0)
-        elif way == "dropped by the gauge":
-            last = until_noise(eta, c)
-        else:
-            last = spa(*momentum_drop(eta, c, min(150, num_steps), step_factor=1.01))
-        if task != "text":
-            return last
-        decay = optax.add_decayed_weights(bases.DECAY)
-        return optax.chain(scale_by_second_moment(bases.B2), decay, last)
-
-    return make
+TEXT = {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
 
 
 def layer_of(params: Any) -> Any:
@@ -90,14 +39,12 @@ def layer_of(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def gauged(task: str, eta: optax.Schedule, c: float) -> optax.GradientTransformation:
-    adam: dict[str, Any] = {"b2": bases.B2, "weight_decay": bases.DECAY}
-    tx = spa_adamw(eta, c, **adam) if task == "text" else spa(eta, c)
+def gauged(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return track_momentum(tx, 0.9, every=5, per_leaf=layer_of)
 
 
 def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Reports at every tenth step, by layer and of the whole."""
+    """The final loss, and reports at every tenth step, by layer and of the whole."""
     reports: dict[str, list[list[float]]] = {}
     read = jax.jit(
         lambda state: {**momentum_report(state, by_label=True), "all": momentum_report(state)}
@@ -108,20 +55,23 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
             for label, report in jax.device_get(read(state)).items():
                 reports.setdefault(label, []).append([count, *map(float, report)])
 
-    loss = train(task, functools.partial(gauged, task), seed, watch, arguments)
+    if task == "text":
+
+        def make(h: Any, run: bases.Run) -> optax.GradientTransformation:
+            rate = lambda k: h["rate"] * bases.cosine(run)(k)
+            return gauged(spa_adamw(rate, 0.2, b2=bases.B2, weight_decay=bases.DECAY))
+
+        scheme, of_text = bases.Scheme(jnp.float32, make), language_model.make_task(TEXT)
+        run = grid.make_train(scheme, of_text, arguments.steps, watch)
+        loss = grid.final(run({"rate": TASKS[task]}, seed))
+    else:
+        of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)
+        eta = lambda alpha, beta: lambda k: alpha(k) / (1 - beta)
+        make_spa = lambda alpha, beta, key: gauged(spa(eta(alpha, beta), 1 - beta))
+        scheme = low_precision.Scheme(jnp.float32, make_spa)
+        run = low_precision.make_train(of_task, scheme, 0.9, "cosine", watch)
+        loss = run(TASKS[task], seed)["loss"]
     return {"loss": loss, "reports": reports}
-
-
-def drop(task: str, way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The final loss, and the count at which the gauge dropped momentum."""
-    dropped = {}
-
-    def watch(count: int, state: Any) -> None:
-        if way == "dropped by the gauge" and count % 50 == 49:
-            dropped["at"] = int(optax.tree.get(state, "dropped_at"))
-
-    loss = train(task, optimizer(task, way, 10**9), seed, watch, arguments)
-    return {"loss": loss, "dropped": dropped.get("at")}
 
 
 def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
@@ -133,12 +83,7 @@ def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
     return tuple(np.nanmean(values, axis=0).tolist())
 
 
-def mean_and_error(values: list[float]) -> str:
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return common.command_line.plus_minus(statistics.mean(values), error).replace("-", "−")
-
-
-def layer_table(runs: dict[str, list[dict[str, Any]]]) -> str:
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for task, records in runs.items():
         for label in records[0]["reports"]:
@@ -151,17 +96,14 @@ def layer_table(runs: dict[str, list[dict[str, Any]]]) -> str:
     return common.markdown(["task", "layer", *PHASES], rows)
 
 
-def drop_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    rows = []
-    for task, by_way in runs.items():
-        kept = [record["loss"] for record in by_way["kept"]]
-        for way, records in by_way.items():
-            losses = [record["loss"] for record in records]
-            less_kept = [loss - before for loss, before in zip(losses, kept, strict=True)]
-            at = [str(record["dropped"]) for record in records if record["dropped"] is not None]
-            cells = map(mean_and_error, (losses, less_kept))
-            rows.append([task, way, *cells, ", ".join(at)])
-    return common.markdown(["task", "momentum", "final loss", "− kept", "dropped at"], rows)
+def draw(record: dict[str, Any], path: Path) -> None:
+    reports = record["reports"]
+    of_count = lambda i: {
+        label: MomentumReport(*map(jnp.asarray, values[i][1:])) for label, values in reports.items()
+    }
+    counts = [values[0] for values in reports["all"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_momentum({count: of_count(i) for i, count in enumerate(counts)}).savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -174,37 +116,14 @@ def main(argv: list[str] | None = None) -> str:
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
     add("--plot", type=Path, help="where to draw the gauges of seed 0, a picture a task")
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
-
-    records = common.Records(arguments.json, ("task", "way", "seed"))
-    layers, ways = {}, {}
-    seeds, bar = range(arguments.seeds), tqdm()
-
-    def run(task: str, way: str, seed: int) -> dict[str, Any]:
-        bar.set_description(f"{task} {way}")
-        bar.update()
-        new = measure if way == "measured" else functools.partial(drop, way=way)
-        return records.get(
-            (task, way, seed), lambda: new(task=task, seed=seed, arguments=arguments)
-        )
-
-    for task in arguments.task:
-        layers[task] = [run(task, "measured", seed) for seed in seeds]
-        ways[task] = {way: [run(task, way, seed) for seed in seeds] for way in WAYS}
-    bar.close()
+    records = common.Records(arguments.json, ("task", "seed"))
+    run = lambda task, seed: records.get((task, seed), lambda: measure(task, seed, arguments))
+    runs = {task: [run(task, seed) for seed in range(arguments.seeds)] for task in arguments.task}
     count = common.command_line.count(arguments.seeds, "seed")
-    text = f"Gain over noise level (alignment), {count}:\n\n{layer_table(layers)}\n\n"
-    text += drop_table(ways)
-    print(text)
+    print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
     if arguments.plot:
-        arguments.plot.mkdir(parents=True, exist_ok=True)
-        for task, (first, *_) in layers.items():
-            of_count = lambda i, first=first: {
-                label: MomentumReport(*map(jnp.asarray, values[i][1:]))
-                for label, values in first["reports"].items()
-            }
-            counts = [values[0] for values in next(iter(first["reports"].values()))]
-            figure = plot_momentum({count: of_count(i) for i, count in enumerate(counts)})
-            figure.savefig(arguments.plot / f"gauge_{task}.png", dpi=100)
+        for task, (first, *_) in runs.items():
+            draw(first, arguments.plot / f"gauge_{task}.png")
     return text
 
 

@@ -1,14 +1,8 @@
 """Tunes bases × forms on a task, and compares them: training, tuning, tables and a picture.
 
-All cells have the same networks, batches and β₂, and compute in bfloat16. Hyper-parameters are
-tuned by the validation loss of seed 0: from a start to a neighbour in the grid that is better,
-until none is. Then other seeds run. The rate is warmed up, then decays by a cosine to 0, or stays
-where a form says so.
-
-With --json each run is a line of OUT, and is not repeated: a stopped command goes on where it was.
-Tuning begins at the best setting in OUT of the most similar length and batches. On a CPU it costs
-least to run cells side by side, each in one thread: --jobs, with
-XLA_FLAGS=--xla_cpu_multi_thread_eigen=false.
+Hyper-parameters are tuned by the validation loss of seed 0: from a start to a neighbour in the grid
+that is better, until none is. Then other seeds run. With --json each run is a line of OUT, and is
+not repeated; tuning begins at the best setting in OUT of the most similar length and batches.
 """
 
 import argparse
@@ -27,7 +21,7 @@ import common
 import jax
 import matplotlib.pyplot as plt
 import optax
-from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, LEVELS, Hypers, Run, Scheme, scheme
+from bases import BASES, BF16, CELLS, F32, FORMS, GRIDS, Hypers, Run, Scheme, scheme
 from flax import nnx
 from scipy import stats
 
@@ -38,41 +32,38 @@ CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
 ALSO_TOLD = (("Adam, factored", "averaged, 8 bits"), ("Adam, factored", "Schedule-Free"))
 # Differences that docs/which.md states.
 PAIRS = (
-    (("Muon", "bfloat16"), ("Muon", "float32")),
-    (("Muon", "Schedule-Free"), ("Muon", "float32")),
-    (("Muon", "averaged"), ("Muon", "float32")),
-    (("Muon", "Schedule-Free"), ("Muon", "EMA")),
-    (("Muon", "Schedule-Free"), ("Muon", "EMA, bfloat16")),
-    (("Adam, factored", "Schedule-Free"), ("AdamW", "EMA")),
-    (("AdamW", "EMA, bfloat16"), ("AdamW", "EMA")),
-    (("Muon", "EMA, bfloat16"), ("Muon", "EMA")),
-    (("Muon, float8 m", "bfloat16"), ("Muon", "bfloat16")),
-    (("Lion, float8 m", "bfloat16"), ("Lion", "bfloat16")),
-    (("AdamW, factored, float8 m", "bfloat16"), ("AdamW, factored", "bfloat16")),
-    (("Muon, float8 m", "Schedule-Free, 8 bits"), ("Muon", "Schedule-Free")),
-    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "averaged")),
-    (("Muon, float8 m", "averaged, 8 bits"), ("Muon", "float32")),
-    (("Muon without momentum", "averaged"), ("Muon without momentum", "Schedule-Free")),
-    (("Muon without momentum", "averaged, 8 bits"), ("Muon without momentum", "averaged")),
+    ("Muon × bfloat16", "Muon × float32"),
+    ("Muon × Schedule-Free", "Muon × float32"),
+    ("Muon × averaged", "Muon × float32"),
+    ("Muon × Schedule-Free", "Muon × EMA"),
+    ("Muon × Schedule-Free", "Muon × EMA, bfloat16"),
+    ("Adam, factored × Schedule-Free", "AdamW × EMA"),
+    ("AdamW × EMA, bfloat16", "AdamW × EMA"),
+    ("Muon × EMA, bfloat16", "Muon × EMA"),
+    *(
+        (f"{base}, float8 m × bfloat16", f"{base} × bfloat16")
+        for base in ("Muon", "Lion", "AdamW, factored")
+    ),
+    ("Muon, float8 m × Schedule-Free, 8 bits", "Muon × Schedule-Free"),
+    ("Muon, float8 m × averaged, 8 bits", "Muon × averaged"),
+    ("Muon, float8 m × averaged, 8 bits", "Muon × float32"),
+    ("Muon without momentum × averaged", "Muon without momentum × Schedule-Free"),
+    ("Muon without momentum × averaged, 8 bits", "Muon without momentum × averaged"),
 )
-# Not in the tables of cells: the package has no 4 bits, and the others are controls.
-ASIDE = (
-    "averaged, int4",
-    "averaged, float4",
-    "averaged, 32 bits",
-    "bfloat16, to nearest",
-    "EMA, cosine",
-    *(name for name in FORMS if name.endswith("z itself")),
+# Controls that are not in the tables of cells.
+ASIDE = ("averaged, 32 bits", "bfloat16, to nearest", "EMA, cosine")
+# Named in the picture, with the controls and the best forms of Adam.
+NAMED = (
+    ("Muon without momentum", "averaged, 8 bits"),
+    ("Muon, float8 m", "bfloat16"),
+    ("Muon, float8 m", "averaged, 8 bits"),
+    ("Muon", "averaged"),
 )
-WORTH_A_NAME = 0.01  # of the loss, on the frontier
 NUM_BYTES_AT_THE_RIGHT = 10  # names of points are left of them there
 BYTE_CLASSES = (2, 3.5, 5, 7, 9, 13, math.inf)  # the upper end of each
 Record = dict[str, Any]
 Cell = tuple[str, str]  # base and form
 Runs = dict[Cell, dict[int, Record]]  # by seed
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 Batch = tuple[jax.Array, jax.Array]  # inputs of the network, and what its logits are for
@@ -93,9 +84,8 @@ def make_loss(make_network: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Any, 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_network(nnx.Rngs(0))))
 
     def loss(params: Any, batch: Batch) -> jax.Array:
-        inputs, labels = batch
-        logits = nnx.merge(graphdef, params)(inputs).astype(F32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        logits = nnx.merge(graphdef, params)(batch[0]).astype(F32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     return loss
 
@@ -138,8 +128,7 @@ def make_train(
         key, curve = jax.random.key(seed), []
         carry = init(h, key)
         size = optax.tree.size(carry[0])
-        packed = lambda leaf: leaf.nbytes / (2 if leaf.dtype.name in LEVELS else 1)
-        num_bytes = sum(map(packed, jax.tree.leaves(carry)))
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
         every = max(1, num_steps // NUM_EVALUATIONS)
         for k in range(num_steps):
             carry = step(carry, k, h, key)
@@ -156,8 +145,7 @@ def make_train(
 
 def final(record: Record) -> float:
     """The validation loss at the end; what has diverged is worse than anything."""
-    loss = record["curve"][-1][1]
-    return math.inf if loss is None else loss
+    return record["curve"][-1][1] or math.inf
 
 
 def neighbours(h: Hypers, fixed: Hypers) -> Iterator[Hypers]:
@@ -241,6 +229,10 @@ def telling(runs: Runs) -> Runs:
     return {cell: runs[cell] for cell in (*best, *CONTROLS, *ALSO_TOLD) if cell in runs}
 
 
+def setting(h: Hypers) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in h.items())
+
+
 def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
     """Each cell compared with AdamW and with its base in bfloat16, not averaged."""
     rows = []
@@ -250,7 +242,7 @@ def table(runs: Runs, cells: list[Cell], *, settings: bool) -> str:
         row = [*cell, f"{num_bytes(of_cell):.1f}", f"{mean_loss(of_cell):.4f}", str(seeds)]
         row += [less(of_cell, other) for other in others]
         tuned = next(iter(of_cell.values()))["h"]
-        row += [", ".join(f"{name} {value:g}" for name, value in tuned.items())] * settings
+        row += [setting(tuned)] * settings
         rows.append(row)
     header = ["base", "form", "bytes", "loss", "seeds", "− AdamW", "− base in bfloat16"]
     return common.markdown(header + ["tuned to"] * settings, rows)
@@ -267,7 +259,8 @@ def tuning_table(tried: dict[Cell, list[Record]]) -> str:
                     value = record["h"][name]
                     losses[value] = min(losses.get(value, math.inf), final(record))
             by_value = ", ".join(f"{value:g}: {losses[value]:.4f}" for value in sorted(losses))
-            rows.append([*cell, name, by_value])
+            if len(losses) > 1:
+                rows.append([*cell, name, by_value])
     return common.markdown(["base", "form", "of", "lowest loss by value"], rows)
 
 
@@ -275,24 +268,24 @@ def coarser_table(records: list[Record]) -> str:
     """What fewer or more bits change at the same setting, seed by seed."""
     runs: dict[Any, dict[int, Record]] = {}
     for record in records:
-        setting = ", ".join(f"{name} {value:g}" for name, value in record["h"].items())
-        runs.setdefault((record["base"], record["form"], setting), {})[record["seed"]] = record
+        key = (record["base"], record["form"], setting(record["h"]))
+        runs.setdefault(key, {})[record["seed"]] = record
     rows = []
-    for (base, form, setting), coarser in sorted(runs.items()):
-        finer = FORMS[form].tuned_as
-        other = runs.get((base, finer, setting), {})
+    for (base, form, h), coarser in sorted(runs.items()):
+        other = runs.get((base, finer := FORMS[form].tuned_as, h), {})
         if both := differences(coarser, other):
-            rows.append([base, form, str(finer), setting, str(len(both)), less(coarser, other)])
+            rows.append([base, form, str(finer), h, str(len(both)), less(coarser, other)])
     return common.markdown(["base", "form", "minus", "at", "seeds", "difference"], rows)
 
 
 def pairs_table(runs: Runs) -> str:
     """The pairs of cells that are compared elsewhere, each at its own setting."""
+    named = {" × ".join(cell): of_cell for cell, of_cell in runs.items()}
     rows = []
-    for cell, other in PAIRS:
-        if both := differences(runs.get(cell, {}), runs.get(other, {})):
-            names = " × ".join(cell), " × ".join(other)
-            rows.append([*names, str(len(both)), less(runs[cell], runs[other])])
+    for names in PAIRS:
+        runs_of_pair = [named.get(name, {}) for name in names]
+        if both := differences(*runs_of_pair):
+            rows.append([*names, str(len(both)), less(*runs_of_pair)])
     return common.markdown(["cell", "minus", "seeds", "difference"], rows)
 
 
@@ -331,15 +324,10 @@ def draw(runs: Runs, path: Path) -> None:
     """Loss by bytes: a line from each base in bfloat16 to its better average, and the frontier."""
     at = {cell: (num_bytes(of_cell), level(runs, cell)) for cell, of_cell in runs.items()}
     at = {cell: point for cell, point in at.items() if math.isfinite(point[1])}
-
-    def lower_by(margin: float) -> list[Cell]:
-        """From the smallest on, each whose loss is lower by more than this than the last one's."""
-        result: list[Cell] = []
-        for cell in sorted(at, key=lambda cell: at[cell]):
-            if not result or at[result[-1]][1] - at[cell][1] > margin:
-                result.append(cell)
-        return result
-
+    frontier: list[Cell] = []
+    for cell in sorted(at, key=lambda cell: at[cell]):
+        if not frontier or at[cell][1] < at[frontier[-1]][1]:
+            frontier.append(cell)
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for base in BASES:
         averages = [at[base, form] for form in ("averaged", "Schedule-Free") if (base, form) in at]
@@ -350,21 +338,17 @@ def draw(runs: Runs, path: Path) -> None:
         points = [point for cell, point in at.items() if cell[1] == form]
         if points:
             axes.scatter(*zip(*points, strict=True), label=form, s=24, zorder=2)
-    steps = [at[cell] for cell in lower_by(0)]
+    steps = [at[cell] for cell in frontier]
     axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1, label="frontier")
-    chosen = [*lower_by(WORTH_A_NAME)[-4:], *CONTROLS, ("Adam, factored", "Schedule-Free")]
-    named = [cell for cell in dict.fromkeys(chosen) if cell in at]
-    for i, (base, form) in enumerate(sorted(named, key=lambda cell: at[cell][1])):
-        x, y = at[base, form]
-        others = [right / x for right, loss in at.values() if abs(loss - y) < WORTH_A_NAME]
-        at_left = x > NUM_BYTES_AT_THE_RIGHT or any(1 < ratio < 1.3 for ratio in others)
+    named = [cell for cell in (*CONTROLS, *ALSO_TOLD, *NAMED) if cell in at]
+    for i, cell in enumerate(sorted(named, key=lambda cell: at[cell][1])):
         axes.annotate(
-            f"{base}, {form}",
-            (x, y),
-            (-4 if at_left else 4, (-12, 6)[i % 2]),
+            ", ".join(cell),
+            at[cell],
+            (0, (-12, 6)[i % 2]),
             textcoords="offset points",
             fontsize=8,
-            horizontalalignment="right" if at_left else "left",
+            horizontalalignment="right" if at[cell][0] > NUM_BYTES_AT_THE_RIGHT else "left",
         )
     axes.set_xscale("log", base=2)
     axes.margins(x=0.12)
@@ -372,8 +356,8 @@ def draw(runs: Runs, path: Path) -> None:
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_xlabel("bytes per parameter, of params and optimizer state")
     axes.set_ylabel("validation loss (nats), lower is better")
-    worst = max(at[cell][1] for cell in named)
-    axes.set_ylim(top=worst + 0.5 * (worst - min(y for _, y in at.values())) + 0.01)
+    worst, best = max(at[cell][1] for cell in named), min(y for _, y in at.values())
+    axes.set_ylim(top=worst + 0.5 * (worst - best) + 0.01)
     axes.legend(fontsize=8, loc="upper right", ncols=3)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -383,11 +367,7 @@ def draw(runs: Runs, path: Path) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 # Of a transformer on the command line: default and help.
-NETWORK = {
-    "width": (128, "of the network"),
-    "heads": (4, "of attention"),
-    "layers": (2, "how many"),
-}
+NETWORK = {"width": (128, "of it"), "heads": (4, "of attention"), "layers": (2, "how many")}
 KEYS = ("task", "sizes", "base", "form", "h", "seed")
 
 
@@ -398,8 +378,6 @@ def parse(
     add = parser.add_argument
     add("--base", nargs="+", choices=BASES, default=list(BASES), help="of the cells")
     add("--form", nargs="+", choices=FORMS, default=list(FORMS), help="of the cells")
-    add("--first", type=int, default=len(CELLS), help="only so many cells, of the most telling")
-    add("--best", action="store_true", help="only the best two of each class of bytes in OUT")
     add("--fix", nargs="+", default=[], metavar="NAME=VALUE", help="what is not tuned")
     add("--seeds", type=int, default=5, help="how many, with that of tuning; 0 for no runs")
     add("--jobs", type=int, default=1, help="cells to train at a time")
@@ -407,7 +385,7 @@ def parse(
     for name, (default, about) in sizes.items():
         add(f"--{name}", type=int, default=default, help=about)
     add("--picture", type=Path, help="where to draw the losses")
-    arguments = common.parse(parser, argv, "first", "jobs", *sizes)
+    arguments = common.parse(parser, argv, "jobs", *sizes)
     common.command_line.check_writable(parser, arguments, "picture")
     if arguments.seeds < 0:
         parser.error(f"--seeds must be >= 0, got {arguments.seeds}")
@@ -463,10 +441,6 @@ def compare(task: Task, arguments: argparse.Namespace) -> str:
             run(h, seed)
 
     cells = [(b, f) for b, f in CELLS if b in arguments.base and f in arguments.form]
-    cells = cells[: arguments.first]
-    if arguments.best:
-        of_1000 = {cell: by_seed(found(cell, sizes | {"steps": 1_000})) for cell in cells}
-        cells = list(telling({cell: runs for cell, runs in of_1000.items() if runs}))
     if arguments.seeds:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(run_cell, cells))

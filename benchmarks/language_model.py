@@ -1,14 +1,9 @@
-r"""The optimizers of today, as they are, in bfloat16 and averaged, on a small language model.
+"""The optimizers of today, as they are, in bfloat16 and averaged, on a small language model.
 
     python benchmarks/language_model.py --json benchmarks/results/text.jsonl
 
 Trains a decoder of bytes on the modules of Python's own standard library, an eighth of whose files
 are held out. What is compared is in bases.py, how it is tuned in grid.py.
-
-On a GPU, with 25 million params:
-
-    python benchmarks/language_model.py --width 512 --heads 8 --layers 8 --length 512 --batch 64 \
-        --steps 10000
 """
 
 import functools

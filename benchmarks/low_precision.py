@@ -2,13 +2,11 @@
 
     python benchmarks/low_precision.py --data-dir DIR
 
-Trains two networks with SGD with momentum, in every scheme with the same starting points, batches
-and rates: a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images
-of CIFAR-10 (DIR has the binary version, or it is downloaded to DIR). Params are only kept in 16
-bits: losses and gradients are computed in float32, and gradients come back rounded to the dtype of
-the params. The tables have the loss over the training images, the mean over the last five epochs,
-as a ratio to that of float32 at the same rate. With --json, each run is a line of OUT, and runs
-that OUT already has are not repeated.
+Trains a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images of
+CIFAR-10, with SGD with momentum. Params are only kept in 16 bits: losses and gradients are computed
+in float32, and gradients come back rounded to the dtype of the params. The tables have the loss
+over the training images, the mean over the last five epochs, as a ratio to that of float32 at the
+same rate. With --json each run is a line of OUT, and is not repeated.
 """
 
 import itertools
@@ -21,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pooch
 from flax import nnx
+from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from spa_optax import spa_from_sgdm
+from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
 
 plus_minus = common.command_line.plus_minus
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -44,34 +42,6 @@ class Scheme(NamedTuple):
 
     dtype: Any  # of the params
     make: Make  # from learning rate, momentum and key
-
-
-def nearest(x: jax.Array, key: jax.Array) -> jax.Array:
-    del key
-    return x.astype(BF16)
-
-
-def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
-    """The one bfloat16 beside `x` or the other, right in the mean."""
-    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random
-    return jax.lax.bitcast_convert_type(bits >> 16 << 16, F32).astype(BF16)
-
-
-def rounding(
-    tx: optax.GradientTransformation, rounded: Callable[..., jax.Array], key: jax.Array
-) -> optax.GradientTransformation:
-    """Adds the float32 updates of `tx` to bfloat16 params in float32, then rounds."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        count, inner = state
-        updates, inner = tx.update(updates, inner, params)
-        keys = optax.tree.split_key_like(jax.random.fold_in(key, count), params)
-        new = lambda u, p, k: rounded(p.astype(F32) + u.astype(F32), k) - p
-        return jax.tree.map(new, updates, params, keys), (count + 1, inner)
-
-    init = lambda params: (jnp.zeros([], jnp.int32), tx.init(params))
-    return optax.GradientTransformation(init, update)
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -135,19 +105,16 @@ SCHEMES = {
     "SPA, float32 z, stochastic": Scheme(
         BF16, lambda a, b, key: spa_from_sgdm(a, b, rounding_key=key)
     ),
-    "SPA, bfloat16 z, stochastic": Scheme(
-        BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=BF16, rounding_key=key)
-    ),
     **{
         f"SPA, {dtype.__name__} z, stochastic": Scheme(
             BF16,
             lambda a, b, key, dtype=dtype: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key),
         )
-        for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+        for dtype in (BF16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     },
-    "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: rounding(sgd(a, b), nearest, key)),
+    "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
-        BF16, lambda a, b, key: rounding(sgd(a, b), stochastic, key)
+        BF16, lambda a, b, key: stochastic_rounding(sgd(a, b), key)
     ),
     MASTER: Scheme(BF16, lambda a, b, key: with_master(sgd(a, b))),
     "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))),
@@ -189,30 +156,7 @@ def perceptron(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs))
 
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-RECORD = 1 + 3 * 32 * 32  # a label, and a red, green and blue plane
 NUM_IMAGES = 2_560
-BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]  # to train on; held out: "test_batch.bin"
-
-
-def read_cifar10(folder: Path, name: str = BATCHES[0]) -> tuple[np.ndarray, np.ndarray]:
-    """The images of a file of CIFAR-10, as bytes, and their labels; downloaded if not there."""
-    paths = [folder / name, folder / "cifar-10-batches-bin" / name]
-    if not any(path.exists() for path in paths):
-        members = [f"cifar-10-batches-bin/{member}" for member in (*BATCHES, "test_batch.bin")]
-        unpack = pooch.Untar(members=members, extract_dir=".")
-        pooch.retrieve(
-            URL, f"md5:{MD5}", "cifar-10-binary.tar.gz", folder, unpack, progressbar=True
-        )
-    path = next(path for path in paths if path.exists())
-    records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
-    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
-
-
-def scaled(images: Any) -> jax.Array:
-    """Bytes from −1 to 1."""
-    return (jnp.asarray(images, F32) / 255 - 0.5) / 0.5
 
 
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
@@ -221,8 +165,8 @@ def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
         rates = (0.01, 0.03, 0.1, 0.3, 1.0)
         data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
         return Task(perceptron, *data, 64, num_epochs or 107, rates)
-    images, labels = (array[:NUM_IMAGES] for array in read_cifar10(folder))
-    data = scaled(images), jnp.asarray(labels, jnp.int32)
+    images, labels = (array[:NUM_IMAGES] for array in read(folder, TRAIN[:1]))
+    data = normalize(images), jnp.asarray(labels, jnp.int32)
     return Task(ConvNet, *data, 32, num_epochs or 25, (0.01, 0.03, 0.1, 0.3))
 
 
@@ -296,74 +240,56 @@ def make_train(
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
 
 
-class Losses:
-    """Losses over seeds, found by what was run."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        """Of all that is in `records`."""
-        values = lambda key: list(dict.fromkeys(record[key] for record in records))
-        self.settings = list(itertools.product(*map(values, ("task", "momentum", "schedule"))))
-        self.schemes = values("scheme")
-        self.num_bytes = {record["scheme"]: record["bytes"] for record in records}
-        self.of: dict[Any, dict[int, float]] = {}
-        self.rates: dict[Any, list[float]] = {}
-        for record in records:
-            setting = tuple(record[key] for key in ("task", "momentum", "schedule"))
-            key = (setting, record["scheme"], record["rate"])
-            self.of.setdefault(key, {})[record["seed"]] = record["loss"]
-            rates = self.rates.setdefault(setting, [])
-            if record["rate"] not in rates:
-                rates.append(record["rate"])
-
-    def mean(self, setting: Any, scheme: str, rate: float) -> float:
-        """Over seeds."""
-        return float(np.mean(list(self.of[setting, scheme, rate].values())))
-
-    def ratio(self, setting: Any, scheme: str, rate: float) -> tuple[float, float]:
-        """To float32 at the same rate, seed by seed: mean and standard error."""
-        reference = self.of[setting, REFERENCE, rate]
-        ratios = [loss / reference[s] for s, loss in self.of[setting, scheme, rate].items()]
-        error = np.std(ratios, ddof=1) / np.sqrt(len(ratios)) if len(ratios) > 1 else np.nan
-        return float(np.mean(ratios)), float(error)
+Spread = tuple[list[float], list[float]]  # ratios to float32 at the same rate, and losses, by seed
+Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 
 
-def summary(losses: Losses) -> str:
+def by_setting(records: list[dict[str, Any]]) -> dict[Any, Losses]:
+    """By task, momentum and schedule."""
+    losses = {tuple(record[key] for key in KEYS): record["loss"] for record in records}
+    result: dict[Any, Losses] = {}
+    for (task, scheme, *setting, rate, seed), loss in losses.items():
+        of_setting = result.setdefault((task, *setting), {})
+        ratios, of_rate = of_setting.setdefault(scheme, {}).setdefault(rate, ([], []))
+        ratios.append(loss / losses[task, REFERENCE, *setting, rate, seed])
+        of_rate.append(loss)
+    return result
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return float(np.mean(values)), float(error)
+
+
+def summary(found: dict[Any, Losses], num_bytes: dict[str, str]) -> str:
     """The largest ratio over the rates that tell something.
 
     At large constant rates training is chaotic: one rounding makes another run of it, with another
     loss. How far two runs part that differ by no more is seen from the scheme with a master copy.
     """
-    rates = {
-        setting: [r for r in losses.rates[setting] if losses.ratio(setting, MASTER, r)[1] <= 0.02]
-        for setting in losses.settings
-    }
-    rows = []
-    for scheme in losses.schemes:
-        worst = [
-            max((losses.ratio(setting, scheme, rate) for rate in of), default=None)
-            for setting, of in rates.items()
+    header, rows = ["scheme", "bytes/param"], {name: [name, of] for name, of in num_bytes.items()}
+    for (task, beta, name), losses in found.items():
+        rates = [
+            r for r, (ratios, _) in losses[MASTER].items() if mean_and_error(ratios)[1] <= 0.02
         ]
-        cells = [plus_minus(*of, ".3f") if of else "" for of in worst]
-        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells])
-    header = []
-    for task, beta, name in losses.settings:
-        of = rates[task, beta, name]
-        limit = f"η ≤ {max(of):g}" if of else "no η to compare"  # as with one seed
+        limit = f"η ≤ {max(rates):g}" if rates else "no η to compare"  # as with one seed
         header.append(f"{task}, β = {beta:g}, {name}, {limit}")
-    return common.markdown(["scheme", "bytes/param", *header], rows)
+        for scheme, of_rates in losses.items():
+            worst = max((mean_and_error(of_rates[rate][0]) for rate in rates), default=None)
+            rows[scheme].append(plus_minus(*worst, ".3f") if worst else "")
+    return common.markdown(header, list(rows.values()))
 
 
-def table(losses: Losses, setting: Any) -> str:
+def table(setting: Any, losses: Losses, num_bytes: dict[str, str]) -> str:
     """Ratios to float32 at every rate, and the loss at the best."""
-    rows, rates = [], losses.rates[setting]
-    for scheme in losses.schemes:
-        ratios = [losses.ratio(setting, scheme, rate) for rate in rates]
-        cells = [plus_minus(ratio, error, ".3f") for ratio, error in ratios]
-        best = min(rates, key=lambda rate, scheme=scheme: losses.mean(setting, scheme, rate))
-        of_best = f"{losses.mean(setting, scheme, best):.4g} at {best:g}"
-        rows.append([scheme, f"{losses.num_bytes[scheme]:.1f}", *cells, of_best])
-    header = ["scheme", "bytes/param", *(f"η = {rate:g}" for rate in rates), "lowest loss"]
+    rows = []
+    for scheme, of_rates in losses.items():
+        cells = [plus_minus(*mean_and_error(ratios), ".3f") for ratios, _ in of_rates.values()]
+        best, rate = min((float(np.mean(of)), rate) for rate, (_, of) in of_rates.items())
+        rows.append([scheme, num_bytes[scheme], *cells, f"{best:.4g} at {rate:g}"])
+    rates = [f"η = {rate:g}" for rate in losses[REFERENCE]]
     task, beta, name = setting
+    header = ["scheme", "bytes/param", *rates, "lowest loss"]
     return f"{task}, β = {beta:g}, {name}:\n\n{common.markdown(header, rows)}"
 
 
@@ -395,8 +321,10 @@ def main(argv: list[str] | None = None) -> str:
             wanted.append(records.get(key, lambda: train(rate, seed)))  # noqa: B023  # run at once
             bar.update()
     bar.close()
-    losses = Losses(wanted)
-    text = "\n\n".join([summary(losses), *(table(losses, s) for s in losses.settings)])
+    num_bytes = {record["scheme"]: f"{record['bytes']:.1f}" for record in wanted}
+    found = by_setting(wanted)
+    tables = [table(setting, losses, num_bytes) for setting, losses in found.items()]
+    text = "\n\n".join([summary(found, num_bytes), *tables])
     count = common.command_line.count(arguments.seeds, "seed")
     print(f"{common.device()}, {count}\n\n{text}")
     return text

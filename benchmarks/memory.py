@@ -1,33 +1,24 @@
 """The memory that training takes with each optimizer, by XLA, for decoders as large as Llama 3.
 
     pip install libtpu        # or 'jax[cuda12]', some 5 GB, for NVIDIA cards
-    python benchmarks/memory.py --target "8B on v5e-8" --json OUT --picture OUT.png
+    python benchmarks/memory.py --target "8B on v5e-8" --json OUT
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
-XLA's compilers run without the hardware, and refuse a program that does not fit. The program is a
-whole training step, with params, gradients and state split over all devices (FSDP), and a sequence
-of 2,048 tokens for each device. It computes in bfloat16. Each layer is recomputed for the gradient,
-and attention and the loss take 256 tokens or fewer at a time, so that activations are little beside
-params and state. The decoder, and the update in the backward pass, are those of
-`examples/one_card.py`.
+XLA's compilers run without the hardware. The program is a whole training step, with params,
+gradients and state split over all devices (FSDP); README.md says more. The decoder, and the update
+in the backward pass, are those of `examples/one_card.py`.
 
-- *bytes/param*: params and state.
 - *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
   refuses the step, what it says that it needs.
 - *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
   all of the state split like the params.
-- *collectives*: those of the whole step; in a loop each is one.
-- *compile*: seconds.
 
 --largest is another table: the largest model that each optimizer trains on one card or chip. It
 compiles from the largest on until one fits, but nothing whose params and state alone do not. The
 need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
-card's limit, and that for a v6e for a v5e.
-
-With --json a program that is in OUT, a line each, is not compiled again.
+card's limit, and that for a v6e for a v5e. With --json a program is not compiled again.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -43,14 +34,13 @@ import common
 import compiled
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from low_precision import BF16, F32, with_master
 from tqdm import tqdm
 
-from spa_optax import gpa_adamw, spa_adamw, stochastic_rounding
+from spa_optax import spa_adamw, stochastic_rounding
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import one_card
@@ -65,18 +55,9 @@ SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
 # ------------------------------------------------------------------------------------------- steps
 
 
-def narrow(w: Any) -> jax.Array:
-    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast.
-
-    Of a pair, the second is a bfloat16 zero: the gradient for it is in bfloat16.
-    """
-    if isinstance(w, tuple):
-        return narrow(w[0]) + w[1]
+def narrow(w: jax.Array) -> jax.Array:
+    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
-
-
-def narrowed(params: Any) -> Any:
-    return jax.tree.map(narrow, params, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -86,18 +67,18 @@ def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
     )
 
     def layer(x: jax.Array, w: Any) -> jax.Array:
-        x = one_card.layer(place(x, "devices"), narrowed(w), model.head)
+        x = one_card.layer(place(x, "devices"), jax.tree.map(narrow, w), model.head)
         return place(x, "devices")
 
     embed = lambda embedding, tokens: narrow(embedding)[tokens]
-    loss = lambda x, top, labels: one_card.cross_entropy(x, narrowed(top), labels, place)
+    loss = lambda x, top, labels: one_card.cross_entropy(
+        x, jax.tree.map(narrow, top), labels, place
+    )
     return embed, layer, loss
 
 
-def ordinary(
-    tx: optax.GradientTransformation, model: Model, mesh: Mesh, narrow_gradients: bool = False
-) -> Trainer:
-    """All gradients first, in bfloat16 or in the params' dtype, then the update."""
+def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trainer:
+    """All gradients first, then the update."""
     embed, layer, loss_of = decoder(model, mesh)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
@@ -106,15 +87,8 @@ def ordinary(
         x, _ = jax.lax.scan(body, x, params["layers"])
         return loss_of(x, params["top"], labels)
 
-    def loss_with_zeros(zeros: Any, params: Any, *batch: jax.Array) -> jax.Array:
-        return loss(jax.tree.map(lambda w, zero: (w, zero), params, zeros), *batch)
-
     def step(params: Any, state: Any, *batch: jax.Array) -> Any:
-        if narrow_gradients:
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, BF16), params)
-            value, grads = jax.value_and_grad(loss_with_zeros)(zeros, params, *batch)
-        else:
-            value, grads = jax.value_and_grad(loss)(params, *batch)
+        value, grads = jax.value_and_grad(loss)(params, *batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -128,7 +102,6 @@ def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
 # -------------------------------------------------------------------------------------- optimizers
 
 
-BF16_GRADIENTS = ", bfloat16 gradients"
 IN_BACKWARD = ", updated in the backward pass"
 
 
@@ -148,27 +121,25 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
     of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    of_16_bits: dict[str, Any] = {"second_moment": "bfloat16"}
-    of_8_bits: dict[str, Any] = {**of_z, "state_dtype": jnp.float8_e4m3fn}
     factored: dict[str, Any] = {"second_moment": "factored"}
+    adamw = optax.adamw(1e-3)
     result = {
-        "AdamW, float32": (optax.adamw(1e-3), F32),
-        f"AdamW, float32{BF16_GRADIENTS}": (optax.adamw(1e-3), F32),
+        "AdamW, float32": (adamw, F32),
         "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
-        "AdamW, bfloat16, float32 master copy": (with_master(optax.adamw(1e-3)), BF16),
+        "AdamW, bfloat16, float32 master copy": (with_master(adamw), BF16),
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
-        "spa_adamw, bfloat16": (spa_adamw(1e-3, rounding_key=key), BF16),
-        "spa_adamw, bfloat16 z": (spa_adamw(1e-3, **of_z), BF16),
-        "spa_adamw, bfloat16 z and ν": (spa_adamw(1e-3, **of_z, **of_16_bits), BF16),
-        "spa_adamw, bfloat16 z, factored ν": (spa_adamw(1e-3, **of_z, **factored), BF16),
-        "gpa_adamw, bfloat16": (gpa_adamw(1e-3, rounding_key=key), BF16),
-        "gpa_adamw, bfloat16 z": (gpa_adamw(1e-3, **of_z), BF16),
-        "gpa_adamw, bfloat16 z and ν": (gpa_adamw(1e-3, **of_z, **of_16_bits), BF16),
-        "gpa_adamw, bfloat16 z, factored ν": (gpa_adamw(1e-3, **of_z, **factored), BF16),
-        "gpa_adamw, 8-bit z, factored ν": (gpa_adamw(1e-3, **of_8_bits, **factored), BF16),
     }
+    stored: dict[str, dict[str, Any]] = {
+        "bfloat16": {"rounding_key": key},
+        "bfloat16 z": of_z,
+        "bfloat16 z and ν": of_z | {"second_moment": "bfloat16"},
+        "bfloat16 z, factored ν": of_z | factored,
+        "8-bit z, factored ν": of_z | factored | {"state_dtype": jnp.float8_e4m3fn},
+    }
+    for name, options in stored.items():
+        result[f"spa_adamw, {name}"] = spa_adamw(1e-3, 0.05, 0.9, **options), BF16
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
@@ -176,26 +147,24 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
 
 
 def choices() -> list[str]:
-    """All, and all but one with the update in the backward pass."""
-    names = [name for name in optimizers() if not name.endswith(BF16_GRADIENTS)]
-    return [*optimizers(), *(name + IN_BACKWARD for name in names)]
+    return [name + how for how in ("", IN_BACKWARD) for name in optimizers()]
 
 
 # Only in the table by card, or by name.
-RIVALS = ["Lion, bfloat16", "Muon, bfloat16", f"AdamW, float32{BF16_GRADIENTS}"]
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]
 OF_LARGEST = [
-    "AdamW, float32",
-    f"AdamW, float32{IN_BACKWARD}",
-    f"AdamW, float32{BF16_GRADIENTS}",
-    "AdamW, float32, bfloat16 m",
-    f"AdamW, float32, bfloat16 m{IN_BACKWARD}",
-    *("Adafactor, float32", f"Adafactor, float32{IN_BACKWARD}"),
-    *("Lion, bfloat16", f"Lion, bfloat16{IN_BACKWARD}"),
-    *("Muon, bfloat16", f"Muon, bfloat16{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z", f"gpa_adamw, bfloat16 z{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z and ν", f"gpa_adamw, bfloat16 z and ν{IN_BACKWARD}"),
-    *("gpa_adamw, bfloat16 z, factored ν", f"gpa_adamw, bfloat16 z, factored ν{IN_BACKWARD}"),
-    *("gpa_adamw, 8-bit z, factored ν", f"gpa_adamw, 8-bit z, factored ν{IN_BACKWARD}"),
+    name + how
+    for name in (
+        "AdamW, float32",
+        "AdamW, float32, bfloat16 m",
+        "Adafactor, float32",
+        *RIVALS,
+        "spa_adamw, bfloat16 z",
+        "spa_adamw, bfloat16 z and ν",
+        "spa_adamw, bfloat16 z, factored ν",
+        "spa_adamw, 8-bit z, factored ν",
+    )
+    for how in ("", IN_BACKWARD)
 ]
 
 
@@ -311,7 +280,7 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     params = split_params(model, dtype, devices if target.topology else devices[:1])
     mesh = params["embedding"].sharding.mesh
     if name == optimizer:
-        trainer = ordinary(tx, model, mesh, narrow_gradients=name.endswith(BF16_GRADIENTS))
+        trainer = ordinary(tx, model, mesh)
     else:
         trainer = in_backward(lambda place: optimizers(place)[name][0], model, mesh)
     start = time.perf_counter()
@@ -345,7 +314,7 @@ def gigabytes(message: str) -> float | None:
     return float(found[1] or found[2]) if found else None
 
 
-# ----------------------------------------------------------------------------------- table, picture
+# ------------------------------------------------------------------------------------------ tables
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -398,92 +367,28 @@ def largest(names: list[str], optimizers: list[str], found: common.Records) -> s
     return common.markdown(["optimizer", "bytes/param", *limits], rows)
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each target, a bar for each optimizer."""
-    num_bytes = {record["optimizer"]: record["bytes"] for record in records}
-    names = [name for name in choices() if name in num_bytes]
-    targets = list(dict.fromkeys(record["target"] for record in records))
-    figure, panels = plt.subplots(
-        1,
-        len(targets),
-        figsize=(3 + 2.4 * len(targets), 1 + 0.32 * len(names)),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for axes, target in zip(panels[0], targets, strict=True):
-        of_target = [record for record in records if record["target"] == target]
-        limit = TARGETS[target].limit
-        end = max([limit, *(record["GiB"] or 0 for record in of_target)])
-        for record in of_target:
-            name, size = record["optimizer"], record["GiB"]
-            colour = "tab:blue" if name.startswith(("spa", "gpa")) else "0.45"
-            y, fitting, length = names.index(name), fits(record), size or end
-            axes.barh(y, length, color=colour, alpha=1 if fitting else 0.25)
-            text = "" if size is None else f"{size:.1f}"
-            text += "" if fitting else " out of memory"
-            inside = fitting and length > 0.25 * end
-            axes.text(
-                0.02 * end + (0 if inside or not fitting else length),
-                y,
-                text,
-                va="center",
-                color="white" if inside else "black" if fitting else "tab:red",
-                bbox=None if fitting else {"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )
-        axes.axvline(limit, color="tab:red", linestyle="--", zorder=0.5)
-        axes.set(title=target, xlabel=f"GiB a device, of {limit:.1f}", xlim=(0, 1.04 * end))
-    labels = [f"{name}: {num_bytes[name]:.0f} B" for name in names]
-    panels[0, 0].set_yticks(range(len(names)), labels)
-    panels[0, 0].invert_yaxis()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> str:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--target",
-        nargs="+",
-        choices=TARGETS,
-        metavar="NAME",
-        default=list(BY_OPTIMIZER),
-        help="what to train on what",
-    )
-    add(
-        "--optimizer",
-        nargs="+",
-        choices=choices(),
-        metavar="NAME",
-        help="those to compare (default: all that the table is about)",
-    )
-    add("--largest", nargs="+", choices=DEVICES, metavar="CARD", help="the table of these")
-    add("--picture", type=Path, help="where to draw it")
+    add = functools.partial(parser.add_argument, nargs="+")
+    targets = list(BY_OPTIMIZER)
+    add("--target", choices=TARGETS, metavar="NAME", default=targets, help="what to train on what")
+    add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
+    add("--largest", choices=DEVICES, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
-    common.command_line.check_writable(parser, arguments, "picture")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
     found = common.Records(arguments.json, ("target", "optimizer"))
     if arguments.largest:
         text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
         print(text)
         return text
     by_default = [name for name in optimizers() if name not in RIVALS]
-    records, text = [], []
+    text = []
     for target in arguments.target:
         of_target = [
             found.get((target, optimizer), functools.partial(measure, target, optimizer))
             for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
         ]
         text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
-        records += of_target
-    if arguments.picture:
-        draw(records, arguments.picture)
     print("\n\n".join(text))
     return "\n\n".join(text)
 

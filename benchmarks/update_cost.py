@@ -5,10 +5,8 @@
 All updates run in one process, in turns, warm, donated and blocked; a ratio is to
 `optax.sgd(0.1, 0.9)` in the same round. The floor is what must move, params, gradients and state
 read once, params and state written once, at the bandwidth of x ← −x, measured in the same rounds.
-Compiled bytes and memory are what XLA says. PyTorch takes part where it is installed.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +20,11 @@ from flax import nnx
 from paper.models import PREACT_RESNETS
 from tqdm import tqdm
 
-from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
+from spa_optax import spa, spa_from_sgdm
 from spa_optax.diagnostics import track_momentum
 
-try:
-    import torch  # pyright: ignore[reportMissingImports]
-except ImportError:
-    torch = None
-
 REFERENCE = "optax.sgd(0.1, 0.9)"
+COMPILED = ("must_move", "bytes_accessed", "temporary", "peak", "compile_seconds")
 GROUP = 5  # so many updates at a time, besides the reference: each has its own params
 
 
@@ -39,18 +33,10 @@ GROUP = 5  # so many updates at a time, besides the reference: each has its own 
 
 def gpt2() -> Any:
     """The smallest GPT-2: 124,439,808 params in 148 leaves."""
-    dense = lambda n, m: {"kernel": (n, m), "bias": (m,)}
-    norm = {"scale": (768,), "bias": (768,)}
-    block = {
-        "norm_1": norm,
-        "qkv": dense(768, 3 * 768),
-        "projection": dense(768, 768),
-        "norm_2": norm,
-        "mlp_in": dense(768, 4 * 768),
-        "mlp_out": dense(4 * 768, 768),
-    }
-    blocks = {f"block_{i}": block for i in range(12)}
-    return {"tokens": (50_257, 768), "positions": (1_024, 768), **blocks, "norm": norm}
+    norm, dense = lambda n: [(n,), (n,)], lambda n, m: [(n, m), (m,)]
+    attention = [*norm(768), *dense(768, 3 * 768), *dense(768, 768)]
+    mlp = [*norm(768), *dense(768, 4 * 768), *dense(4 * 768, 768)]
+    return [(50_257, 768), (1_024, 768), *12 * [*attention, *mlp], *norm(768)]
 
 
 def resnet152() -> Any:
@@ -100,169 +86,90 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
     }
 
 
-class Update:
-    """A compiled update with its own params and state, donated from call to call."""
+class Timed:
+    """A compiled call, donated what it returned before."""
+
+    carry: Any
+    call: Callable[[Any], Any]
+
+    def run(self) -> float:
+        """The seconds that one call takes."""
+        start = time.perf_counter()
+        self.carry = jax.block_until_ready(self.call(self.carry))
+        return time.perf_counter() - start
+
+
+class Copy(Timed):
+    """x ← −x in place: what the memory can do."""
+
+    def __init__(self, size: int) -> None:
+        """Of `size` float32."""
+        self.num_bytes, self.carry = 8 * size, jnp.ones(size)
+        self.call = jax.jit(lambda x: -x, donate_argnums=0)
+
+
+class Update(Timed):
+    """An update with its own params and state."""
 
     def __init__(self, tx: optax.GradientTransformation, shapes: Any, dtype: Any) -> None:
         """Compiles it."""
-        self.grads = filled(shapes, 0.01, dtype)
-        params = filled(shapes, 0.1, dtype)
-        self.carry: Any = jax.block_until_ready((params, tx.init(params)))
+        grads, params = filled(shapes, 0.01, dtype), filled(shapes, 0.1, dtype)
+        self.carry = jax.block_until_ready((params, tx.init(params)))
         self.size = optax.tree.size(params)
-        self.compiled, self.compile_seconds = compiled(tx, self.carry, self.grads)
+
+        def step(carry: Any, grads: Any) -> Any:
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        start = time.perf_counter()
+        compiled = jax.jit(step, donate_argnums=0).lower(self.carry, grads).compile()
+        self.compile_seconds = time.perf_counter() - start
+        self.call = lambda carry: compiled(carry, grads)
         count = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / self.size
-        self.must_move = 2 * count(self.carry) + count(self.grads)
-        cost: Any = self.compiled.cost_analysis()
-        memory: Any = self.compiled.memory_analysis()
+        self.must_move = 2 * count(self.carry) + count(grads)
+        cost: Any = compiled.cost_analysis()
+        memory: Any = compiled.memory_analysis()
         self.bytes_accessed = cost["bytes accessed"] / self.size
         self.temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + self.temporary
         self.peak = (peak - memory.alias_size_in_bytes) / self.size
 
-    def run(self) -> float:
-        """The seconds that one update takes."""
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.compiled(self.carry, self.grads))
-        return time.perf_counter() - start
 
-
-def compiled(tx: optax.GradientTransformation, carry: Any, grads: Any) -> tuple[Any, float]:
-    """The compiled update, and the seconds for tracing and compiling."""
-
-    def step(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    start = time.perf_counter()
-    result = jax.jit(step, donate_argnums=0).lower(carry, grads).compile()
-    return result, time.perf_counter() - start
-
-
-class Copy:
-    """x ← −x in place: what the memory can do."""
-
-    def __init__(self, size: int) -> None:
-        """Of `size` float32."""
-        self.num_bytes = 8 * size
-        self.x = jnp.ones(size)
-        self.negate = jax.jit(lambda x: -x, donate_argnums=0)
-
-    def run(self) -> float:
-        """The seconds that it takes."""
-        start = time.perf_counter()
-        self.x = jax.block_until_ready(self.negate(self.x))
-        return time.perf_counter() - start
-
-
-class TorchUpdate:
-    """PyTorch's SGD with momentum, on the same device."""
-
-    def __init__(self, torch: Any, shapes: Any, **options: Any) -> None:
-        """With `foreach=True`, or `fused=True`."""
-        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-        leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
-        params = [torch.full(shape, 0.1, device=self.device) for shape in leaves]
-        for param in params:
-            param.requires_grad_()
-            param.grad = torch.full_like(param, 0.01)
-        self.optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
-        self.synchronize = torch.cuda.synchronize if self.device == "cuda" else lambda: None
-
-    def run(self) -> float:
-        """The seconds that one step takes."""
-        self.synchronize()
-        start = time.perf_counter()
-        self.optimizer.step()
-        self.synchronize()
-        return time.perf_counter() - start
-
-
-def measure(shapes: Any, num_rounds: int, num_compiles: int) -> dict[str, dict[str, Any]]:
+def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
     """The figures of all updates of a tree."""
-    peers: dict[str, Callable[[], Any]] = {}
-    for name, (tx, dtype) in optimizers().items():
-        peers[name] = lambda tx=tx, dtype=dtype: Update(tx, shapes, dtype)
-    if torch is not None:
-        for option in ("foreach", "fused"):
-            name = f"torch.optim.SGD({option}=True)"
-            peers[name] = lambda option=option: TorchUpdate(torch, shapes, **{option: True})
-    reference = peers.pop(REFERENCE)
+    make = {
+        name: lambda tx=tx, dtype=dtype: Update(tx, shapes, dtype)
+        for name, (tx, dtype) in optimizers().items()
+    }
     figures: dict[str, dict[str, Any]] = {}
-    for group in groups(peers):
-        running: dict[str, Any] = {REFERENCE: reference()}
-        running |= {name: make() for name, make in group}
+    others = [name for name in make if name != REFERENCE]
+    for i in range(0, len(others), GROUP):
+        names = others[i : i + GROUP]
+        running: dict[str, Any] = {name: make[name]() for name in (REFERENCE, *names)}
         running["x ← −x"] = Copy(max(running[REFERENCE].size, 10_000_000))
         seconds: dict[str, list[float]] = {name: [] for name in running}
-        for k in tqdm(range(num_rounds + 3), desc=", ".join(dict(group)), leave=False):
+        for k in tqdm(range(num_rounds + 3), desc=", ".join(names), leave=False):
             for name, update in running.items():
                 took = update.run()
                 if k >= 3:  # warm
                     seconds[name].append(took)
         bandwidth = running["x ← −x"].num_bytes / np.array(seconds.pop("x ← −x"))
         for name, of_name in seconds.items():
-            if name not in figures:
-                figures[name] = described(
-                    running[name], np.array(of_name), np.array(seconds[REFERENCE]), bandwidth
-                )
-    compile_times(figures, shapes, num_compiles)
+            update, taken = running[name], np.array(of_name)
+            ratio = taken / np.array(seconds[REFERENCE])
+            floor = update.must_move * update.size / bandwidth
+            figures.setdefault(
+                name,
+                {
+                    "milliseconds": float(1e3 * np.median(taken)),
+                    "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
+                    "bandwidth": float(np.median(bandwidth)),
+                    "to_floor": float(np.median(taken / floor)),
+                    **{key: getattr(update, key) for key in COMPILED},
+                },
+            )
     return figures
-
-
-def groups(peers: dict[str, Any]) -> list[list[tuple[str, Any]]]:
-    items = list(peers.items())
-    return [items[i : i + GROUP] for i in range(0, len(items), GROUP)]
-
-
-def described(
-    update: Any, seconds: np.ndarray, reference: np.ndarray, bandwidth: np.ndarray
-) -> dict[str, Any]:
-    ratio = seconds / reference
-    result = {
-        "milliseconds": float(1e3 * np.median(seconds)),
-        "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
-        "bandwidth": float(np.median(bandwidth)),
-    }
-    if isinstance(update, Update):
-        floor = update.must_move * update.size / bandwidth
-        result |= {
-            "to_floor": float(np.median(seconds / floor)),
-            "must_move": update.must_move,
-            "bytes_accessed": update.bytes_accessed,
-            "temporary": update.temporary,
-            "peak": update.peak,
-            "compile_seconds": update.compile_seconds,
-        }
-    return result
-
-
-def compile_times(figures: dict[str, dict[str, Any]], shapes: Any, num_compiles: int) -> None:
-    """Trace and compile times of what has float32 params, in turns as well."""
-    seconds: dict[str, list[float]] = {}
-    for k in tqdm(range(num_compiles + 1), desc="compiling", leave=False):
-        for name, (tx, dtype) in optimizers().items():
-            if dtype == jnp.float32 and "track" not in name:
-                params = jax.eval_shape(lambda: filled(shapes, 0.0, jnp.float32))
-                _, took = compiled(tx, (params, jax.eval_shape(tx.init, params)), params)
-                if k:  # the first one warms jax's own caches
-                    seconds.setdefault(name, []).append(took)
-    for name, of_name in seconds.items():
-        figures[name]["compile_seconds"] = float(np.median(of_name))
-
-
-def look_ahead_cost(num_rounds: int) -> dict[str, float]:
-    """Milliseconds for η_k under a schedule, on its own, as a call of its own."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    etas = {"nothing": jax.jit(lambda count: count + 1.0)}
-    for beta in (0.9, 0.99, 0.999):
-        etas[f"β = {beta}"] = jax.jit(hyperparams_from_sgdm(schedule, beta).learning_rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    seconds: dict[str, list[float]] = {name: [] for name in etas}
-    for k in range(num_rounds + 3):
-        for name, eta in etas.items():
-            start = time.perf_counter()
-            jax.block_until_ready(eta(jnp.int32(k)))
-            seconds[name].append(time.perf_counter() - start)
-    return {name: float(1e3 * np.median(of_name[3:])) for name, of_name in seconds.items()}
 
 
 # ------------------------------------------------------------------------------------------ report
@@ -276,32 +183,24 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         ratio, low, high = of_name["ratio"]
         row = [f"`{name}`" if "(" in name else name, f"{of_name['milliseconds']:.2f}"]
         row += [f"{ratio:.2f}", f"{low:.2f}–{high:.2f}"]
-        if "to_floor" in of_name:
-            row += [f"{of_name['to_floor']:.2f}"]
-            row += [f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak")]
-            row += [f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"]
-        else:
-            row += [""] * 6
+        row += [f"{of_name['to_floor']:.2f}"]
+        row += [f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak")]
+        row += [f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"]
         rows.append(row)
     return common.markdown(header, rows)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
     add("--rounds", type=int, default=30, help="of timing")
-    add("--compiles", type=int, default=3, help="how often to time compilation")
-    return common.parse(parser, argv, "rounds", "compiles")
-
-
-def main(argv: list[str] | None = None) -> str:
-    arguments = parse_arguments(argv)
-    title = common.device() + ("" if torch is None else f", torch {torch.__version__}")
+    arguments = common.parse(parser, argv, "rounds")
+    title = common.device()
     text, everything = [title], {}
     for name in arguments.tree:
         shapes = TREES[name]()
-        figures = everything[name] = measure(shapes, arguments.rounds, arguments.compiles)
+        figures = everything[name] = measure(shapes, arguments.rounds)
         leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
         size = sum(int(np.prod(shape)) for shape in leaves)
         gigabytes = figures[REFERENCE]["bandwidth"] / 1e9
@@ -309,9 +208,6 @@ def main(argv: list[str] | None = None) -> str:
             f"{name}: {size:,} params, {len(leaves):,} leaves; x ← −x at {gigabytes:.1f} GB/s"
         )
         text.append(table(figures))
-    cost = everything["look-ahead"] = look_ahead_cost(max(arguments.rounds, 100))
-    what = ", ".join(f"{name} {1e3 * value:.0f} µs" for name, value in cost.items())
-    text.append(f"η_k of a schedule, as a call of its own: {what}")
     common.write_json(arguments.json, {"device": title, **everything})
     print("\n\n".join(text))
     return "\n\n".join(text)

@@ -1,4 +1,4 @@
-r"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
+"""The optimizers of language_model.py on images: a small vision transformer on CIFAR-10.
 
     python benchmarks/vision_transformer.py --data-dir DIR --json benchmarks/results/images.jsonl
 
@@ -16,9 +16,9 @@ import grid
 import jax
 import jax.numpy as jnp
 import language_model
-import numpy as np
 from flax import nnx
-from low_precision import BATCHES, BF16, read_cifar10, scaled
+from low_precision import BF16
+from paper.cifar_data import TEST, TRAIN, normalize, read
 
 PATCH = 8
 
@@ -48,12 +48,11 @@ def make_task(sizes: dict[str, int], folder: Path) -> grid.Task:
     """To classify CIFAR-10."""
 
     def batches(names: list[str]) -> Callable[[jax.Array], grid.Batch]:
-        files = [read_cifar10(folder, name) for name in names]
-        images, labels = map(jnp.asarray, map(np.concatenate, zip(*files, strict=True)))
+        images, labels = map(jnp.asarray, read(folder, names))
 
         def batch(key: jax.Array) -> grid.Batch:
             i = jax.random.randint(key, (sizes["batch"],), 0, len(labels))
-            return scaled(images[i]), labels[i].astype(jnp.int32)
+            return normalize(images[i]), labels[i]
 
         return batch
 
@@ -61,8 +60,8 @@ def make_task(sizes: dict[str, int], folder: Path) -> grid.Task:
     return grid.Task(
         "images",
         lambda rngs: VisionTransformer(**shape, dtype=BF16, rngs=rngs),
-        batches(BATCHES),
-        batches(["test_batch.bin"]),
+        batches(TRAIN),
+        batches(TEST),
         rate_scale=1 / 4,
     )
 

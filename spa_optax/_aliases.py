@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import FLAG, RATE, STATE_DTYPE, is_plain_number, one_of
 from spa_optax._family import spa
 from spa_optax._second_moment import scale_by_factored_second_moment, scale_by_second_moment
 from spa_optax._wrappers import in_float32
@@ -104,7 +104,8 @@ def spa_adamw(
       Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Shazeer, Stern, Adafactor,
       2018, arXiv:1804.04235, Sections 3 and 7. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
     """
-    check(weight_decay=weight_decay, second_moment=second_moment, state_dtype=state_dtype)
+    RATE.check(weight_decay=weight_decay)
+    one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
     if second_moment == "bfloat16" and rounding_key is None:
         raise ValueError('`rounding_key` must be given with `second_moment="bfloat16"`, got None')
     if second_moment == "factored":
@@ -113,6 +114,11 @@ def spa_adamw(
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
+    STATE_DTYPE.check(state_dtype=state_dtype)
+    is_one = is_plain_number(interpolation) and interpolation == 1
+    if is_one and second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
+        # As an array it may be any number. XLA for TPU v7x then makes one kernel, not two.
+        interpolation = jnp.ones([])
     narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
     average = spa(learning_rate, averaging, interpolation, **narrow)
     return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
@@ -127,7 +133,7 @@ def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
     def mask_of(params: PyTree) -> PyTree:
         tree = function(params)
         try:
-            jax.tree.map(lambda leaf, _: check(mask=leaf), tree, params)
+            jax.tree.map(lambda leaf, _: FLAG.check(mask=leaf), tree, params)
         except ValueError as error:
             raise ValueError(f"`mask` must be a tree of booleans like `params`: {error}") from None
         return tree

@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax._checks import check, check_one_run, is_surely
+from spa_optax._checks import (
+    AVERAGING,
+    B1,
+    B2,
+    EPS,
+    FLAG,
+    MOMENTUM,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_INTEGER,
+    RATE,
+    check_one_run,
+    is_surely,
+)
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
@@ -161,7 +173,15 @@ def convert(
     """
     rates = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
     others = {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov, "weight_power": weight_power}
-    check(count=count, **others, **{name: h for name, h in rates.items() if h is not None})
+    RATE.optional().check(learning_rate=learning_rate)
+    MOMENTUM.optional().check(momentum=momentum)
+    AVERAGING.optional().check(averaging=averaging)
+    B1.check(b1=b1)
+    B2.check(b2=b2)
+    EPS.check(eps=eps)
+    NOT_NEGATIVE.check(weight_power=weight_power)
+    FLAG.check(nesterov=nesterov)
+    NOT_NEGATIVE_INTEGER.optional().check(count=count)
     new_params = params if new_params is None else new_params
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     given = Given(x=by_path(params), y=by_path(new_params), count=count, **others, **rates)

@@ -15,10 +15,12 @@ import optax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
+from spa_optax._checks import KEY, STATE_DTYPE
 from spa_optax._precision import Seed, Stream, has_narrow, round_update, scaled, seeds_like
 from spa_optax._rescale import Ratio, Ratios, ratios, rescale
 from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
 from spa_optax._trees import (
+    check_kind,
     check_same_tree,
     is_array,
     is_none,
@@ -94,6 +96,8 @@ def transformation(
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
+    STATE_DTYPE.check(state_dtype=state_dtype)
+    KEY.optional().check(rounding_key=rounding_key)
     if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
     storage = _storage.storage_of(state_dtype)
@@ -170,18 +174,14 @@ def advance(
     state = jax.tree.map(jnp.asarray, state)
     g, y = _as_arrays(updates, state.z), _as_arrays(params, state.z)
     form, at_start = form_of(state.z), is_at_start(state)
-    given = rule(state, y)
-    p, delta = _for_params(given, state)
-    (eta, c, w, mu_y, p, delta, r, at_start, one) = shared(
-        (
-            *given[:3],
-            jnp.ones_like(given.eta) if given.mu_y is None else given.mu_y,
-            p,
-            delta,
-            ratios(given.r, y, form, at_start),
-            at_start,
-            jnp.ones_like(given.eta),
-        )
+    scalars = rule(state, y)
+    eta, c, w = scalars.eta, scalars.c, scalars.w
+    p, delta = _for_params(scalars, state)
+    r = ratios(scalars.r, y, form, at_start)
+    one = jnp.ones_like(eta)
+    mu_y = one if scalars.mu_y is None else scalars.mu_y
+    eta, c, w, mu_y, p, delta, r, at_start, opaque_one = shared(
+        (eta, c, w, mu_y, p, delta, r, at_start, one)
     )
     seeds = seeds_like(rounding_key, state.count, trees_of(state.z)[0], Stream.PARAMS_AND_Z)
 
@@ -199,19 +199,19 @@ def advance(
     stored = _storage.encode(map_trained(itself, z_next, y), _add(y, u), seeds, state.z)
 
     count = jnp.asarray(optax.safe_increment(state.count))
-    # With the product, which XLA does not know to be by 1, they are one kernel on a GPU.
-    own = jax.tree.map(lambda new, old: new.astype(old.dtype), given.rule_state, state.rule_state)
-    of_state = [(scalar * one).astype(jnp.float32) for scalar in (eta, c, w, mu_y)]
+    # Multiplied by a 1 that XLA cannot see, they are one kernel on a GPU.
+    own = jax.tree.map(lambda new, old: new.astype(old.dtype), scalars.rule_state, state.rule_state)
+    of_state = [(s * opaque_one).astype(jnp.float32) for s in (eta, c, w, mu_y)]
     new_state = SPAState(count, stored, *of_state, rule_state=own)
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_stored(_rounding_error, y, state.z, d)
     saturated = map_stored(lambda form, _, *arrays: form.num_saturated(*arrays), y, state.z)
-    if given.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
+    if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
-    return u, new_state, Step(g, d, rounding, saturated, eta, c, given.delta, r, state.c)
+    return u, new_state, Step(g, d, rounding, saturated, eta, c, scalars.delta, r, state.c)
 
 
 def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:
@@ -306,8 +306,7 @@ def _check_params(params: PyTree) -> None:
 def _check_state(state: Any, params: PyTree | None) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
-    if not isinstance(state, SPAState):
-        raise ValueError(f"`state` must be an `SPAState`, got {type(state).__name__}")
+    check_kind("state", state, SPAState)
     check_scalars("state", state)
 
 

@@ -34,8 +34,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     `params`, so a step that donates them deletes them: to keep x, copy it,
     `jax.tree.map(jnp.copy, x)`.
 
-    With Flax nnx, evaluate a clone. `nnx.state` and `nnx.split` return live variables, so the model
-    itself could not go back from x to y:
+    With Flax nnx, evaluate a clone, since `nnx.state` and `nnx.split` return live variables:
 
         average = nnx.clone(model)
         x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
@@ -113,8 +112,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z ← z + (x_new − x_old)
 
     Use it after params were pruned, projected, averaged or reloaded: z would pull them back to
-    their old values. With Flax nnx, call it before `nnx.update`, which changes the variables that
-    `nnx.state` returned.
+    their old values. With Flax nnx, call it before `nnx.update`.
 
     Args:
       spa_state: a state that holds one of the family, as for `eval_params`.

@@ -4,7 +4,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check, is_plain_number
+from spa_optax._checks import (
+    AVERAGING,
+    FLAG,
+    INTERPOLATION,
+    MOMENTUM,
+    POSITIVE_INTEGER,
+    RATE,
+    check_above_0,
+    is_plain_number,
+)
 from spa_optax._core import Scalars, SPAState, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
@@ -39,15 +48,10 @@ def spa(
     - Constants: quasi-hyperbolic momentum with β = μ_x and ν = μ_y.
     - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
 
-    DiLoCo with one worker takes a slow step with momentum μ every H steps. GPA smooths that, with
-    μ_x = μ^(1/H). For the usual μ = 0.9:
-
-        H               1        4        8        16       32       64
-        averaging       0.1      0.026    0.013    0.0066   0.0033   0.0016
-
-    x is the mean of about 1/c values of z. GPA's authors use H = 32 and μ_y = 0.7, for long runs
-    and directions with their own momentum. For directions without, and runs of 300 to 5,000 steps,
-    try `averaging=0.05, interpolation=0.9`: a share 1 − μ_y (1 − c) of each enters y at once.
+    - DiLoCo with one worker, which takes a slow step with momentum μ every H steps, is smoothed by
+      c = 1 − μ^(1/H). GPA's authors use c = 0.0033 (μ = 0.9, H = 32) and μ_y = 0.7, for long runs
+      and directions with their own momentum. For directions without, and runs of 300 to 5,000
+      steps, try c = 0.05 and μ_y = 0.9: a share 1 − μ_y (1 − c) of each enters y at once.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They
     must keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss
@@ -69,12 +73,11 @@ def spa(
         1e-4 are too few: use bfloat16. To change it in mid-run use `convert`.
         Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
-        lower precision. None rounds to nearest; complex values always are. Two optimizers, as in
-        `optax.partition`, need two keys, or their bits are the same. The bits do not depend on the
-        sharding under `jax.jit`. Replicas under `jax.vmap`, and shards inside
-        `jax.shard_map`, share their bits. If that matters, give each its own key, such as
-        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which
-        params are replicated.
+        lower precision. None rounds to nearest; complex values always are. The bits do not depend
+        on the sharding under `jax.jit`. Two optimizers, as in `optax.partition`, replicas under
+        `jax.vmap` and shards inside `jax.shard_map` share them, unless each has its own key:
+        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which params
+        are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
@@ -105,8 +108,10 @@ def spa(
       arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
       Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
     """
-    check(learning_rate=learning_rate, averaging=averaging, interpolation=interpolation)
-    check(state_dtype=state_dtype, rounding_key=rounding_key)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
+    INTERPOLATION.check(interpolation=interpolation)
+    check_above_0("interpolation", interpolation)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = is_plain_number(interpolation) and interpolation == 1
@@ -190,8 +195,10 @@ def spa_from_sgdm(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its recursion gives
       the same iterates, but its η_k can blow up; the look-ahead is this package's.
     """
-    check(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov, horizon=horizon)
-    check(state_dtype=state_dtype, rounding_key=rounding_key)
+    RATE.check(learning_rate=learning_rate)
+    MOMENTUM.check(momentum=momentum)
+    FLAG.check(nesterov=nesterov)
+    POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)

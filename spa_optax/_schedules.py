@@ -11,7 +11,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from spa_optax._checks import check
+from spa_optax._checks import (
+    ABOVE_1,
+    AVERAGING,
+    MOMENTUM,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_INTEGER,
+    POSITIVE_INTEGER,
+    RATE,
+    one_of,
+)
 from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
 
@@ -31,9 +40,8 @@ def hyperparams_from_sgdm(
     hyper-parameters that cannot be evaluated ahead of time, use `spa_from_sgdm`.
 
     Args:
-      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
-        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
-      momentum: β_k in [0, 1), a scalar or a schedule of the count k.
+      learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
+      momentum: β_k in [0, 1), as for `spa_from_sgdm`.
       horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
 
     Returns:
@@ -54,7 +62,9 @@ def hyperparams_from_sgdm(
       5.000 0.800
       2.000 0.500
     """
-    check(learning_rate=learning_rate, momentum=momentum, horizon=horizon)
+    RATE.check(learning_rate=learning_rate)
+    MOMENTUM.check(momentum=momentum)
+    POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
@@ -98,7 +108,8 @@ def hyperparams_to_sgdm(
       0.1 9.0
       0.1 0.9
     """
-    check(learning_rate=learning_rate, averaging=averaging)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
@@ -132,7 +143,7 @@ def stagewise(
 
     The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
     stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
-    steps: 4,607 for 10 at the paper's s = 1.0005. A run that ends earlier ends with a larger η.
+    steps: 4,607 for 10 at the paper's s = 1.0005.
 
     Args:
       learning_rate: η ≥ 0 of the first stage.
@@ -161,13 +172,17 @@ def stagewise(
     for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
         if callable(value):
             raise ValueError(f"`{name}` must be a number, got {value!r}")
-    check(learning_rate=learning_rate, averaging=averaging, averaging_rule=averaging_rule)
-    check(factor=factor, step_factor=step_factor)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
+    one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
+    ABOVE_1.check(factor=factor)
+    ABOVE_1.optional().check(step_factor=step_factor)
     if isinstance(boundaries, Mapping) or not isinstance(boundaries, Iterable):
         rule = "must be a sequence of steps, with one `factor` for all"  # unlike Optax's mapping
         raise ValueError(f"`boundaries` {rule}, got {boundaries!r}")
     steps = list(boundaries)
-    check(boundaries=steps)
+    for b in steps:
+        POSITIVE_INTEGER.check(boundaries=b)
     for b, after in itertools.pairwise(steps):
         if b >= after:
             raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
@@ -207,8 +222,7 @@ def momentum_drop(
     """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
     `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
-    so the effective step α/(1 − β) shrinks by c, which is most of its effect. (For c_k = 1 the
-    caption of Figure 3 prints 0.)
+    so the effective step α/(1 − β) shrinks by c. (For c_k = 1 the caption of Figure 3 prints 0.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -231,8 +245,11 @@ def momentum_drop(
       [1.0, 1.0, 1.0] [0.25, 1.0, 1.0]
       [1.0, 0.25, 0.25] [0.25, 1.0, 1.0]
     """
-    check(learning_rate=learning_rate, averaging=averaging, step=step, hold=hold)
-    check(step_factor=step_factor)
+    RATE.check(learning_rate=learning_rate)
+    AVERAGING.check(averaging=averaging)
+    POSITIVE_INTEGER.check(step=step)
+    one_of("eta", "alpha").check(hold=hold)
+    ABOVE_1.optional().check(step_factor=step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def c(k: Array) -> Float[Array, ""]:
@@ -297,8 +314,9 @@ def schedule_free_averaging(
       ['1.000', '0.800', '0.444', '0.308']
       >>> tx = spa_adamw(rate, c, interpolation=0.9)
     """
-    check(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps)
-    check(weight_power=weight_power)
+    RATE.check(learning_rate=learning_rate)
+    NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
+    NOT_NEGATIVE.check(weight_power=weight_power)
     end = num_warmup_steps
     rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):

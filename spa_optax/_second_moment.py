@@ -8,7 +8,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check, check_floats, is_plain_number
+from spa_optax._checks import (
+    B2,
+    EPS,
+    KEY,
+    POSITIVE_INTEGER,
+    POWER,
+    check_floats,
+    is_plain_number,
+    one_of,
+)
 from spa_optax._optax_states import RMSState
 from spa_optax._precision import Stream, rounded, seeds_like, wide_dtype
 from spa_optax._trees import check_same_tree, is_none
@@ -56,7 +65,10 @@ def scale_by_second_moment(
     References:
       Kingma, Ba, Adam, 2015, arXiv:1412.6980, Algorithm 1.
     """
-    check(b2=b2, eps=eps, dtype=dtype, rounding_key=rounding_key)
+    B2.check(b2=b2)
+    EPS.check(eps=eps)
+    one_of(jnp.bfloat16, "bfloat16").optional().check(dtype=dtype)
+    KEY.optional().check(rounding_key=rounding_key)
     if dtype is not None and rounding_key is None:
         raise ValueError(
             "`rounding_key` must be given with a 16-bit `dtype`, got None: rounded to nearest, the"
@@ -133,7 +145,10 @@ def scale_by_factored_second_moment(
     References:
       Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
-    check(b2=b2, eps=eps, power=power, min_dim_size_to_factor=min_dim_size_to_factor)
+    B2.check(b2=b2)
+    EPS.check(eps=eps)
+    POWER.check(power=power)
+    POSITIVE_INTEGER.check(min_dim_size_to_factor=min_dim_size_to_factor)
     b2, eps, rho = _as_python(b2), _as_python(eps), _as_python(power)
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
     real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x

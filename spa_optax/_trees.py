@@ -132,6 +132,12 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
+def check_kind(name: str, state: Any, kind: type) -> None:
+    """Raises ValueError unless a state is of a type."""
+    if not isinstance(state, kind):
+        raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
+
+
 def check_same_tree(
     name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
 ) -> None:

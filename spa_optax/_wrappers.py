@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax._checks import check
+from spa_optax._checks import KEY, TRANSFORMATION, one_of
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
 from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
 from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
 from spa_optax._trees import (
+    check_kind,
     check_same_tree,
     find,
     is_none,
@@ -56,16 +57,14 @@ class PrimalAveragingState(NamedTuple):
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation in float32 for params of 16 bits or fewer.
 
-    Its state is that for float32 params, and its updates are float32. Wider params and gradients
-    are passed as they are. Optax's transformations would keep second moments in bfloat16, where a
-    β₂ of 0.999 is 1.
+    Its state is that for float32 params, and its updates are float32. Optax's transformations would
+    keep second moments in bfloat16, where a β₂ of 0.999 is 1.
 
     Args:
       inner: any transformation, such as a direction in a chain before `spa`.
 
     Returns:
-      A transformation with the state of `inner`. Updates of params that are not floating-point
-      arrays are returned unchanged.
+      A transformation with the state of `inner`. Updates of integer params are returned unchanged.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
@@ -78,7 +77,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
       >>> print(in_float32(optax.scale_by_adam()).init(params).nu.dtype)
       float32
     """
-    check(inner=inner)
+    TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def update_fn(
@@ -116,13 +115,9 @@ def primal_averaging(
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    The params are y, at which gradients are taken; `eval_params` gives x, to evaluate and to save.
-    This is `spa` with η g = −u, so its special cases hold: μ_y = 1 adds momentum 1 − c, and
-    `schedule_free_averaging` makes it Schedule-Free, for a `base` of any kind.
-
-    For params of 16 bits or fewer `base` runs in float32, as in `in_float32`.
-
-    Put `optax.MultiSteps`, `optax.apply_if_finite`, `optax.masked` and the like around it.
+    This is `spa` with η g = −u: the params are y, `eval_params` gives x, μ_y = 1 adds momentum
+    1 − c, and `schedule_free_averaging` makes it Schedule-Free. `base` runs in float32, as in
+    `in_float32`. Put `optax.MultiSteps`, `optax.apply_if_finite`, `optax.masked` around it.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
@@ -135,8 +130,7 @@ def primal_averaging(
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `base` and `average`, an `SPAState`; its updates have the params' dtype.
-      For the gauge and `convert`, η is 1 and the gradient −u.
+      state has the fields `base` and `average`, an `SPAState`, in which η is 1 and the gradient −u.
 
     Raises:
       ValueError: if an argument is out of range; in `init`, if `base` averages or rounds already,
@@ -160,7 +154,8 @@ def primal_averaging(
       Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
       arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682.
     """
-    check(base=base, params_of_base=params_of_base)
+    TRANSFORMATION.check(base=base)
+    one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
@@ -187,9 +182,7 @@ def primal_averaging(
         observe: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PrimalAveragingState]:
-        if not isinstance(state, PrimalAveragingState):
-            got = type(state).__name__
-            raise ValueError(f"`state` must be a `PrimalAveragingState`, got {got}")
+        check_kind("state", state, PrimalAveragingState)
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra_args)
         minus_u = map_trained(jnp.negative, u, otherwise=u)
@@ -207,10 +200,8 @@ def stochastic_rounding(
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
     (If a step more than halves or doubles a param, or turns its sign, the result is rounded once
-    more, to nearest. The mean may then be off by an ulp of the larger of the two.)
-
-    `base` runs in float32, as in `in_float32`, so that its moments are float32 unless it says
-    otherwise (`mu_dtype=jnp.bfloat16`). Wider params are trained as by `base` alone.
+    more, to nearest. The mean may then be off by an ulp of the larger of the two.) `base` runs in
+    float32, as in `in_float32`. Wider params are trained as by `base` alone.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
@@ -219,7 +210,7 @@ def stochastic_rounding(
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `count` and `base`; its updates have the params' dtype.
+      state has the fields `count` and `base`.
 
     Raises:
       ValueError: if an argument is of the wrong kind; in `init`, if `base` averages; in `update`,
@@ -242,7 +233,8 @@ def stochastic_rounding(
     References:
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
     """
-    check(base=base, key=key)
+    TRANSFORMATION.check(base=base)
+    KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
@@ -260,9 +252,7 @@ def stochastic_rounding(
     ) -> tuple[PyTree, StochasticRoundingState]:
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
-        if not isinstance(state, StochasticRoundingState):
-            got = type(state).__name__
-            raise ValueError(f"`state` must be a `StochasticRoundingState`, got {got}")
+        check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra_args)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
@@ -287,14 +277,9 @@ def float8_momentum(
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
     Each array has its own s, the power of two with which max |q| is from 224 to 448, the largest
-    number of float8_e4m3fn. `base` sees m in float32. On a mesh s is an all-reduce of one number.
-
-    Adam divides m by √ν, which may differ a lot within an array. So there q stands for m / √ν:
-
-        m = s √ν q,  q ← m / (s √ν)
-
-    With bfloat16 params put it into `stochastic_rounding` or `primal_averaging`: Muon's kernels
-    then take 3 bytes a parameter, or with a bfloat16 z 5.
+    number of float8_e4m3fn. Adam divides m by √ν, which may differ a lot within an array. So there
+    q stands for m / √ν. With bfloat16 params put it into `stochastic_rounding` or
+    `primal_averaging`: Muon's kernels then take 3 bytes a parameter, or with a bfloat16 z 5.
 
     Args:
       base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
@@ -303,14 +288,12 @@ def float8_momentum(
       key: PRNG key, as for `stochastic_rounding`, which may have the same.
 
     Returns:
-      A transformation with the updates of `base`, except for the rounding of m. Its state has the
-      fields `count`, `base` (the state of `base`, with q as its momentum) and `scales` (s). Put
-      `track_momentum` inside, around `base`.
+      A transformation whose state has the fields `count`, `base` (the state of `base`, with q as
+      its momentum) and `scales` (s). Put `track_momentum` inside, around `base`.
 
     Raises:
       ValueError: if an argument is of the wrong kind; in `init`, if `base` averages, or has no such
-        momentum, or one of complex numbers or of 64 bits; in `update`, if the state is of another
-        kind.
+        momentum, or one of complex numbers or of 64 bits.
 
     Examples:
       >>> import jax
@@ -327,7 +310,8 @@ def float8_momentum(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861, has
       int8 codes and an s for each block of 2,048.
     """
-    check(base=base, key=key)
+    TRANSFORMATION.check(base=base)
+    KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
     float8 = jnp.float8_e4m3fn
 
@@ -357,9 +341,7 @@ def float8_momentum(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Float8MomentumState]:
-        if not isinstance(state, Float8MomentumState):
-            got = type(state).__name__
-            raise ValueError(f"`state` must be a `Float8MomentumState`, got {got}")
+        check_kind("state", state, Float8MomentumState)
         q, units = _momentum_and_units(state.base)
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
         u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra_args)

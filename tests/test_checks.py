@@ -30,7 +30,7 @@ from spa_optax import (
     stochastic_rounding,
     theory,
 )
-from spa_optax._checks import check
+from spa_optax._checks import B2, EPS, NOT_NEGATIVE_INTEGER, POSITIVE_INTEGER, STATE_DTYPE
 
 NAN, INF = float("nan"), float("inf")
 
@@ -273,15 +273,14 @@ def test_interpolation_that_cannot_be_seen() -> None:
 @pytest.mark.parametrize("count", [-1, True, 3.0, jnp.ones(1, int), jnp.array(1.0), "3"])
 def test_counts(count: Any) -> None:
     with pytest.raises(ValueError, match=r"`count` must be a concrete integer >= 0 .*, got"):
-        check(count=count)
-    check(count=np.int64(3))
-    check(count=jnp.array(3))
-    check(count=None)
+        NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    for count in (np.int64(3), jnp.array(3), None):
+        NOT_NEGATIVE_INTEGER.optional().check(count=count)
 
 
 def test_states_of_another_optimizer() -> None:
     state = optax.sgd(0.1, 0.9).init(PARAMS)
-    with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+    with pytest.raises(ValueError, match="`state` must be of type `SPAState`, got tuple"):
         spa(0.1).update(PARAMS, state, PARAMS)
 
 
@@ -289,7 +288,7 @@ def test_a_horizon_that_is_injected() -> None:
     # `inject_hyperparams` makes a traced array of every number that is not named as static.
     # (The checker of types that these tests run under would be quicker than `spa_from_sgdm` is.)
     with pytest.raises(ValueError, match="`horizon` must be a concrete integer"):
-        jax.jit(lambda horizon: check(horizon=horizon))(5)
+        jax.jit(lambda horizon: POSITIVE_INTEGER.check(horizon=horizon))(5)
     tx = optax.inject_hyperparams(spa_from_sgdm, static_args="horizon")(0.1, 0.9, horizon=5)
     jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
@@ -383,8 +382,8 @@ def test_bad_arguments(make: Any, kwargs: Any, match: str) -> None:
             r"`key` must be .*one key of `jax.random`, got 0",
         ),
         (
-            check,
-            {"second_moment": "row"},
+            spa_adamw,
+            {"learning_rate": 0.1, "second_moment": "row"},
             r"`second_moment` must be one of \('full', 'bfloat16', 'factored'\), got 'row'",
         ),
     ],
@@ -396,15 +395,15 @@ def test_bad_arguments_of_pieces(make: Any, kwargs: Any, match: str) -> None:
 
 def test_what_no_scalar_is() -> None:
     for value in (lambda k: 0.9, None, "a", [0.9], jnp.array([0.9])):
-        for name in ("b2", "eps"):
-            with pytest.raises(ValueError, match=f"`{name}` must be a scalar, got "):
-                check(**{name: value})
+        for rule in (B2, EPS):
+            with pytest.raises(ValueError, match="`x` must be a scalar, got "):
+                rule.check(x=value)
 
 
 def test_an_array_is_no_dtype() -> None:
     """Which is what `inject_hyperparams` makes of `jnp.bfloat16`, since it is callable."""
     with pytest.raises(ValueError, match="`state_dtype` must be a floating"):
-        check(state_dtype=jnp.ones(3))
+        STATE_DTYPE.check(state_dtype=jnp.ones(3))
     named = optax.inject_hyperparams(spa, static_args=("state_dtype", "rounding_key"))
     kwargs: Any = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     state = named(learning_rate=0.1, **kwargs).init(jnp.ones(3))
@@ -429,18 +428,15 @@ def test_storing_in_16_bits_without_a_key_warns(make: Any) -> None:
 def test_injected_for_narrow_params() -> None:
     """`inject_hyperparams` casts numbers to the params' dtype, and in bfloat16 0.999 is 1."""
     x = jnp.ones((4, 4), jnp.bfloat16)
-    for make in (spa_adamw,):
-        with pytest.raises(
-            ValueError, match=r"`b2` must be .* as float32, got .* `hyperparam_dtype=jnp"
-        ):
-            optax.inject_hyperparams(make)(0.1).init(x)
-        wide: Any = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
-        tx = wide(0.1)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, _ = tx.update(x, tx.init(x), x)
-        assert np.isfinite(updates).all()
+    with pytest.raises(ValueError, match=r"`b2` must be .* as float32, got .* `hyperparam_dtype"):
+        optax.inject_hyperparams(spa_adamw)(0.1).init(x)
+    wide: Any = optax.inject_hyperparams(spa_adamw, hyperparam_dtype=jnp.float32)
+    tx = wide(0.1)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = tx.update(x, tx.init(x), x)
+    assert np.isfinite(updates).all()
     with pytest.raises(ValueError, match=r"`horizon` must .* name it in `static_args`"):
-        jax.jit(lambda horizon: check(horizon=horizon))(5)
+        jax.jit(lambda horizon: POSITIVE_INTEGER.check(horizon=horizon))(5)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, jax.random.key(0)])
@@ -477,7 +473,7 @@ def test_bad_update(make: Any) -> None:
     with pytest.raises(ValueError, match="`updates` must have the shapes"):
         tx.update(jax.tree.map(lambda g: g[..., :1], grads), state, params)
     if make is spa:
-        with pytest.raises(ValueError, match="`state` must be an `SPAState`, got tuple"):
+        with pytest.raises(ValueError, match="`state` must be of type `SPAState`, got tuple"):
             tx.update(grads, spa_adamw(0.1).init(params), params)
     else:
         with pytest.raises(ValueError, match="`state` must hold a full second moment"):

@@ -31,7 +31,7 @@ def size(model: memory.Model) -> int:
 
 SIZE = size(TINY)
 ADAMW = "AdamW, bfloat16, float32 master copy"
-OURS = [name for name in memory.optimizers() if name.startswith(("spa_adamw", "gpa_adamw"))]
+OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
 def mesh_of(params: Any) -> Mesh:
@@ -63,10 +63,10 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
     make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
     if kind == "in the backward pass":
         return memory.in_backward(make_tx, model, mesh_of(params))
-    return memory.ordinary(make_tx(0), model, mesh_of(params), kind == "bfloat16 gradients")
+    return memory.ordinary(make_tx(0), model, mesh_of(params))
 
 
-KINDS = ["ordinary", "bfloat16 gradients", "in the backward pass"]
+KINDS = ["ordinary", "in the backward pass"]
 
 
 @pytest.mark.slow
@@ -105,11 +105,10 @@ def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     """With 20 layers more only their inputs take more; in an ordinary step gradients do."""
-    dtype = jnp.float32 if kind == "bfloat16 gradients" else jnp.bfloat16
 
     def temporary(num_layers: int) -> tuple[int, int]:
         model = TINY._replace(layers=num_layers, width=1_024, hidden=4_096)
-        params = memory.split_params(model, dtype, compiled.devices_of("v5e")[:1])
+        params = memory.split_params(model, jnp.bfloat16, compiled.devices_of("v5e")[:1])
         made = trainer(kind, params, model)
         state, _ = memory.split_state(made, model, params)
         step = memory.compile_step(made, params, state, length=128).compile()
@@ -152,14 +151,14 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
 
 
 @for_tpus
-@pytest.mark.parametrize("name", ["spa_adamw, bfloat16", "gpa_adamw, bfloat16 z"])
+@pytest.mark.parametrize("name", ["spa_adamw, bfloat16", "spa_adamw, bfloat16 z"])
 def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)
     assert found["all-gather"] > 0
 
 
-# ------------------------------------------------------------------------------- table and picture
+# ------------------------------------------------------------------------------- tables
 
 
 def record(target: str, optimizer: str, **others: Any) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def record(target: str, optimizer: str, **others: Any) -> dict[str, Any]:
     return {"target": target, "optimizer": optimizer} | found | others
 
 
-def test_table_and_picture_from_records(tmp_path: Path) -> None:
+def test_table_from_records(tmp_path: Path) -> None:
     """Nothing that was compiled is compiled again."""
     first, second = list(memory.BY_OPTIMIZER)[:2]
     names = ["AdamW, float32", "spa_adamw, bfloat16"]
@@ -179,17 +178,16 @@ def test_table_and_picture_from_records(tmp_path: Path) -> None:
         record(second, names[0], refused=True, GiB=None, collectives={}),
         record(second, names[1], GiB=96.0),  # not refused, but too large
     ]
-    out, picture = tmp_path / "out", tmp_path / "picture.png"
+    out = tmp_path / "out"
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = ["--target", first, second, "--optimizer", *names]
-    text = memory.main([*arguments, "--json", str(out), "--picture", str(picture)])
+    text = memory.main([*arguments, "--json", str(out)])
     assert f"{first}; jax 1.2.3" in text
     assert "| AdamW, float32 | 10.0 | 15.77 | out of memory | 0.50 |  | 61 |" in text
     row = "| spa_adamw, bfloat16 | 10.0 | 12.35 |  | 0.50 | 14 all-gather, 4 all-reduce | 61 |"
     assert row in text
     assert "| AdamW, float32 | 10.0 |  | out of memory |" in text
     assert "| spa_adamw, bfloat16 | 10.0 | 96.00 | out of memory |" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_largest_model_on_each_card(tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_the_largest_model_on_each_card(tmp_path: Path) -> None:
     assert "| AdamW, float32 | 10.0 | 8B, 10.0 | 8B, 10.0 |" in text
     assert f"| Lion, bfloat16 | 10.0 | 3B, {own:.1f} | 3B, {near:.1f} |" in text
     assert "| Muon, bfloat16 | 10.0 | – | – |" in text
-    assert "| gpa_adamw, bfloat16 z, updated in the backward pass | 10.0 | 8B, 10.0 |" in text
+    assert "| spa_adamw, bfloat16 z, updated in the backward pass | 10.0 | 8B, 10.0 |" in text
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=r"`base` must not move params aside or back, got a `"):
             primal_averaging(base, 0.1).init(params)
     tx = primal_averaging(optax.sgd(0.1), 0.1)
-    with pytest.raises(ValueError, match="`state` must be a `PrimalAveragingState`, got tuple"):
+    with pytest.raises(ValueError, match="`state` must be of type `PrimalAveragingS"):
         tx.update(GRADS, optax.sgd(0.1).init(PARAMS), PARAMS)
     for wrapped in (tx, stochastic_rounding(optax.sgd(0.1), KEY)):
         with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):

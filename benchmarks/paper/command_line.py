@@ -59,12 +59,9 @@ def check_writable(
     if path is None:
         return
     there = next(place for place in (path, *path.parents) if place.exists())
-    is_folder, wanted = there.is_dir(), kind == "folder" or there != path
-    if is_folder != wanted or not os.access(there, os.W_OK):
-        problem = "read-only" if is_folder == wanted else "a folder" if is_folder else "a file"
-        parser.error(
-            f"{option(name)} must be a {kind} that can be written, got {path}: {there} is {problem}"
-        )
+    fits = there.is_dir() == (kind == "folder" or there != path)
+    if not fits or not os.access(there, os.W_OK):
+        parser.error(f"{option(name)} must be a {kind} that can be written, got {path}")
 
 
 def option(name: str) -> str:

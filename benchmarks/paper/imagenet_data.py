@@ -1,13 +1,9 @@
 """Images in folders of their classes: found, decoded, augmented and batched by grain."""
 
-import contextlib
 import hashlib
 import io
 import math
 import os
-import threading
-import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from command_line import UserError
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green and blue, from 0 to 1
-SUFFIXES = {".jpeg", ".jpg", ".png"}
-FORMATS = ("JPEG", "PNG")  # of the content; other formats may start programs (EPS: Ghostscript)
-MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK"}  # of 8 bits or fewer, as Pillow has them
-WAITS = (0.1, 1.0, 5.0)  # seconds, before a file that cannot be read is tried again
-NUM_REPORTED = 10  # files that are left out; further ones are only counted
+SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class Files(NamedTuple):
@@ -33,61 +25,28 @@ class Files(NamedTuple):
     paths: list[Path]
     labels: np.ndarray  # (n,) int32, indices into `classes`
     classes: list[str]
-    left_out: dict[Path, str]  # files that this process could not decode, and why
-
-
-def entries(folder: Path | str) -> list[os.DirEntry[str]]:
-    """The entries of a folder in the order of their names, without hidden ones.
-
-    An entry knows its type. To ask the disk about each of a million files takes minutes.
-    """
-    with os.scandir(folder) as found:
-        visible = (entry for entry in found if not entry.name.startswith("."))
-        result = sorted(visible, key=lambda entry: entry.name)
-    for entry in result:
-        if not (entry.is_file() or entry.is_dir()):  # reading from a pipe would not end
-            raise UserError(f"{entry.path} must be a file, a folder or a link to one, got neither")
-    return result
 
 
 def find(folder: Path, classes: list[str] | None = None) -> Files:
     """The images in the folders of their classes, all in the order of names."""
-    if not folder.is_dir():
-        raise UserError(f"--data-dir must have a folder {folder.name}, got none at {folder}")
-    found = [entry.name for entry in entries(folder) if entry.is_dir()]
-    if not found:
-        raise UserError(f"{folder} must have a folder of images for each class, got none")
-    if classes is None:
-        classes = found
-    for problem, names in (("no", set(classes) - set(found)), ("also", set(found) - set(classes))):
-        if names:
-            raise UserError(f"{folder} must have the training classes, got {problem} {min(names)}")
+    found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not found or (classes or found) != found:
+        raise UserError(f"{folder} must have a folder for each class, got {len(found)} folders")
     paths, labels = [], []
-    for label, name in enumerate(classes):
-        suffix = lambda entry: os.path.splitext(entry.name)[1].lower()
-        of_class = [entry for entry in entries(folder / name) if suffix(entry) in SUFFIXES]
-        if not of_class:
-            raise UserError(f"{folder / name} must have images ({', '.join(sorted(SUFFIXES))})")
-        for entry in of_class:
-            if entry.is_dir():
-                raise UserError(f"{entry.path} must be a file, got a folder")
-            paths.append(Path(entry.path))
-        labels += [label] * len(of_class)
-    return Files(paths, np.array(labels, np.int32), classes, {})
+    for label, name in enumerate(found):
+        names = sorted(name for name in os.listdir(folder / name))  # without a look at each file
+        names = [n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+        if not names:
+            raise UserError(f"{folder / name} must have images ({', '.join(SUFFIXES)})")
+        paths += [folder / name / file for file in names]
+        labels += [label] * len(names)
+    return Files(paths, np.array(labels, np.int32), found)
 
 
 def digest(*parts: Files) -> str:
-    """A digest of all names, and of the size of the first file of each class.
-
-    It tells one set of images from another. All sizes would be slow to read from a network disk.
-    """
-    result = hashlib.sha256()
-    for part in parts:
-        for path in part.paths:
-            result.update(os.fsencode(f"{path.parent.name}/{path.name}\n"))
-        for first in np.unique(part.labels, return_index=True)[1]:
-            result.update(f"{part.paths[first].lstat().st_size}\n".encode())
-    return result.hexdigest()
+    """A digest of all names, which tells one set of images from another."""
+    names = (f"{path.parent.name}/{path.name}\n" for part in parts for path in part.paths)
+    return hashlib.sha256(os.fsencode("".join(names))).hexdigest()
 
 
 def random_crop(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -114,17 +73,8 @@ def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.nda
     That is the middle 7/8 of an image whose shorter side is 8/7 of `size`: of 256 at 224. Alpha is
     dropped and EXIF orientation is ignored, both as in torchvision.
     """
-    try:
-        file = Image.open(io.BytesIO(content), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"must be a JPEG or PNG, got {content[:12]} at its start") from None
-    with file:
+    with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as file:
         width, height = file.size
-        # Pillow warns of these, and raises for twice as many.
-        if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
-            raise ValueError(
-                f"must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {width}×{height}"
-            )
         if rng is None:
             side = min(width, height) * 7 / 8
             left, upper = (width - side) / 2, (height - side) / 2
@@ -137,19 +87,9 @@ def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.nda
         _, (_, _, across, down) = drafted or (None, (0, 0, width, height))  # what they are now
         across, down = across / width, down / height
         box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-        image = to_rgb(file).resize((size, size), Image.Resampling.BILINEAR, box)
+        image = file.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box)
         pixels = np.asarray(image)
     return pixels[:, ::-1] if flip else pixels
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The same with 8 bits a channel, without alpha."""
-    if image.mode == "I;16":  # a gray PNG of 16 bits; `convert` clips at 255 instead of scaling
-        image = Image.fromarray(((np.asarray(image, np.uint32) + 128) // 257).astype(np.uint8))
-    if image.mode not in MODES:
-        raise ValueError(f"the mode must be one of {', '.join(sorted(MODES))}, got {image.mode}")
-    image.info.pop("transparency", None)  # `convert` warns of some kinds
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 class Reader:
@@ -164,63 +104,24 @@ class Reader:
         """
         self.files, self.size, self.order, self.places = files, size, order, places
         self.seed = seed
-        self.lock, self.has_failed = threading.Lock(), False
 
     def __len__(self) -> int:
         """The number of images in the order."""
         return len(self.order)
 
     def __getitem__(self, k: Any) -> dict[str, Any]:
-        """An image and its label, which is −1 for an index of −1 and for a broken file."""
+        """An image and its label, which is −1 for an index of −1."""
         index = int(self.order[k])
-        if index >= 0:
-            seeds = None if self.seed is None else (*self.seed, int(self.places[k]))
-            rng = None if seeds is None else np.random.default_rng(seeds)
-            path = self.files.paths[index]
-            content = self.read(path)  # not in `try`: if this fails the image may still be good
-            try:
-                image = decode(content, self.size, rng)
-            except MemoryError:  # the size of images is limited, so this machine has too little
-                raise
-            except Exception as error:
-                # A decoder may raise anything for a broken file. A mistake in `decode` itself would
-                # leave out all files, which `check_left_out` does not allow.
-                self.leave_out(path, error)
-            else:
-                return {"images": image, "labels": self.files.labels[index]}
-        return {
-            "images": np.zeros((self.size, self.size, 3), np.uint8),
-            "labels": np.int32(-1),
-        }
-
-    def read(self, path: Path) -> bytes:
-        """The content of a file, after some attempts: a network disk may come back.
-
-        After the first final failure no thread waits any more, so that all end soon.
-        """
-        for wait in WAITS:
-            with contextlib.suppress(OSError):
-                return path.read_bytes()
-            if not self.has_failed:
-                time.sleep(wait)
+        if index < 0:
+            black = np.zeros((self.size, self.size, 3), np.uint8)
+            return {"images": black, "labels": np.int32(-1)}
+        rng = self.seed and np.random.default_rng((*self.seed, int(self.places[k])))
+        path = self.files.paths[index]
         try:
-            return path.read_bytes()
-        except OSError as error:  # an error after opening does not name the file
-            self.has_failed = True
-            raise OSError(error.errno, error.strerror, str(path)) from error
-
-    def leave_out(self, path: Path, error: Exception) -> None:
-        """Records a broken file, and warns of the first ones."""
-        left_out, reason = self.files.left_out, f"{type(error).__name__}: {error}"
-        with self.lock:
-            if path in left_out:
-                return
-            left_out[path] = reason
-            number = len(left_out)
-        if number <= NUM_REPORTED:
-            warnings.warn(f"{path} is left out: {reason}", stacklevel=1)
-        elif number == NUM_REPORTED + 1:
-            warnings.warn("more files are left out; metrics.jsonl has their number", stacklevel=1)
+            image = decode(path.read_bytes(), self.size, rng)
+        except Exception as error:  # a decoder may raise anything for a broken file
+            raise UserError(f"{path} cannot be decoded: {error}") from error
+        return {"images": image, "labels": self.files.labels[index]}
 
 
 def batches(
@@ -234,17 +135,6 @@ def batches(
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
     records = grain.MapDataset.source(reader).to_iter_dataset(options)  # pyright: ignore[reportArgumentType]
     return iter(records.batch(part))
-
-
-def check_left_out(files: Files, part: str, num: int, total: int, max_left_out: float) -> None:
-    """Raises if too many are left out. `num` counts those of all processes, so that all stop."""
-    if num > max_left_out * total:
-        examples = (f"{path}: {reason}" for path, reason in files.left_out.items())
-        raise UserError(
-            f"--data-dir must have at most {100 * max_left_out:.3g} % of {part} images that cannot"
-            f" be decoded (--max-left-out), got {num:,} of {total:,} ({100 * num / total:.3g} %),"
-            f" such as {next(examples, 'those that another process reports')}"
-        )
 
 
 def normalize(images: jax.Array) -> jax.Array:

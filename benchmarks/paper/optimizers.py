@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import optax
 from command_line import UserError
-from until_noise import until_noise
 
 from spa_optax import diagnostics, momentum_drop, spa, spa_from_sgdm, stagewise
 
@@ -23,7 +22,6 @@ OPTIMIZERS = {
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
     "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
     "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
-    "until-noise": "spa-eta, whose momentum is dropped once it no longer pays",
 }
 
 
@@ -62,10 +60,7 @@ def make_optimizer(
     scale = config.epochs / recipe.epochs
     drops = [round(epoch * scale * steps_per_epoch) for epoch in recipe.drops]
     if drops[0] < 1 or any(after <= before for before, after in itertools.pairwise(drops)):
-        raise UserError(
-            f"--epochs or --scale-epochs must leave steps between the drops,"
-            f" got drops at steps {drops}"
-        )
+        raise UserError(f"--epochs must leave steps between the drops, got drops at steps {drops}")
     # As gradual as the paper's, but each drop must be complete before the next.
     shortest = min(after - before for before, after in itertools.pairwise(drops))
     step_factor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
@@ -82,7 +77,6 @@ def make_optimizer(
         "tenth": lambda: spa(
             *stagewise(eta, c, [steps_per_epoch, *drops], FACTOR, averaging_rule="constant")
         ),
-        "until-noise": lambda: until_noise(eta_only.learning_rate, c),
     }
     if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
         raise UserError(

@@ -14,17 +14,6 @@ from optimizers import OPTIMIZERS, Config, Recipe
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The runs that a command asks for, and the processes that share them."""
-
-    configs: list[Any]  # one for each optimizer, with seed 0
-    num_seeds: int
-    out: Path
-    distributed: bool
-    cluster: tuple[str | None, int | None, int | None]  # address of the first process, size, rank
-
-
 def make_parser(
     description: str | None, models: Sequence[str], model: str, out: str
 ) -> argparse.ArgumentParser:
@@ -35,11 +24,7 @@ def make_parser(
     add("--optimizer", nargs="+", action="extend", choices=optimizers, help="see below")
     add("--model", choices=models, default=model, help="the network")
     add("--bfloat16", action="store_true", help="compute convolutions in bfloat16")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=int, help="shortens the whole schedule to so many epochs")
-    length.add_argument(
-        "--scale-epochs", type=float, default=1.0, help="shortens it by this factor"
-    )
+    add("--epochs", type=int, help="shortens the whole schedule to so many epochs")
     add("--seeds", type=int, default=1, help="how many")
     add("--batch", type=int, default=128, help="of all devices together")
     add("--learning-rate", type=float, default=1.0, help="η; α of SGD+M is η c")
@@ -56,24 +41,17 @@ def make_parser(
 
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, kind: type[Config], recipe: Recipe
-) -> tuple[Experiment, argparse.Namespace]:
-    """Checks the options; those of one script alone come back in the namespace.
-
-    Args:
-      parser: from `make_parser`, with the script's own options.
-      argv: the command line.
-      kind: the class of the configs, whose fields are found among the options.
-      recipe: has the number of epochs of the full schedule.
-    """
+) -> tuple[list[Any], argparse.Namespace]:
+    """A config for each optimizer, with seed 0, and the options, checked."""
     options = parser.parse_args(argv)
     names = options.optimizer or ["spa-gradual"]
     names = list(OPTIMIZERS if "all" in names else dict.fromkeys(names))
-    cluster = (options.coordinator, options.num_processes, options.process_id)
-    if None in cluster and cluster != (None, None, None):
+    options.cluster = (options.coordinator, options.num_processes, options.process_id)
+    if None in options.cluster and options.cluster != (None, None, None):
         parser.error("--coordinator, --num-processes and --process-id go together")
-    if options.track and not {"sgdm", "until-noise"}.isdisjoint(names):
-        parser.error("--track is for primal averaging, not for sgdm, and until-noise has it anyway")
-    positive = ("epochs", "scale_epochs", "seeds", "batch", "learning_rate", "averaging")
+    if options.track and "sgdm" in names:
+        parser.error("--track is for primal averaging, not for sgdm")
+    positive = ("epochs", "seeds", "batch", "learning_rate", "averaging")
     command_line.check_positive(parser, options, *positive, "subset", "image_size", "threads")
     if options.averaging > 1:
         parser.error(f"--averaging must be <= 1, got {options.averaging}")
@@ -82,15 +60,15 @@ def parse(
     command_line.check_writable(parser, options, "out", "folder")
     fields = {field.name for field in dataclasses.fields(kind)}
     shared = {key: value for key, value in vars(options).items() if key in fields}
-    shared["epochs"] = options.epochs or max(1, round(recipe.epochs * options.scale_epochs))
+    shared["epochs"] = options.epochs or recipe.epochs
     configs = [kind(**{**shared, "optimizer": name, "seed": 0}) for name in names]
-    return Experiment(configs, options.seeds, options.out, options.distributed, cluster), options
+    return configs, options
 
 
-def join_cluster(experiment: Experiment) -> None:
+def join_cluster(options: argparse.Namespace) -> None:
     """If a process dies or fails after all have joined, JAX stops the others within a minute."""
-    if experiment.distributed or experiment.cluster[0]:
+    if options.distributed or options.coordinator:
         newer: Any = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": 30}
         newer = newer if jax.__version_info__ >= (0, 7) else {}
-        jax.distributed.initialize(*experiment.cluster, **newer)
+        jax.distributed.initialize(*options.cluster, **newer)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX catches it, and would go on

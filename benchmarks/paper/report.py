@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from command_line import UserError, plus_minus
 from jax.sharding import Mesh
-from options import Experiment
-from runs import read, read_epochs, run_folder
+from optimizers import Config
+from runs import read_epochs, run_folder
 
 Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of an epoch: its metrics
 
@@ -25,14 +25,16 @@ def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
             path = run_folder(out, name, seed) / "metrics.jsonl"
             if not path.exists():
                 raise UserError(f"{out} must have a run of {name} with seed {seed}, got no {path}")
-            runs[name].append(read_epochs(path, read(path).splitlines()))
+            runs[name].append(read_epochs(path))
             found, num_epochs = len(runs[name][-1]), len(runs[names[0]][0])
-            if found != num_epochs or not found:
-                raise UserError(
-                    f"{path} must have as many epochs as all runs in {out}, got {found}"
-                    f" and not {num_epochs}"
-                )
+            if found != num_epochs:
+                raise UserError(f"{path} must have {num_epochs} epochs, as the first, got {found}")
     return runs
+
+
+def of_epochs(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
+    """A metric, (seeds, epochs)."""
+    return np.array([[line[key] for line in run] for run in runs], float)
 
 
 def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
@@ -42,66 +44,49 @@ def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
     return values.mean(0), spread / np.sqrt(len(values))
 
 
-def over_seeds(runs: list[list[dict[str, Any]]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error of a metric, at every epoch."""
-    return mean_and_error(np.array([[line[key] for line in run] for run in runs], float))
+def table(titles: Sequence[str], rows: dict[str, Sequence[np.ndarray]]) -> str:
+    """Mean ± standard error over seeds of each cell."""
+    cell = lambda values: f"{plus_minus(*mean_and_error(values)):>18}"
+    lines = [" " * 30 + "".join(f"{title:>18}" for title in titles)]
+    return "\n".join(lines + [f"{n:30}" + "".join(map(cell, cells)) for n, cells in rows.items()])
 
 
-def table(runs: Runs) -> str:
-    """The last epoch: mean ± standard error over seeds."""
-    rows = [f"{'':14} {'training loss':>17} {'test accuracy':>18} {'images/s':>9}"]
-    for name, of_seeds in runs.items():
-        loss, accuracy = (
-            [values[-1] for values in over_seeds(of_seeds, key)]
-            for key in ("train_loss", "test_accuracy")
-        )
-        percent = plus_minus(100 * accuracy[0], 100 * accuracy[1], ".2f", " %")
-        # An epoch that compiles is not typical.
-        speed = [line["images_per_second"] for run in of_seeds for line in run[1:] or run]
-        rows.append(
-            f"{name:14} {plus_minus(loss[0], loss[1]):>17} {percent:>18} {np.median(speed):9,.0f}"
-        )
-    return "\n".join(rows)
+def band(axis: Any, x: np.ndarray, values: np.ndarray, label: str) -> None:
+    """The mean over seeds, and a band of one standard error."""
+    mean, error = mean_and_error(values)
+    axis.plot(x, mean, marker="." if len(x) < 20 else "", label=label)
+    axis.fill_between(x, mean - error, mean + error, alpha=0.2)
 
 
-def draw(runs: Runs, path: Path) -> None:
-    """Training loss and test error over the epochs, with bands of one standard error."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for axis, key in zip(axes, ("train_loss", "test_accuracy"), strict=True):
-        for name, of_seeds in runs.items():
-            mean, error = over_seeds(of_seeds, key)
-            epochs = np.arange(1, len(mean) + 1)
-            axis.plot(epochs, mean, marker="." if len(mean) < 20 else "", label=name)
-            axis.fill_between(epochs, mean - error, mean + error, alpha=0.2)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set(xlabel="epoch", ylabel=key.replace("_", " ").replace("train ", "training "))
-    if name_lost_curves(axes[0]):
-        axes[0].set_yscale("log")
-    axes[1].legend(frameon=False)
+def save(figure: Any, path: Path) -> None:
+    for axis in figure.axes:
+        if axis.get_xlabel() == "epoch":
+            axis.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def name_lost_curves(axis: Any) -> bool:
-    """Names curves without a finite value, as those of runs that diverged; is another left?"""
-    curves = {line.get_label(): np.asarray(line.get_ydata()) for line in axis.get_lines()}
-    lost = [name for name, values in curves.items() if not np.isfinite(values).any()]
-    if lost:
-        axis.text(0.02, 0.02, f"not finite: {', '.join(lost)}", transform=axis.transAxes, wrap=True)
-    return len(lost) < len(curves)
-
-
-def report(experiment: Experiment, mesh: Mesh, picture: str) -> str:
-    """Prints a table of an experiment's runs and draws a picture, in the first process only."""
+def report(configs: Sequence[Config], num_seeds: int, out: Path, mesh: Mesh, picture: str) -> str:
+    """Prints a table of runs and draws a picture, in the first process only."""
     if jax.process_index() > 0:
         return ""
-    config, out = experiment.configs[0], experiment.out
-    runs = read_runs(out, [c.optimizer for c in experiment.configs], experiment.num_seeds)
-    text = table(runs)
+    config = configs[0]
+    runs = read_runs(out, [config.optimizer for config in configs], num_seeds)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    rows = {}
+    for name, of_seeds in runs.items():
+        loss, accuracy = (of_epochs(of_seeds, key) for key in ("train_loss", "test_accuracy"))
+        rows[name] = loss[:, -1], 100 * accuracy[:, -1]
+        epochs = np.arange(1, loss.shape[1] + 1)
+        band(axes[0], epochs, loss, name)
+        band(axes[1], epochs, 100 * accuracy, name)
+    axes[0].set(xlabel="epoch", ylabel="training loss", yscale="log")
+    axes[1].set(xlabel="epoch", ylabel="test accuracy, %")
+    axes[1].legend(frameon=False)
+    save(figure, out / picture)
+    text = table(("training loss", "test accuracy, %"), rows)
     devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
     epochs = command_line.count(config.epochs, "epoch")
-    seeds = command_line.count(experiment.num_seeds, "seed")
-    print(f"\n{config.model}, {epochs}, {seeds}, {devices}\n{text}")
-    draw(runs, out / picture)
-    print(f"\nCurves: {out / picture}")
+    seeds = command_line.count(num_seeds, "seed")
+    print(f"\n{config.model}, {epochs}, {seeds}, {devices}\n{text}\n\nCurves: {out / picture}")
     return text

@@ -9,8 +9,7 @@ downloads CIFAR-10 into `data`, trains on all devices, and prints a table. The r
     python benchmarks/paper/train_cifar10.py --model small --epochs 12
 
 However a run was interrupted, the same command resumes it, and it ends as if it had not been
-interrupted. If the newest checkpoint is damaged, the one before is resumed. --help lists the
-optimizers.
+interrupted. --help lists the optimizers.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import options
-from cifar_data import Images, augment, check_labels, normalize
+from cifar_data import Images, augment, normalize
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -34,70 +33,48 @@ from optimizers import CIFAR10, Config, make_optimizer
 from report import report
 from runs import run_all
 from tqdm import tqdm
-from training import Program, State, check_batch, make_steps, on_all
+from training import Program, State, check_batch, make_steps, on_all, stacked
 
 
-def make_program(
-    config: Config, train: Images, test: Images, mesh: Mesh, *, scan: bool | None = None
-) -> Program:
-    """Data-parallel over a mesh of one device or more; images and state are on every device.
+def make_program(config: Config, train: Images, test: Images, mesh: Mesh) -> Program:
+    """Data-parallel over a mesh of one device or more; training images and state are on each.
 
     A batch is split among the devices, and BatchNorm's statistics are those of the whole batch, so
     that the result does not depend on how many there are.
-
-    Args:
-      config: what to train.
-      train: the training images, on every device (`on_all`).
-      test: the test images, as NumPy arrays.
-      mesh: the devices, along one axis named "data".
-      scan: whether an epoch is one `lax.scan`, or a loop over jitted steps. By default a loop on
-        CPUs only, where XLA is some 30 times slower at a convolution inside of a scan.
     """
     check_batch(config, mesh)
-    check_labels("training data", train.labels)
-    check_labels("test data", test.labels)
-    if scan is None:
-        scan = mesh.devices.flat[0].platform != "cpu"
     replicated = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec("data"))
-    num_train = len(train.labels)
+    num_train = len(train[1])
     steps_per_epoch = -(-num_train // config.batch)  # the last batch is filled up
     dtype = jnp.bfloat16 if config.bfloat16 else jnp.float32
     make_model = lambda key: PREACT_RESNETS[config.model](dtype=dtype, rngs=nnx.Rngs(key))
     steps = make_steps(config, make_model, make_optimizer(config, CIFAR10, steps_per_epoch))
 
+    jitted = partial(jax.jit, out_shardings=replicated)
+
+    @partial(jitted, donate_argnums=0)
     def step(state: State, k: Any, order: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
         batch = jax.lax.with_sharding_constraint(order[k], split)
         x = normalize(augment(jax.random.fold_in(state.key, state.step), images[batch]))
         return steps.update(state, x, labels[batch])
 
+    @jitted
     def shuffle(state: State) -> jax.Array:
         """The batches of the epoch to come, (steps_per_epoch, batch)."""
         key = jax.random.fold_in(jax.random.fold_in(state.key, 0), state.step)
         order = jax.random.permutation(key, num_train)
         return jnp.resize(order, (steps_per_epoch, config.batch))
 
-    def scanned(state: State, images: jax.Array, labels: jax.Array) -> Any:
-        body = partial(step, order=shuffle(state), images=images, labels=labels)
-        return jax.lax.scan(body, state, jnp.arange(steps_per_epoch))
-
-    jitted = partial(jax.jit, out_shardings=replicated)
-    step_jitted, shuffle_jitted = jitted(step, donate_argnums=0), jitted(shuffle)
-    scanned_jitted = jitted(scanned, donate_argnums=0)
-
     def epoch(seed: int, state: State, number: int, bar: tqdm) -> Any:
         del seed, number  # the state has the key and the step
-        if scan:
-            state, metrics = scanned_jitted(state, *train)
-            metrics = jax.device_get(metrics)
-            bar.update(steps_per_epoch)
-            return state, metrics
-        order, of_steps = shuffle_jitted(state), []
+        order, of_steps = shuffle(state), []
         for k in range(steps_per_epoch):
-            state, metrics = step_jitted(state, k, order, *train)
-            of_steps.append(jax.device_get(metrics))
+            state, metrics = step(state, k, order, *train)
+            of_steps.append(metrics)
+            jax.block_until_ready(of_steps[-2:][0])  # no more than two steps ahead
             bar.update()
-        return state, jax.tree.map(lambda *values: np.stack(values), *of_steps)
+        return state, stacked(of_steps)
 
     @jitted
     def totals(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array) -> Any:
@@ -107,56 +84,46 @@ def make_program(
     def evaluate(state: State) -> dict[str, float]:
         size = 8 * config.batch
         parts = []
-        for start in range(0, len(test.labels), size):
+        for start in range(0, len(test[1]), size):
             images, labels = (array[start : start + size] for array in test)
             short = size - len(labels)  # filled up with images that do not count
             images = np.pad(images, [(0, short), (0, 0), (0, 0), (0, 0)])
             labels = np.pad(labels, (0, short), constant_values=-1)
             batch = on_all((images, labels), mesh)
             parts.append(totals(state.params, state.batch_stats, *batch))
-        loss, correct = np.sum(jax.device_get(parts), 0) / len(test.labels)
+        loss, correct = np.sum(jax.device_get(parts), 0) / len(test[1])
         return {"test_loss": float(loss), "test_accuracy": float(correct)}
 
     return Program(steps_per_epoch, jitted(steps.init), epoch, evaluate)
 
 
-def get_data(folder: Path | None, url: str, md5: str, subset: int | None) -> tuple[Images, Images]:
-    """Training and test images; only without a folder they may be downloaded, to data/."""
-    if folder is None:
-        folder = Path("data")
-        # The first process downloads; the others need to where the folder is not shared.
-        for turn in (True, False):
-            if turn == (jax.process_index() == 0) and not cifar_data.is_in(folder):
-                cifar_data.download(folder, url, md5)
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices(f"data {turn}")
-    train, test = cifar_data.load(folder, md5)
-    if subset:
-        train = Images(*(array[:subset] for array in train))
-        test = Images(*(array[: -(-subset // 5)] for array in test))
-    return train, test
+def get_data(folder: Path, subset: int | None) -> tuple[Images, ...]:
+    """Training and test images, of which `subset` keeps so many and a fifth as many."""
+    if jax.process_index() == 0:
+        cifar_data.read(folder, cifar_data.TEST)  # downloads, and the others need not if they share
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("data")
+    parts = (cifar_data.read(folder, names) for names in (cifar_data.TRAIN, cifar_data.TEST))
+    sizes = (subset, subset and -(-subset // 5))
+    return tuple((x[:size], labels[:size]) for (x, labels), size in zip(parts, sizes, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> str:
     parser = options.make_parser(__doc__, list(PREACT_RESNETS), "resnet18", "results/cifar10")
     add = parser.add_argument
-    add(
-        "--data-dir", type=Path, help="has CIFAR-10, binary version; else it is downloaded to data/"
-    )
-    add("--url", default=cifar_data.URL, help="where to download it from")
-    add("--md5", default=cifar_data.MD5, help="the checksum of the archive")
+    add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
     add("--subset", type=int, help="only so many training images, and a fifth as many test images")
-    experiment, own = options.parse(parser, argv, Config, CIFAR10)
-    options.join_cluster(experiment)
-    train, test = get_data(own.data_dir, own.url, own.md5, own.subset)
+    configs, own = options.parse(parser, argv, Config, CIFAR10)
+    options.join_cluster(own)
+    train, test = get_data(own.data_dir, own.subset)
     digest = hashlib.sha256()
     for array in (*train, *test):
-        digest.update(array.data)
+        digest.update(array.tobytes())
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    train = Images(*on_all(tuple(train), mesh))
-    programs = [make_program(config, train, test, mesh) for config in experiment.configs]
-    run_all(experiment.configs, programs, experiment.num_seeds, digest.hexdigest(), experiment.out)
-    return report(experiment, mesh, "cifar10.png")
+    train = on_all(train, mesh)
+    programs = [make_program(config, train, test, mesh) for config in configs]
+    run_all(configs, programs, own.seeds, digest.hexdigest(), own.out)
+    return report(configs, own.seeds, own.out, mesh, "cifar10.png")
 
 
 if __name__ == "__main__":

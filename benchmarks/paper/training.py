@@ -43,17 +43,9 @@ def make_steps(
 ) -> Steps:
     """Builds the functions of one batch, which the caller jits.
 
-    Args:
-      config: what to train.
-      make_model: from a key to a network with BatchNorm.
-      tx: the optimizer.
-      group: how many images BatchNorm takes its statistics from; None means the whole batch.
-
-    Returns:
-      init: from a seed to the state at step 0.
-      update: from a state, x and labels to the state after a step, and its metrics: the loss, and
-        where momentum is tracked the fields of `momentum_report` and c.
-      totals: from params, batch_stats, x and labels to the sums of losses and of right answers.
+    `make_model` is from a key to a network with BatchNorm, which takes its statistics from `group`
+    images, or from the whole batch. Metrics are the loss, and where momentum is tracked the fields
+    of `momentum_report` and c.
     """
     model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
     model.train()
@@ -88,7 +80,7 @@ def make_steps(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss}
-        if config.track or config.optimizer == "until-noise":
+        if config.track:
             metrics |= diagnostics.momentum_report(opt_state)._asdict()
             metrics["c"] = optax.tree.get(opt_state, "c")
         return State(params, batch_stats, opt_state, state.step + 1, state.key), metrics
@@ -110,12 +102,8 @@ def sums(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Program:
     """Trains and evaluates a network on its data, on the devices of a mesh.
 
-    Attributes:
-      steps_per_epoch: the number of batches.
-      init: from a seed to the state at step 0.
-      epoch: from the seed, a state (which is donated), the number of the epoch, from 1, and a
-        progress bar to the state after the epoch, and metrics with one value per step.
-      evaluate: from a state to the metrics of the test images, such as `test_accuracy`.
+    `epoch` takes the seed, a state (which is donated), the number of the epoch, from 1, and a
+    progress bar, and returns the state after the epoch, and metrics with one value per step.
     """
 
     steps_per_epoch: int
@@ -134,3 +122,8 @@ def on_all(arrays: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec())
     put = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
     return jax.tree.map(put, arrays)
+
+
+def stacked(of_steps: list[Any]) -> Any:
+    """The metrics of an epoch on the host, from those of each step."""
+    return jax.tree.map(lambda *values: np.stack(values), *jax.device_get(of_steps))

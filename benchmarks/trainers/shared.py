@@ -1,9 +1,9 @@
-"""What the script of every trainer does: three optimizers, each killed and resumed.
+"""What the script of every trainer does: optimizers, each killed and resumed.
 
 A script has `train(name, folder, kill_at)`, and calls `main`. That runs itself three times for each
 optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. If the
 optimizer has a `state_dtype`, a fourth run resumes with another one, which must raise an error.
-With --json each optimizer is a line of OUT.
+With --json each optimizer is a line of OUT, and what OUT has is not run again.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import numpy as np
 import optax
 
 from spa_optax import (
-    gpa,
-    gpa_adamw,
     in_float32,
     primal_averaging,
     scale_by_factored_second_moment,
+    spa,
+    spa_adamw,
     stochastic_rounding,
 )
 from spa_optax.diagnostics import momentum_report, track_momentum
@@ -40,8 +40,8 @@ STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
 KEY = jax.random.key(0)
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
 ANOTHER_DTYPE = "float8_e4m3fn"
-FACTORED = "gpa_adamw, 4 bytes"
-BY_LEAF = "gpa, factored by leaf"
+FACTORED = "spa_adamw, 4 bytes"
+BY_LEAF = "spa, factored by leaf"
 
 
 def by_leaf(tx):
@@ -57,33 +57,29 @@ def by_leaf(tx):
 THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
-    FACTORED: lambda rate, own: gpa_adamw(rate, second_moment="factored", **NARROW),
-    "gpa_adamw, 6 bytes": lambda rate, own: gpa_adamw(rate, second_moment="bfloat16", **NARROW),
+    FACTORED: lambda rate, own: spa_adamw(rate, 0.05, 0.9, second_moment="factored", **NARROW),
+    "spa_adamw, 6 bytes": lambda rate, own: spa_adamw(
+        rate, 0.05, 0.9, second_moment="bfloat16", **NARROW
+    ),
     BY_LEAF: lambda rate, own: optax.chain(
-        by_leaf(in_float32(scale_by_factored_second_moment())), gpa(rate, 0.05, 0.9, **NARROW)
+        by_leaf(in_float32(scale_by_factored_second_moment())), spa(rate, 0.05, 0.9, **NARROW)
     ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
 
 
-def make(name: str, rate: Any, own: Any) -> Any:
-    """One of them, with the gauge."""
+def make(name: str, rate: Any, own: Any, b2: float = 0.999) -> Any:
+    """One of them, with the gauge, which needs the β₂ of Adam in `own`."""
     averaging = 0.1 if name == "stochastic_rounding" else None  # of Adam in it
-    return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging)
-
-
-def text() -> np.ndarray:
-    """The bytes of some modules of Python's own library."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = sorted(folder.glob("[a-m]*.py"))
-    return np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
+    return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging, b2=b2)
 
 
 def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np.ndarray]:
-    """Texts of `length` bytes. The last tenth is for seeds that are odd."""
-    data, random = text(), np.random.default_rng(seed)
-    begin, end = (0.9, 1.0) if seed % 2 else (0.0, 0.9)
+    """Texts of Python's own library, `length` bytes. The last tenth is for seeds that are odd."""
+    names = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
+    data = np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
+    random, (begin, end) = np.random.default_rng(seed), (0.9, 1.0) if seed % 2 else (0.0, 0.9)
     for _ in range(num):
         low, high = int(begin * len(data)), int(end * len(data)) - length
         starts = random.integers(low, high, (size, 1))
@@ -148,10 +144,7 @@ Train = Callable[[str, Path, int], dict[str, Any]]
 
 
 def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS) -> None:
-    """`train` takes the name of an optimizer, a folder and a step to die at.
-
-    What OUT has is not run again.
-    """
+    """`train` takes the name of an optimizer, a folder and a step to die at."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
     parser.add_argument("--folder", type=Path, help="of its checkpoints")

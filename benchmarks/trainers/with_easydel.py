@@ -1,9 +1,4 @@
-"""EasyDeL's `Trainer` trains a small Llama of its own, split over 8 devices.
-
-Python ≥ 3.12. python -m venv env && env/bin/pip install -r benchmarks/trainers/easydel.txt .
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_easydel.py
-"""
+"""EasyDeL's `Trainer` trains a small Llama of its own, split over 8 devices."""
 
 import dataclasses
 import importlib.metadata
@@ -57,7 +52,7 @@ class Arguments(ed.TrainingArguments):
 
 
 class Killed(Trainer):
-    """Dies when it is told to, and remembers what it logged."""
+    """Dies when it is told to."""
 
     kill_at = 0
 
@@ -65,10 +60,8 @@ class Killed(Trainer):
         self, metrics: Any, pbar: Any, step: int, mode: str = "train", **rest: Any
     ) -> None:
         super().log_metrics(metrics, pbar, step, mode, **rest)
-        if mode == "train":
-            self.logged = metrics
-            if step == self.kill_at > 0:
-                shared.die()
+        if mode == "train" and step == self.kill_at > 0:
+            shared.die()
 
 
 def dataset(num: int, seed: int) -> datasets.Dataset:
@@ -125,8 +118,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": first_step,
         "bytes": shared.num_bytes(state.graphstate, state.opt_state),
         "devices": jax.device_count(),
-        "learning rate": float(trainer.logged["train/learning_rate"]),
-        "gain": trainer.logged["train/gain"],
     }
 
 

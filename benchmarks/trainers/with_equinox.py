@@ -1,9 +1,4 @@
-"""A loop of Equinox trains a small decoder of bytes, split over 8 devices.
-
-python -m venv env && env/bin/pip install -r benchmarks/trainers/equinox.txt .
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_equinox.py
-"""
+"""A loop of Equinox trains a small decoder of bytes, split over 8 devices."""
 
 import itertools
 from pathlib import Path
@@ -96,8 +91,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": last + 1,
         "bytes": shared.num_bytes(eqx.filter(model, eqx.is_array), state),
         "devices": jax.device_count(),
-        "learning rate": float(rate(shared.STEPS)),
-        "gain": shared.gain(state),
     }
 
 

@@ -48,7 +48,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     key, init_key = jax.random.split(jax.random.key(config.seed))
     rate = lm1b.create_learning_rate_schedule(RATE, 50)
     own = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
-    tx = shared.make(name, rate, own)
+    tx = shared.make(name, rate, own, b2=0.98)
     state, shardings = utils.setup_initial_state(Narrow(eval_config), tx, config, init_key, mesh)
     state = checkpoints.restore_checkpoint(folder, state)
     last = int(state.step)
@@ -62,7 +62,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     )
     batches = lambda num, seed: ({"inputs": text} for text in shared.batches(num, seed, 8, LENGTH))
     for num, batch in itertools.islice(enumerate(batches(shared.STEPS, 0), 1), last, None):
-        state, metrics = step(state, batch, train_config, rate, 0.0, key)
+        state, _ = step(state, batch, train_config, rate, 0.0, key)
         if num % shared.SAVE_EVERY == 0:
             checkpoints.save_checkpoint_multiprocess(folder, state, num)
         if num == kill_at:
@@ -77,8 +77,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": last + 1,
         "bytes": shared.num_bytes(state.params, state.opt_state),
         "devices": jax.device_count(),
-        "learning rate": float(metrics["learning_rate"]),
-        "gain": shared.gain(state.opt_state),
     }
 
 

@@ -82,8 +82,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": last + 1,
         "bytes": shared.num_bytes(nnx.state(model, nnx.Param), nnx.state(optimizer)),
         "devices": 1,
-        "learning rate": float(rate(shared.STEPS)),
-        "gain": shared.gain(optimizer.opt_state),
     }
 
 

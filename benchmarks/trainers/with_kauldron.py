@@ -1,9 +1,4 @@
-"""Kauldron's `Trainer` trains a small transformer, split over 8 devices.
-
-Python ≥ 3.12. python -m venv env && env/bin/pip install -r benchmarks/trainers/kauldron.txt .
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_kauldron.py
-"""
+"""Kauldron's `Trainer` trains a small transformer, split over 8 devices."""
 
 import dataclasses
 import importlib.metadata
@@ -135,8 +130,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": trainer.evals["watch"].seen[0],
         "bytes": shared.num_bytes(state.params, state.opt_state),
         "devices": jax.device_count(),
-        "learning rate": float(rate(shared.STEPS)),
-        "gain": shared.gain(state.opt_state),
     }
 
 

@@ -1,9 +1,4 @@
-"""Levanter's `Trainer` trains a small Llama of its own, split over 8 devices.
-
-Python ≥ 3.12. python -m venv env && env/bin/pip install -r benchmarks/trainers/levanter.txt .
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_levanter.py
-"""
+"""Levanter's `Trainer` trains a small Llama of its own, split over 8 devices."""
 
 import dataclasses
 import importlib.metadata
@@ -48,8 +43,9 @@ class Ours(OptimizerConfig):
     name: str = shared.BY_LEAF
 
     def build(self, num_train_steps: int) -> Any:
-        own = AdamConfig(learning_rate=self.learning_rate).build(num_train_steps)
-        return shared.make(self.name, self.lr_scheduler(num_train_steps), own)
+        adam = AdamConfig(learning_rate=self.learning_rate)
+        own, rate = adam.build(num_train_steps), self.lr_scheduler(num_train_steps)
+        return shared.make(self.name, rate, own, adam.beta2)
 
 
 def dataset(num: int, seed: int) -> ListAsyncDataset:
@@ -95,8 +91,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
             "first step": first_step,
             "bytes": shared.num_bytes(info.state.trainable_model, info.opt_state),
             "devices": jax.device_count(),
-            "learning rate": float(optimizer.lr_scheduler(shared.STEPS)(shared.STEPS)),
-            "gain": shared.gain(info.opt_state),
         }
 
 

@@ -1,10 +1,5 @@
 """MaxText's trainer trains its decoder, split over 8 devices, with `maxtext.patch` applied.
 
-Python ≥ 3.12. python -m venv env && env/bin/pip install -r benchmarks/trainers/maxtext.txt .
-patch -p0 -d env/lib/python3.13/site-packages < benchmarks/trainers/maxtext.patch
-XLA_FLAGS=--xla_force_host_platform_device_count=8 env/bin/python \
-    benchmarks/trainers/with_maxtext.py
-
 Its synthetic data is one batch, which is learned by heart.
 """
 
@@ -22,7 +17,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as trainer
 
 OPT_TYPES = {
-    shared.FACTORED: "gpa_adamw",
+    shared.FACTORED: "spa_adamw",
     "primal_averaging": "averaged_adamw",
     "stochastic_rounding": "rounded_adamw",
 }
@@ -87,8 +82,6 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         "first step": seen[0],
         "bytes": shared.num_bytes(state["model"], state["optimizer"]["opt_state"]),
         "devices": jax.device_count(),
-        "learning rate": last("learning/current_learning_rate"),
-        "gain": last("learning/momentum_gain"),
     }
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
-from spa_optax._checks import check, check_one_run
+from spa_optax._checks import Rule, check_one_run
 from spa_optax._core import SPAState
 from spa_optax._trees import find, find_one, scalar_of
 from spa_optax.diagnostics._gauge import Gauge, new_gauge
@@ -192,6 +192,16 @@ def _report(gauge: Gauge, average_length: ArrayLike, num_steps: Array) -> Moment
     )
 
 
+def _are_reports(value: Any) -> bool:
+    by_label = (r if isinstance(r, Mapping) else {"": r} for r in value.values())
+    return all(isinstance(report, tuple) for labels in by_label for report in labels.values())
+
+
+REPORTS = Rule(
+    "a mapping from steps to reports", lambda v: isinstance(v, Mapping) and _are_reports(v)
+)
+
+
 def plot_momentum(
     reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
 ) -> "Figure":
@@ -224,7 +234,7 @@ def plot_momentum(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    check(reports=reports)
+    REPORTS.check(reports=reports)
     as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
     by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))

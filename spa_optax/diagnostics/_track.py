@@ -10,7 +10,15 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import check, is_surely
+from spa_optax._checks import (
+    AVERAGING,
+    B2,
+    DECAY,
+    POSITIVE_INTEGER,
+    TRANSFORMATION,
+    Rule,
+    is_surely,
+)
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
@@ -21,6 +29,7 @@ from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
 PerLeaf = bool | Callable[[PyTree], PyTree]
+PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
 
 
 class TrackMomentumState(NamedTuple):
@@ -61,8 +70,8 @@ def track_momentum(
     interpolation below 1 x is measured, not its params. `optax.sgd` with momentum, `optax.adamw`
     and others with a state of `optax.trace` or `optax.scale_by_adam` are measured as SPA of
     directions with the same momentum and a rate of 1, without Adam's ε and Nesterov's further step.
-    (Adamax and Adopt store something else in that state, and cannot be measured.) Put `optax.MultiSteps` and other wrappers
-    that skip updates around `track_momentum`.
+    (Adamax and Adopt store something else in that state, and cannot be measured.) Put
+    `optax.MultiSteps` and other wrappers that skip updates around `track_momentum`.
 
     A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
     16-bit params. The gain is NaN if no step counts.
@@ -115,9 +124,12 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
       Figure 2. The noise level, and measuring without a stored step, are this package's.
     """
-    check(inner=inner, decay=decay, every=every, per_leaf=per_leaf, b2=b2)
-    if averaging is not None:
-        check(averaging=averaging)
+    TRANSFORMATION.check(inner=inner)
+    DECAY.check(decay=decay)
+    POSITIVE_INTEGER.check(every=every)
+    PER_LEAF.check(per_leaf=per_leaf)
+    B2.check(b2=b2)
+    AVERAGING.optional().check(averaging=averaging)
     if callable(averaging) or is_surely(averaging == 0):
         raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
     tx = optax.with_extra_args_support(inner)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import cifar_data
 import jax
-import photographs
+import numpy as np
 import pytest
-from paper_helpers import md5, records, tar
+from paper_helpers import records
+from PIL import Image
+from sklearn.datasets import load_sample_images
 from worker import small_networks
 
 # Programs of these small networks are compiled once, also if that takes less than a second.
@@ -38,38 +40,26 @@ def _small_networks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def files() -> dict[str, bytes]:
-    """The files of CIFAR-10's binary version, with other images."""
-    return {name: records(i).tobytes() for i, name in enumerate(cifar_data.FILES)}
-
-
-@pytest.fixture(scope="session")
-def archive(files: dict[str, bytes]) -> bytes:
-    return tar({f"{cifar_data.FOLDER}/{name}": content for name, content in files.items()})
-
-
-@pytest.fixture(scope="session")
-def data_options(archive: bytes, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Where `train_cifar10.py` finds the archive."""
+def data_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Where `train_cifar10.py` finds the files of CIFAR-10's binary version, with other images."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / cifar_data.ARCHIVE).write_bytes(archive)
-    return ["--data-dir", str(folder), "--md5", md5(archive)]
+    for i, name in enumerate(cifar_data.TRAIN + cifar_data.TEST):
+        (folder / name).write_bytes(records(i).tobytes())
+    return ["--data-dir", str(folder)]
 
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Photographs in folders like ImageNet's: 36 to train on, and 21 to validate on."""
-    folder = tmp_path_factory.mktemp("tree")
-    photographs.write_tree(folder, 12, 7, (40, 40), (90, 90))
+    folder, rng = tmp_path_factory.mktemp("tree"), np.random.default_rng(0)
+    temple, flower = load_sample_images().images
+    classes = {"a temple": temple, "flower": flower, "upside down": flower[::-1]}
+    for part, num in (("train", 12), ("val", 7)):
+        for name, photograph in classes.items():
+            (folder / part / name).mkdir(parents=True)
+            for i in range(num):
+                height, width = rng.integers(40, 90, 2, endpoint=True)
+                top, left = rng.integers(0, np.subtract(photograph.shape[:2], (height, width)) + 1)
+                piece = Image.fromarray(photograph[top : top + height, left : left + width])
+                piece.save(folder / part / name / f"{i}.{'JPEG' if i % 2 else 'jpg'}", quality=90)
     return folder
-
-
-@pytest.fixture
-def broken(tree: Path, tmp_path: Path) -> Path:
-    """The same tree with one broken file in each part."""
-    for path in tree.rglob("*.*"):
-        copy = tmp_path / "broken" / path.relative_to(tree)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        is_broken = path.match("train/flower/4.jpg") or path.match("val/flower/2.jpg")
-        copy.write_bytes(path.read_bytes()[: 500 if is_broken else None])
-    return tmp_path / "broken"

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import command_line
 import figures
-import photographs
 import pytest
 import train_cifar10
 import train_imagenet
 from helpers import environment
 
-SCRIPTS = [figures, photographs, train_cifar10, train_imagenet]
+SCRIPTS = [figures, train_cifar10, train_imagenet]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -28,8 +27,7 @@ def test_help(script: object, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(r"\s{2,}\S", option), option  # a help
         assert "None" not in option
         assert "False" not in option
-    if script is not photographs:
-        assert any("(default:" in option for option in options)
+    assert any("(default:" in option for option in options)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +35,7 @@ def test_help(script: object, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (figures, ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         (figures, ["--out", "FILE"], "--out must be a folder that can be written, got"),
-        (train_cifar10, ["--out", "FILE/new"], "FILE is a file"),
+        (train_cifar10, ["--out", "FILE/new"], "--out must be a folder that can be written, got"),
     ],
 )
 def test_bad_arguments(

@@ -1,6 +1,5 @@
 """Both experiments in several processes, of which some are killed."""
 
-import re
 import signal
 import subprocess
 import time
@@ -64,26 +63,21 @@ def assert_same_run(
 
 
 @pytest.mark.slow
-def test_two_processes(tree: Path, broken: Path, data_options: list[str], tmp_path: Path) -> None:
+def test_two_processes(tree: Path, data_options: list[str], tmp_path: Path) -> None:
     """Two processes of two devices are one of eight; one dies, the other stops, and both restart.
 
-    First they stop alike: they decide on the images that all have left out, also where one of them
-    has left out nothing. Rates are small, so that noise grows little.
+    Rates are small, so that noise grows little.
     """
     small_rate = ["--epochs", "8", "--learning-rate", "0.001"]
     imagenet_options = [*IMAGENET, "--data-dir", str(tree), *small_rate]
     imagenet = ["train_imagenet.py", *imagenet_options, "--out", str(tmp_path / "imagenet")]
-    bad = [*IMAGENET, "--data-dir", str(broken), "--out", str(tmp_path / "broken out")]
-    cifar_options = [*CIFAR10, *data_options, "--scale-epochs", "0.01", "--learning-rate", "0.01"]
+    cifar_options = [*CIFAR10, *data_options, "--epochs", "3", "--learning-rate", "0.01"]
     cifar10 = ["train_cifar10.py", *cifar_options, "--out", str(tmp_path / "cifar10")]
-    run, outputs = run_of(tmp_path / "imagenet"), []
+    run = run_of(tmp_path / "imagenet")
     # JAX catches the first signal; and the first process is the one that the others report to.
-    for how, which, commands in (
-        (signal.SIGTERM, 1, [["train_imagenet.py", *bad], imagenet]),
-        (signal.SIGKILL, 0, [imagenet]),
-    ):
+    for how, which in ((signal.SIGTERM, 1), (signal.SIGKILL, 0)):
         before = num_epochs(run)
-        processes = cluster(*commands)
+        processes = cluster(imagenet)
         dies, other = processes[which], processes[1 - which]
         while other.poll() is None and num_epochs(run) <= before:
             time.sleep(0.01)
@@ -92,14 +86,10 @@ def test_two_processes(tree: Path, broken: Path, data_options: list[str], tmp_pa
         output = other.communicate()[0]
         assert time.monotonic() - began < 150  # 10 without a heartbeat, or 100 before jax 0.7
         assert other.returncode != 0
-        outputs.append((output, dies.communicate()[0]))
+        dies.communicate()
         assert dies.returncode == -how
         assert "another task died" in output
         assert before < num_epochs(run) < 8
-    message = "at most 1 % of val images that cannot be decoded (--max-left-out), got 1 of 21"
-    examples = "such as those that another process reports", "val/flower/2.jpg: OSError"
-    for example, output in zip(examples, outputs[0], strict=True):
-        assert re.search(rf"error: .*{re.escape(message)}.*{example}", output), outputs
     processes = cluster(imagenet, cifar10)
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs

@@ -9,18 +9,16 @@ from typing import Any
 
 import chex
 import cifar_data
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import options
 import pytest
 import train_cifar10
 from flax import nnx
 from helpers import assert_apart_by_rounding
 from models import PREACT_RESNETS
-from optimizers import CIFAR10, Config
+from optimizers import Config
 from paper_helpers import (
     CIFAR10 as SMALL,
     config,
@@ -38,16 +36,16 @@ from training import on_all
 pytestmark = pytest.mark.usefixtures("_small_networks")
 
 
-def make_program(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+def make_program(cfg: Config, num_devices: int = 1) -> Any:
     train, test = small_data()
     mesh = mesh_of(num_devices)
-    train = cifar_data.Images(*on_all(tuple(train), mesh))
-    return train_cifar10.make_program(cfg, train, test, mesh, **kwargs)
+    train = on_all(train, mesh)
+    return train_cifar10.make_program(cfg, train, test, mesh)
 
 
-def run_epochs(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
+def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
     """State, losses and scores after two epochs."""
-    program = make_program(cfg, num_devices, **kwargs)
+    program = make_program(cfg, num_devices)
     state, losses = program.init(cfg.seed), []
     for number in (1, 2):
         state, of_epoch = program.epoch(cfg.seed, state, number, tqdm(disable=True))
@@ -58,13 +56,13 @@ def run_epochs(cfg: Config, num_devices: int = 1, **kwargs: Any) -> Any:
 
 @pytest.mark.slow
 def test_other_ways_to_run_the_same() -> None:
-    """Over both drops: as SPA, in a scan, and on eight devices, whose sums are in another order."""
+    """Over both drops: as SPA, and on eight devices, whose sums are in another order."""
     cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
     reference = run_epochs(cfg)
     with noisy_optimizers(train_cifar10):
         noisy = run_epochs(cfg)
     spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
-    for other in (run_epochs(spa), run_epochs(cfg, scan=True), run_epochs(cfg, 8)):
+    for other in (run_epochs(spa), run_epochs(cfg, 8)):
         assert other[0].step == reference[0].step == 6
         for part in (
             lambda run: run[0].params,
@@ -85,23 +83,13 @@ def test_evaluation() -> None:
         model = PREACT_RESNETS["small"](rngs=nnx.Rngs(1))
         nnx.update(model, params, batch_stats)
         model.eval()
-        return model(cifar_data.normalize(jnp.asarray(test.images)))
+        return model(cifar_data.normalize(jnp.asarray(test[0])))
 
     state = program.init(0)
     logits = forward(state.params, state.batch_stats)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels).mean()
-    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == test.labels).mean()}
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, test[1]).mean()
+    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == test[1]).mean()}
     chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("part", ["training", "test"])
-@pytest.mark.parametrize("label", [10, -1])
-def test_labels_that_the_head_does_not_have(part: str, label: int) -> None:
-    """Their cross entropy would be NaN, or left out."""
-    data = dict(zip(("training", "test"), small_data(), strict=True))
-    data[part].labels[5] = label
-    with pytest.raises(ValueError, match=f"{part} data must have labels from 0 to 9, got {label}"):
-        train_cifar10.make_program(config(batch=32, epochs=2), *data.values(), mesh_of(1))
 
 
 def test_batch_that_does_not_divide() -> None:
@@ -116,7 +104,7 @@ def final(run: Path) -> Any:
 
 @pytest.mark.slow
 def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:
-    arguments = [*SMALL, *data_options, "--scale-epochs", "0.007", "--out", str(tmp_path / "out")]
+    arguments = [*SMALL, *data_options, "--epochs", "2", "--out", str(tmp_path / "out")]
     arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
     text = train_cifar10.main(arguments)
     rows = {line.split()[0]: line for line in text.splitlines()[1:]}
@@ -138,16 +126,12 @@ def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scale-epochs", "0"], "--scale-epochs must be finite and > 0, got 0.0"),
         (["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
         (["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
         (["--epochs", "-3"], "--epochs must be finite and > 0, got -3"),
-        (["--epochs", "9", "--scale-epochs", "0.1"], "not allowed with argument --epochs"),
         (["--learning-rate", "nan"], "--learning-rate must be finite and > 0, got nan"),
         (["--averaging", "1.5"], "--averaging must be <= 1, got 1.5"),
         (["--out", "/dev/null/out"], "--out must be a folder that can be written, got /dev/null/"),
-        (["--scale-epochs", "nan"], "--scale-epochs must be finite and > 0, got nan"),
-        (["--scale-epochs", "inf"], "--scale-epochs must be finite and > 0, got inf"),
         (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
         (["--track", "--optimizer", "sgdm"], "--track is for primal averaging"),
         (["--track", "--optimizer", "spa-eta", "--optimizer", "sgdm"], "--track is for primal"),
@@ -158,27 +142,6 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         train_cifar10.main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_epochs_are_the_scale() -> None:
-    """--epochs 30 is --scale-epochs 0.1 of 300."""
-    parser = options.make_parser(None, ["small"], "small", "out")
-    configs = [
-        options.parse(parser, argv, Config, CIFAR10)[0].configs
-        for argv in (["--epochs", "30"], ["--scale-epochs", "0.1"])
-    ]
-    assert configs[0] == configs[1]
-    assert configs[0][0].epochs == 30
-
-
-def test_errors_without_a_traceback(tmp_path: Path) -> None:
-    """One line that names what is wrong; and a status of failure."""
-    archive = tmp_path / cifar_data.ARCHIVE
-    archive.write_bytes(b"<html>")
-    arguments = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
-    message = f"^error: {archive} must have the MD5 checksum {cifar_data.MD5}, got "
-    with pytest.raises(SystemExit, match=message):
-        command_line.run(lambda: train_cifar10.main(arguments))
 
 
 @pytest.mark.slow
