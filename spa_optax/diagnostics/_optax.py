@@ -37,9 +37,9 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
-    if not find(before, ADAM_OR_TRACE):
+    old, new = ([*find(state, ADAM_OR_TRACE), None][0] for state in (before, after))
+    if old is None or new is None:
         raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
-    (old,), (new,) = find(before, ADAM_OR_TRACE), find(after, ADAM_OR_TRACE)
     c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
     if isinstance(old, optax.TraceState):
@@ -57,10 +57,10 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
         return scaled(1 / weight, s, m.dtype) * (m_next - scaled(1 - c, m, m.dtype))
 
     distance = lambda m, s: scaled(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
-    rounding = lambda m: jnp.zeros_like(wide(m))  # m is stored, not a difference
     g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
-    none = map_trained(lambda m: jnp.zeros([], jnp.int32), m)
-    return Step(g, d, map_trained(rounding, m), none, jnp.ones([]), c, None, {}, c)
+    # m is stored, not a difference: it is neither rounding error nor saturated.
+    zeros = lambda dtype: map_trained(lambda m: jnp.zeros([], dtype), m)
+    return Step(g, d, zeros(jnp.float32), zeros(jnp.int32), jnp.ones([]), c, None, {}, c)
 
 
 def check_adam(

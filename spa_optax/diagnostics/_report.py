@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from spa_optax._checks import Rule, check_one_run
 from spa_optax._core import SPAState
 from spa_optax._trees import find, find_one, scalar_of
-from spa_optax.diagnostics._gauge import Gauge, new_gauge
+from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-NUM_NAMED = 5  # of the lines of `plot_momentum`
 
 
 class MomentumReport(NamedTuple):
@@ -42,11 +40,13 @@ class MomentumReport(NamedTuple):
         """Whether steps add up, do not, or do as they would in pure noise, in words.
 
         The first two need |t| ≥ 3 and a gain on the same side of the noise level, and all need ten
-        measured steps. Raises ValueError for a batch of reports, as from `jax.vmap`.
+        measured steps. Also says whether z was saturated in any of them. Raises ValueError for a
+        batch of reports, as from `jax.vmap`.
         """
         if shape := np.shape(self.gain):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
-        times, t = float(self.gain / self.noise_level), float(self.t)
+        times, t, length = map(float, (self.gain / self.noise_level, self.t, self.average_length))
+        of_noise = f"the gain is {times:.2f} times that of pure noise"
         if not np.isfinite(times):
             reasons = {
                 "were not finite, or their squares overflow float32": int(self.num_skipped),
@@ -55,26 +55,22 @@ class MomentumReport(NamedTuple):
             }
             why, number = max(reasons.items(), key=lambda item: item[1])
             found = f"{number} of the measured steps {why}" if number else "two steps are needed"
-            return f"Nothing to report: {found}."
-        of_noise = f"the gain is {times:.2f} times that of pure noise"
-        if (number := int(self.num_measured)) < 10:  # |t| is at most √n
-            text = f"Nothing to report yet: 10 measured steps are needed, got {number}."
+            text = f"Nothing to report: {found}."
+        elif self.num_measured < 10:  # |t| is at most √n
+            text = f"Nothing to report yet: 10 measured steps are needed, got {self.num_measured}."
         elif t >= 3 and times > 1:
             text = f"Steps add up: {of_noise}. Momentum speeds the run up here."
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
             text = f"No difference from pure noise: {of_noise}, with t = {t:.2f}."
-            text += " (A difference has |t| ≥ 3, and a gain on the same side.)"
-        if np.isnan(float(self.alignment)):
-            text += " Alignment is unknown: it needs z − x above 100 times the rounding error of x"
-            text += " and z, and no Nesterov steps."
-        if (length := float(self.average_length)) > 1.01 * int(self.num_steps):
-            text += f" The average is longer than the run: 1/c is {length:.0f}, after"
-            text += f" {int(self.num_steps)} steps."
-        if number := int(self.num_saturated):
-            text += f" Up to {number} elements of z were at the limit of its dtype, so their steps"
-            text += " were cut. Use `state_dtype=jnp.bfloat16`."
+        if np.isfinite(times) and np.isnan(self.alignment):
+            text += " Alignment is unknown: z − x may be rounding error, or steps are Nesterov's."
+        if np.isfinite(times) and length > 1.01 * int(self.num_steps):
+            text += f" The average, {length:.0f} steps, is longer than the run, {self.num_steps}."
+        if self.num_saturated:
+            text += f" Up to {self.num_saturated} elements of z were at the limit of its dtype."
+            text += " Use `state_dtype=jnp.bfloat16`."
         return text
 
 
@@ -92,42 +88,31 @@ def momentum_report(
     """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
+        t = Σ a_k / √(Σ a_k²)  with  a_k = −⟨g_k, z_k − x_k⟩/η_k
 
-    Each term is a moving average. Steps add up if gain / noise level is above 1. Otherwise they do
-    not, which is no reason to drop momentum. The noise level is 2/(2 − c) for constants, 1.053 at
-    c = 0.1 (the paper's 1 is the limit for small c). It changes with η, c and the gradients' size.
-
-    t tells a difference from chance. It is Σ a / √(Σ a²) with a = −⟨g_k, z_k − x_k⟩/η_k, with
-    weights that fall like those of the averages, or like (1 − c)^2k if that is slower. For pure
-    noise the terms are uncorrelated with mean 0, and |t| ≥ 3 in about 0.3 % of reports. |t| is at
-    most √n over n measured steps, and √((1 + decay)/(1 − decay)) over many.
-
-    Under the Adam forms g_k is the direction, the gradient over √ν: the sums then weigh all params
-    alike, whatever the scale of their gradients.
+    Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for constants (the
+    paper's 1 is its limit for small c). t tells a difference from chance: under pure noise |t| ≥ 3
+    in about 0.3 % of reports. Weights fall by `decay`, those of a_k by (1 − c)² if that is slower.
 
     Args:
       opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
       by_label: under `per_leaf`, whether to return a report for each label.
 
     Returns:
-      One report of scalars, over all params, NaN until something has been measured. With
-      `by_label`, a dict of them in alphabetical order of the labels; an array's label is its path.
-      Works under `jax.jit`, as in a training step, but `verdict()`, a sentence, does not.
+      One report of scalars, over all params; works under `jax.jit`, but `verdict()` does not. With
+      `by_label` a dict of reports, sorted by label; an array's label is its path.
 
     Raises:
-      ValueError: if `opt_state` does not hold one `TrackMomentumState`, or, with `by_label`, one
-        without labels.
+      ValueError: if `opt_state` does not hold one `TrackMomentumState`, or `by_label` no labels.
 
     Examples:
       If all gradients are equal, every step tends to −ηg and the gain to 2/c:
 
       >>> import jax
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
-      >>> tx = track_momentum(spa(1.0, averaging=0.1), decay=0.9)
-      >>> params = jnp.zeros(1)
+      >>> tx, params = track_momentum(spa(1.0, averaging=0.1), decay=0.9), jnp.zeros(1)
       >>> state, update = tx.init(params), jax.jit(tx.update)
       >>> for _ in range(300):
       ...     updates, state = update(jnp.ones(1), state, params)
@@ -137,30 +122,32 @@ def momentum_report(
       20.00 1.05 1.00
       >>> print(report.verdict())
       Steps add up: the gain is 19.00 times that of pure noise. Momentum speeds the run up here.
-
-      Momentum helps b, whose gradients agree, and not w, whose gradients alternate:
-
-      >>> tx = track_momentum(spa(1.0, averaging=0.5), per_leaf=True)
-      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(1)}
-      >>> state = tx.init(params)
-      >>> for k in range(10):
-      ...     gradients = {"b": jnp.ones(1), "w": (-1.0) ** k * jnp.ones(1)}
-      ...     updates, state = tx.update(gradients, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      >>> by_label = momentum_report(state, by_label=True)
-      >>> print({label: bool(r.gain > r.noise_level) for label, r in by_label.items()})
-      {'b': True, 'w': False}
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
-      Figure 2.
     """
     state = find_one(opt_state, "opt_state", TrackMomentumState)
     check_one_run("opt_state", state.count)
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
     gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
-    averages = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)]
-    report = _report(gauge, averages[0] if averages else jnp.nan, scalar_of(state.count))
+    means, alignment = gauge.means, gauge.alignment
+    for_each = lambda scalar: jnp.broadcast_to(jnp.asarray(scalar), means.weight.shape)
+    lengths = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)]
+    cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
+    error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
+    report = MomentumReport(
+        gain=means.iterate / means.gradient,
+        noise_level=means.noise / means.gradient,
+        alignment=cosine,
+        inner_product=alignment.inner_product / alignment.weight,
+        iterate_term=means.iterate / means.weight,
+        gradient_term=means.gradient / means.weight,
+        num_skipped=gauge.num_skipped,
+        num_zero=gauge.num_zero,
+        num_rounded=gauge.num_rounded,
+        t=jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
+        average_length=for_each(lengths[0] if lengths else jnp.nan),
+        num_steps=for_each(scalar_of(state.count)),
+        num_saturated=gauge.num_saturated,
+        num_measured=gauge.num_measured,
+    )
     if not by_label:
         return jax.tree.map(lambda values: values[-1] if values.ndim else values, report)
     if not state.groups:
@@ -169,105 +156,56 @@ def momentum_report(
     return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
 
 
-def _report(gauge: Gauge, average_length: ArrayLike, num_steps: Array) -> MomentumReport:
-    means, alignment = gauge.means, gauge.alignment
-    like_gain = lambda value: jnp.broadcast_to(jnp.asarray(value), means.iterate.shape)
-    error = jnp.maximum(gauge.cross.error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
-    cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
-    return MomentumReport(
-        gain=means.iterate / means.gradient,
-        noise_level=means.noise / means.gradient,
-        alignment=cosine,
-        inner_product=alignment.inner_product / alignment.weight,
-        iterate_term=means.iterate / means.weight,
-        gradient_term=means.gradient / means.weight,
-        num_skipped=gauge.uncounted.skipped,
-        num_zero=gauge.uncounted.zero,
-        num_rounded=gauge.uncounted.rounded,
-        t=jnp.where(means.weight > 0, gauge.cross.total / error, jnp.nan),
-        average_length=like_gain(average_length),
-        num_steps=like_gain(num_steps),
-        num_saturated=gauge.saturated,
-        num_measured=gauge.cross.number,
-    )
-
-
-def _are_reports(value: Any) -> bool:
-    by_label = (r if isinstance(r, Mapping) else {"": r} for r in value.values())
-    return all(isinstance(report, tuple) for labels in by_label for report in labels.values())
-
-
-REPORTS = Rule(
-    "a mapping from steps to reports", lambda v: isinstance(v, Mapping) and _are_reports(v)
-)
-
-
 def plot_momentum(
     reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
 ) -> "Figure":
     """Plots gain / noise level and alignment over a run.
 
     Args:
-      reports: results of `momentum_report`, by step. A label "all" is drawn thick. Of the others
-        the five that differ most from pure noise are named, and the rest is grey.
+      reports: results of `momentum_report` by step, as from
+        `if step % 100 == 0: reports[step] = momentum_report(opt_state)`. A label "all" is drawn
+        thick. Of the others the five that differ most from pure noise are named.
 
     Returns:
       A figure; this needs matplotlib.
 
     Raises:
       ValueError: if there is no report, or one of a batch, or labels differ from step to step.
-
-    Examples:
-      Measured every 10 steps and collected every 100, which costs next to nothing:
-
-          tx = track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)
-          reports = {}
-          for step in range(num_steps):
-              params, opt_state = train_step(params, opt_state, batch)
-              if step % 100 == 0:
-                  reports[step] = momentum_report(opt_state)
-          plot_momentum(reports).savefig("momentum.png")
-
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Figure 2.
     """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    REPORTS.check(reports=reports)
-    as_mapping = lambda report: {"": report} if isinstance(report, MomentumReport) else report
-    by_step = {step: as_mapping(report) for step, report in sorted(reports.items())}
+    labelled = lambda of: {"": of} if isinstance(of, MomentumReport) else dict(of)
+    in_all = lambda v: [report for of in dict(v).values() for report in labelled(of).values()]
+    are_reports = lambda v: all(isinstance(report, MomentumReport) for report in in_all(v))
+    Rule("a mapping from steps to reports", are_reports).check(reports=reports)
+    by_step = {step: labelled(of) for step, of in sorted(reports.items())}
     labels = list(next(iter(by_step.values()), ()))
     if not labels or any(list(of_step) != labels for of_step in by_step.values()):
         raise ValueError(f"`reports` must hold the same labels at every step, got {labels} first")
     values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
     if shape := values.shape[3:]:
         raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
-    of_label = [MomentumReport(*values[:, i].T) for i in range(len(labels))]
-    ratios = np.full((len(labels), len(values)), np.nan)
-    for ratio, report in zip(ratios, of_label, strict=True):
-        np.divide(report.gain, report.noise_level, ratio, where=report.noise_level > 0)
-    from_noise = np.nan_to_num(np.abs(ratios - 1)).sum(1)
+    gain, level, alignment, *_ = values.T  # each of shape (labels, steps)
+    ratios = np.divide(gain, level, out=np.full_like(gain, np.nan), where=level > 0)
+    from_noise = np.nansum(np.abs(ratios - 1), axis=1)
     others = [i for i, label in enumerate(labels) if label not in ("", "all")]
-    named = sorted(others, key=lambda i: -from_noise[i])[:NUM_NAMED]
+    named = sorted(others, key=lambda i: -from_noise[i])[:5]
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
-    for i, (label, report) in enumerate(zip(labels, of_label, strict=True)):
+    for i, label in enumerate(labels):
         style: dict[str, Any] = {"linewidth": 1.2, "label": label}
         if i not in others:
             style |= {"color": "black", "linewidth": 2.5}
         elif i not in named:
             style = {"color": "0.75", "linewidth": 0.8, "zorder": 1}
         top.plot(list(by_step), ratios[i], **style)
-        bottom.plot(list(by_step), report.alignment, **style)
-    top.set(ylabel="gain / noise level", yscale="log")
-    top.set_title("Steps add up where gain over noise level is above 1")
-    top.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    top.yaxis.set_major_formatter("{x:g}")
+        bottom.plot(list(by_step), alignment[i], **style)
+    top.set(ylabel="gain / noise level", yscale="log", title="Steps add up above 1")
+    top.yaxis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)), major_formatter="{x:g}")
     top.yaxis.set_minor_formatter("")
     bottom.set(ylabel="alignment, cos(−g, last step)", xlabel="step")
-    for axis, level in ((top, 1), (bottom, 0)):
-        axis.axhline(level, color="C3", linestyle="--")
-        axis.grid(alpha=0.3)
+    top.axhline(1, color="C3", linestyle="--")
+    bottom.axhline(0, color="C3", linestyle="--")
     if labels != [""]:
         figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure

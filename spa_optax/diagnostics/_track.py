@@ -1,5 +1,6 @@
 """The gauge around an optimizer."""
 
+import contextlib
 import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,25 +11,16 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import (
-    AVERAGING,
-    B2,
-    DECAY,
-    POSITIVE_INTEGER,
-    TRANSFORMATION,
-    Rule,
-    is_surely,
-)
+from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, POWER, TRANSFORMATION, Rule
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
-from spa_optax._trees import by_path, find, find_one, is_trained
+from spa_optax._trees import find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
-PerLeaf = bool | Callable[[PyTree], PyTree]
 PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
 
 
@@ -46,79 +38,58 @@ def track_momentum(
     decay: float = 0.99,
     *,
     every: int = 1,
-    per_leaf: PerLeaf = False,
+    per_leaf: bool | Callable[[PyTree], PyTree] = False,
     averaging: float | None = None,
     b2: float = 0.999,
 ) -> optax.GradientTransformationExtraArgs:
     """Measures whether an optimizer's momentum pays; `momentum_report` gives the result.
 
-    With u_k = x_{k+1} − x_k, the step before it is rounded to the params' dtype, it keeps
-    bias-corrected moving averages of
+    With d_k = z_k − x_k and u_k = x_{k+1} − x_k, before rounding to the params' dtype, no step is
+    stored. Without cross terms, as for pure noise, ‖u_k‖² would be v_{k+1}:
 
-        ‖u_{k−1}‖²/(η_{k−1}²c_k)      ½‖g_k‖²      ‖u_{k−1}‖²      ⟨g_k, u_{k−1}⟩
+        u_k = c_{k+1} (d_k − η_k g_k)                   u_{k−1} = c_k/(1 − c_k) d_k
+        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)            p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
-    No step is stored. With d_k = z_k − x_k, they follow from ‖g_k‖², ‖d_k‖² and ⟨g_k, d_k⟩ by
-
-        u_k = c_{k+1} (d_k − η_k g_k)      u_{k−1} = c_k/(1 − c_k) d_k
-
-    ‖g_k‖² alone gives v_{k+1}, the value of ‖u_k‖² if every cross term vanished, as for pure noise:
-
-        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
-
-    `inner` holds one member of the family, alone or in a chain. g_k is the update that the member
-    receives: the gradient after clipping and decay, or the direction of the Adam forms. At an
-    interpolation below 1 x is measured, not its params. `optax.sgd` with momentum, `optax.adamw`
-    and others with a state of `optax.trace` or `optax.scale_by_adam` are measured as SPA of
-    directions with the same momentum and a rate of 1, without Adam's ε and Nesterov's further step.
-    (Adamax and Adopt store something else in that state, and cannot be measured.) Put
-    `optax.MultiSteps` and other wrappers that skip updates around `track_momentum`.
-
-    A step does not count if rounding of the params may be more than a tenth of ‖u_k‖², as with most
-    16-bit params. The gain is NaN if no step counts.
-
-    The updates are those of `inner`, to the bit if `update` is compiled apart from the gradients
-    (with `params_of_base="z"` on CPU, to an ulp). In one jit with the gradients XLA may fuse both
-    in another way and round in other places: a step then differs by some ulps.
-
-    Under `optax.inject_hyperparams` name all arguments but `inner` in its `static_args`.
+    g_k is the update that reaches the member of the family: the gradient after clipping and decay,
+    or Adam's direction. Optax's own momentum is measured as SPA with η = 1, without Adam's ε and
+    Nesterov's further step. A step counts unless rounding of the params may be more than a tenth of
+    ‖u_k‖², as with most 16-bit params. The updates are those of `inner`, to the bit if `update` is
+    compiled apart from the gradients (with `params_of_base="z"` on CPU, to an ulp).
 
     Args:
-      inner: the transformation to measure.
-      decay: of the averages per measured step, in [0, 1). At 0 only the last step counts.
-      every: steps from one measurement to the next, ≥ 1. In between only scalars are
-        updated, with the last measured ‖g_k‖².
+      inner: a transformation with one member of the family, `optax.sgd` with momentum, `optax.adam`
+        or `optax.adamw`, also in a chain. Put wrappers that skip updates (`optax.MultiSteps`)
+        around `track_momentum`.
+      decay: of the moving averages per measured step, in [0, 1). At 0 only the last step counts.
+      every: steps from one measurement to the next, ≥ 1. In between only scalars are updated.
       per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
-        strings (or a prefix of one, as for `optax.partition`) for a gauge of each label.
-      averaging: c = 1 − β in (0, 1], for `inner` with Optax's own momentum. None reads it from
+        strings, or a prefix of one, for a gauge of each label.
+      averaging: c = 1 − β in (0, 1], for Optax's own momentum. None reads it from
         `optax.inject_hyperparams` (`momentum` or `b1`).
       b2: β₂ in [0, 1) of Adam's state, unless it is injected.
 
     Returns:
-      A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge.
+      A transformation whose state is a `TrackMomentumState`: that of `inner`, and the gauge. Under
+      `optax.inject_hyperparams` name all arguments but `inner` in its `static_args`.
 
     Raises:
-      ValueError: if an argument is out of range, or, in `init`, `inner` holds no momentum, more
-        than one, or a wrapper that skips updates.
+      ValueError: if an argument is out of range, or, in `init`, `inner` is none of these.
 
     Examples:
-      Two steps with η = 1 and c = 0.5: x goes from 0 to −1, and on to −2 with a gradient of 1.
+      With η = 1 and c = 0.5, x goes from 0 to −1, and on to −2 with a gradient of 1. So
       ‖u‖²/(η²c) = 2 and ½‖g‖² = 0.5.
 
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
-      >>> tx = track_momentum(spa(learning_rate=1.0, averaging=0.5))
-      >>> params = jnp.array(0.0)
+      >>> tx, params = track_momentum(spa(learning_rate=1.0, averaging=0.5)), jnp.array(0.0)
       >>> state = tx.init(params)
       >>> for gradient in (2.0, 1.0):
       ...     updates, state = tx.update(jnp.array(gradient), state, params)
-      ...     params = optax.apply_updates(params, updates)
+      ...     params = params + updates
       >>> report = momentum_report(state)
       >>> print(f"{report.iterate_term:.3f} {report.gradient_term:.3f} {report.gain:.3f}")
       2.000 0.500 4.000
-      >>> print(f"{report.inner_product:.3f} {report.alignment:.3f}")
-      -1.000 1.000
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
@@ -128,10 +99,8 @@ def track_momentum(
     DECAY.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
+    POWER.check(averaging=averaging)  # in (0, 1]
     B2.check(b2=b2)
-    AVERAGING.optional().check(averaging=averaging)
-    if callable(averaging) or is_surely(averaging == 0):
-        raise ValueError(f"`averaging` must be None or in (0, 1], got {averaging!r}")
     tx = optax.with_extra_args_support(inner)
     is_member = isinstance(inner.update, Update)
 
@@ -152,7 +121,7 @@ def track_momentum(
             raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
         if per_leaf is not False and params is None:
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
-        labels = _labels(per_leaf, params)
+        labels, count = _labels(per_leaf, params), jnp.asarray(state.count)
 
         def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
@@ -161,7 +130,6 @@ def track_momentum(
             return u, now, steps[0] if steps else step_of_optax(inner_state, now, averaging, b2)
 
         given = (updates, state.inner, params)
-        count = jnp.asarray(state.count)
         separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
         separate = lambda: sums_of(separate_step(), labels)
         if is_member and every == 1:  # the sums fuse into the update's kernels
@@ -186,15 +154,15 @@ def track_momentum(
 def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
     """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
     momentum = find_one(state, "inner", SPAState, ADAM_OR_TRACE)
-    of_momentum = () if isinstance(momentum, SPAState) else (Float8MomentumState,)
-    for wrapper in find(state, (*SKIPS_UPDATES, TrackMomentumState, *of_momentum)):
-        raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
     is_spa = isinstance(momentum, SPAState)
+    refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
+    for wrapper in find(state, refused):
+        raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
     tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
-    count = lambda tree: len(jax.tree.leaves(tree))
-    if (got := count(tree)) != (num := count(params)):
+    got, num = (len(jax.tree.leaves(tree)) for tree in (tree, params))
+    if got != num:
         raise ValueError(f"`inner` must hold a momentum of all {num} arrays of params, got {got}")
-    if not isinstance(momentum, SPAState):
+    if not is_spa:
         averaging_of(state, averaging)
     elif averaging is not None:
         raise ValueError(f"`averaging` must be None for an `inner` with its own c, got {averaging}")
@@ -210,13 +178,11 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
         return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
-    tree = per_leaf(params)
-    try:
+    tree, labels = per_leaf(params), {}
+    with contextlib.suppress(ValueError):  # `tree` is no prefix
         labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
-    except ValueError:  # `tree` is no prefix
-        labelled = {}
-    found = by_path(labelled)
-    labels: dict[str, Any] = {keystr(path): found.get(keystr(path)) for path in paths}
+        labels = dict(leaves_with_path(labelled))
+    labels = {keystr(path): labels.get(keystr(path)) for path in paths}
     if not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(
             "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
