@@ -69,8 +69,7 @@ def test_schedule_free(b1: float, power: float) -> None:
         evaluate = optax.contrib.schedule_free_eval_params
         y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
         y, x = trajectory(spa(0.5, UNIFORM, b1), eval_params, jnp.float64)
-    # Rounding, over 300 steps.
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)  # rounding, over 300 steps
     # The state keeps μ_y as a float32.
     np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-12 if b1 in (0.5, 1) else 1e-7)
 
@@ -119,8 +118,7 @@ def test_interpolation_may_change_unforeseen() -> None:
     params, state = run(spa(0.1, 0.2, 0.9), PARAMS, grads)
     params, state = run(spa(0.1, 0.2, 0.5), params, grads, state)
     chex.assert_trees_all_close((params, state), scheduled, rtol=1e-6)
-    # And the state tells c, not what a change makes of it.
-    np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)
+    np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)  # not what the change makes of it
 
 
 def test_derivative_with_respect_to_interpolation() -> None:

@@ -476,6 +476,8 @@ def test_equinox(it: Transform) -> None:
     assert not np.array_equal(x[0].layers[0].weight, start[0].layers[0].weight)
     np.testing.assert_array_equal(x[1], start[1])
     edit = lambda model: equinox.combine(jax.tree.map(jnp.cos, only_trained(model)), model)
+    with pytest.raises(ValueError, match="`new_params` must not be the arrays of `old_params`"):
+        reanchor(state, model, model)
     state = reanchor(state, model, edit(model))  # z − y is as before
     expected = jax.tree.map(lambda x, y: x - y + jnp.cos(y), *map(only_trained, (x, model)))
     x = eval_params(state, edit(model))
