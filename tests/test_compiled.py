@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from paper.command_line import UserError
-from test_optax_contract import ALL
+from test_optax_contract import FACTORIES
 
 from spa_optax import (
     primal_averaging,
@@ -30,7 +30,7 @@ NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.rando
 EIGHT = NARROW | {"state_dtype": jnp.float8_e4m3fn}
 SHAPES = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
 SIZE = sum(map(math.prod, SHAPES))
-every_transform = pytest.mark.parametrize("name", ALL)
+every_transform = pytest.mark.parametrize("name", FACTORIES)
 every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
 
@@ -53,7 +53,7 @@ def size_of_state(tx: Any, dtype: Any) -> int:
 @every_transform
 def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> None:
     """Gradients are read; params and state are read and written in place; nothing else is."""
-    tx = ALL[name]()
+    tx = FACTORIES[name]()
     found = program(tx, dtype)
     must_move = 3 * SIZE * dtype.dtype.itemsize + 2 * size_of_state(tx, dtype)
     num_kernels, at_most = len(SHAPES), must_move
@@ -148,7 +148,7 @@ def test_a_second_kernel_is_seen() -> None:
 @every_transform
 def test_no_collective(name: str, num_devices: int) -> None:
     """But for the two squares of `track_momentum`, and for the means of a factored ν."""
-    found = program(ALL[name](), num_devices=num_devices)
+    found = program(FACTORIES[name](), num_devices=num_devices)
     if name == "factored":  # of leaves that are split along a factored axis, each
         assert 0 < found.num_collectives <= 2 * len(SHAPES)
     else:
