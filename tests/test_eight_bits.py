@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    COLLECTIVE,
     FLOAT8_E4M3FN,
     FLOAT8_E5M2,
     FLOAT16,
@@ -33,7 +32,6 @@ from spa_optax import (
     primal_averaging,
     reanchor,
     spa,
-    spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
 )
@@ -49,19 +47,13 @@ MAKE: dict[str, Any] = {
     "nesterov": functools.partial(spa_from_sgdm, 0.125, 0.5, nesterov=True),
     "gpa": functools.partial(spa, 0.5, 0.25, 0.5),
     "primal_averaging": lambda **kwargs: primal_averaging(optax.sgd(0.5), 0.25, 0.5, **kwargs),
-    "gpa_adamw": functools.partial(spa_adamw, 0.01, 0.1, 0.9),
 }
-every_member = pytest.mark.parametrize(
-    "make", [pytest.param(m, id=name) for name, m in MAKE.items()]
-)
 
 
-@every_member
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @every_dtype
 def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> None:
     """The first step makes z − y a power of two, and what follows halves or keeps it."""
-    if make is MAKE["gpa_adamw"]:
-        pytest.skip("its steps are no powers of two")
     params = {"w": jnp.array([[1.0, -3.0], [0.25, 8.0]]), "b": jnp.array(2.0)}
     grads = [jax.tree.map(lambda p: jnp.sign(p) * 2.0**-4, params)]
     wide, narrow = (make(state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype))
@@ -73,18 +65,17 @@ def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> 
     z = spa_state(state).z
     assert _storage.form_of(z).follows_params
     assert z[0]["w"].dtype == dtype
-    moved = jax.tree.map(lambda z, y: jnp.all(z != y), z_of(state, found), found)
-    assert all(jax.tree.leaves(moved))
+    assert jnp.all(z_of(state, found)["w"] != found["w"])
 
 
-@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
-@every_dtype
-def test_the_mean_of_a_step(dtype: Any, params_dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [*of_8_bits, jnp.bfloat16, jnp.float32])
+def test_the_mean_of_a_step(dtype: Any) -> None:
     """Over places and steps, x and z are what NumPy has for them in float64."""
     n, rng = 20_000, np.random.default_rng(0)
-    # η g from 1e-7 (subnormal in e4m3) to 0.1; for bfloat16, which then moves once in 400 times,
-    # from 1e-5
-    smallest = -7 if params_dtype == jnp.float32 else -5
+    params_dtype = jnp.float32 if dtype == E4M3 else jnp.bfloat16
+    # η g from 1e-7 (subnormal in e4m3) to 0.1; from 1e-5 for a bfloat16, which then moves once in
+    # 400 times.
+    smallest = -7 if dtype == E4M3 else -5
     eta_g = 10.0 ** np.linspace(smallest, -1, 8) * rng.choice([-1, 1], 8)
     y_0 = jnp.asarray(rng.uniform(0.5, 1.5, 8), params_dtype)
     params = jnp.broadcast_to(y_0[:, None], (8, n))
@@ -151,33 +142,9 @@ def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
     np.testing.assert_allclose(kappa_squared, spacing**2 / (16 * np.log(2)), rtol=0.1)
 
 
-@pytest.mark.parametrize("make", quick(MAKE, "nesterov", "gpa_adamw"))
-def test_sharded(make: Any) -> None:
-    """The same bits under any sharding, which `init` takes from params, without a collective."""
-    tx = make(state_dtype=E4M3, rounding_key=KEY)
-    params = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.linspace(0.5, 2, 8)}
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    grads = jax.tree.map(lambda p: p / 64, params)
-    expected, state = run(tx, params, [grads] * 3)
-    mesh = Mesh(np.array(jax.devices()), ("a",))
-    sharding = NamedSharding(mesh, PartitionSpec("a"))
-    params, grads = jax.device_put((params, grads), sharding)
-    sharded_state = jax.jit(tx.init)(params)
-    z = spa_state(sharded_state).z.float8_e4m3fn["w"]
-    assert z.sharding.is_equivalent_to(sharding, 2)
-    assert z.dtype == E4M3
-    compiled = jax.jit(tx.update).lower(grads, sharded_state, params).compile()
-    assert not COLLECTIVE.search(str(compiled.as_text()))
-    found, found_state = run(tx, params, [grads] * 3, sharded_state)
-    if make is MAKE["gpa_adamw"]:  # whose roots may differ in their last bit
-        return
-    chex.assert_trees_all_equal(*map(jax.device_get, (found, expected)))
-    chex.assert_trees_all_equal(*map(jax.device_get, (found_state, state)))
-
-
 @pytest.mark.parametrize("dtype", [*of_8_bits, FLOAT16])
 def test_saturation(dtype: Any) -> None:
-    """z stays within the limit of y, and the gauge says how many elements are there."""
+    """z stays within the limit of y, and the gauge counts; what is not finite comes to y."""
     limit = float(jnp.finfo(dtype).max) / 256
     params = jnp.zeros(6)
     steps = jnp.array([0.0, 0.5, -0.9, 3.0, -3.0, 1e9]) * limit
@@ -188,24 +155,19 @@ def test_saturation(dtype: Any) -> None:
     np.testing.assert_allclose(z, -np.clip(steps, -limit, limit), rtol=0.13)
     assert np.abs(z).max() == limit
     assert momentum_report(state).num_saturated == 3
+    # Later, when all are back, the report still says so.
     tx = track_momentum(spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY), decay=0.9)
-    gradients = jnp.array([0.1, -0.1, 0.2, 0.3, 2.0]) * limit
-    found, state = run(tx, jnp.zeros(5), [gradients] * 3)
-    # It is said to the end of the run, when all are back.
-    params, state = run(tx, found, [0 * gradients] * 40, state)
-    assert not np.any(np.abs(np.float32(jax.tree.leaves(spa_state(state).z)[0])) == limit * 256)
-    said = momentum_report(state).verdict()
-    assert "Up to 1 elements of z were at the limit of its dtype" in said
-
-
-@every_dtype
-def test_infinity_and_nan(dtype: Any) -> None:
-    """They come to the params, as they do with a wider z."""
+    steps = jnp.array([0.1, -0.1, 0.2, 0.3, 2.0, 0.0]) * limit
+    found, state = run(tx, params, [steps] * 3)
+    _, state = run(tx, found, [0 * steps] * 40, state)
+    stored = np.float32(jax.tree.leaves(spa_state(state).z)[0])
+    assert np.abs(stored).max() < 256 * limit
+    assert "Up to 1 elements of z were at the limit" in momentum_report(state).verdict()
     tx = spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY)
     bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
     found, state = run(tx, jnp.zeros(4), [bad, jnp.zeros(4)])
-    np.testing.assert_array_equal(np.isfinite(found), [False, False, False, True])
-    np.testing.assert_array_equal(np.isfinite(z_of(state, found)), [False, False, False, True])
+    for values in (found, z_of(state, found)):
+        np.testing.assert_array_equal(np.isfinite(values), [False, False, False, True])
 
 
 def test_params_that_are_replaced_or_edited() -> None:
@@ -222,98 +184,27 @@ def test_params_that_are_replaced_or_edited() -> None:
 
 
 def test_a_rate_that_falls_to_0_or_jumps() -> None:
-    """The difference has the scale of params, not of the rate, so nothing overflows."""
-    rates = jnp.array([0.5, 0.5, 1e-6, 0.0, 0.0, 2.0, 0.5])
-    recipe = lambda k: rates[k]
-    g = [jnp.full(20_000, 2.0**-6)] * len(rates)
-    for make in (
-        functools.partial(spa, recipe, 0.25),
-        functools.partial(spa_from_sgdm, recipe, 0.5),
-    ):
-        wide, _ = run(make(), jnp.ones(20_000), g)
-        narrow, _ = run(make(state_dtype=E4M3, rounding_key=KEY), jnp.ones(20_000), g)
-        error = narrow.std() / np.sqrt(20_000) + 1e-7
-        assert abs(narrow.mean() - wide[0]) < 5 * error
-        assert 0 < narrow.std() < 0.02
+    """z − x has the scale of params, so nothing overflows, and where it is rescaled no m is lost.
 
-
-def test_rates_that_are_not_foreseen() -> None:
-    """Under `inject_hyperparams` z − x is rescaled; a rise of the rate restarts momentum."""
-    factory = optax.inject_hyperparams(spa_from_sgdm, static_args=("state_dtype", "rounding_key"))
-    means = []
-    for dtype in (jnp.float32, E4M3):
-        tx: Any = factory(learning_rate=0.1, momentum=0.5, state_dtype=dtype, rounding_key=KEY)
-        params, state = jnp.ones(20_000), tx.init(jnp.ones(20_000))
-        update = jax.jit(tx.update)
-        for rate in (0.1, 0.05, 0.2, 0.0, 0.1, 1e5, 0.1):
-            state.hyperparams["learning_rate"] = jnp.float32(rate)
-            updates, state = update(jnp.full(20_000, 2.0**-8 / max(rate, 1)), state, params)
-            params += updates
-        means.append((params.mean(), params.std() / np.sqrt(20_000)))
-    (exact, _), (mean, error) = means
-    assert abs(mean - exact) < 5 * error + 1e-7
-
-
-@pytest.mark.parametrize("name", ["masked", "partition", "MultiSteps", "apply_if_finite"])
-def test_composes(name: str) -> None:
-    tx = spa(0.5, 0.25, state_dtype=E4M3, rounding_key=KEY)
-    params = {"w": jnp.ones((4, 2), jnp.bfloat16), "scale": jnp.array(1.0), "n": jnp.array(3)}
-    grads = {
-        "w": jnp.full((4, 2), 2.0**-4, jnp.bfloat16),
-        "scale": jnp.array(0.25),
-        "n": jnp.array(0),
-    }
-    alone, _ = run(tx, params, [grads] * 2)
-    wrapped = {
-        "masked": lambda: optax.masked(tx, {"w": True, "scale": True, "n": False}),
-        "partition": lambda: optax.partition({"a": tx}, jax.tree.map(lambda _: "a", params)),
-        "MultiSteps": lambda: optax.MultiSteps(tx, 1),
-        "apply_if_finite": lambda: optax.apply_if_finite(tx, 3),
-    }[name]()
-    with jax.numpy_dtype_promotion("standard"):  # MultiSteps needs it
-        found, _ = run(wrapped, params, [grads] * 2)
-    assert found["n"] == 3
-    tolerance = 2.0**-6 if name == "masked" else 0  # its leaves have other random bits
-    chex.assert_trees_all_close(found, alone, atol=tolerance)
-
-
-def test_converted_both_ways() -> None:
-    """z goes over to other formats, and comes back to the 8 bits that it was."""
-    params, rng = {"w": jnp.ones((8, 4)), "b": jnp.array(0.5)}, np.random.default_rng(0)
-    grads = [jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params) for _ in "abc"]
-    narrow, wide = (
-        spa_from_sgdm(0.01, 0.5, state_dtype=dtype, rounding_key=KEY) for dtype in (E4M3, None)
-    )
-    params, state = run(narrow, params, grads)
-    as_wide = convert(state, params, into=wide.init(params))
-    chex.assert_trees_all_equal(as_wide.z, z_of(state, params))
-    back = convert(as_wide, params, into=narrow.init(params))
-    chex.assert_trees_all_equal(back, state)
-    sgd = optax.sgd(0.01, momentum=0.5)
-    as_sgd = convert(state, params, into=sgd.init(params))
-    expected, _ = run(wide, params, grads, as_wide)
-    found, _ = run(sgd, params, grads, as_sgd)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5)
-    # Too far away it is at the limit, not NaN.
-    far = as_wide._replace(z=jax.tree.map(lambda z: z + 100, as_wide.z))
-    with pytest.warns(UserWarning, match="z is farther from `params` than `into` can hold"):
-        z = convert(far, params, into=narrow.init(params)).z
-    np.testing.assert_array_equal(np.float32(z.float8_e4m3fn["w"]), 448)
-
-
-@pytest.mark.parametrize("make", [spa, spa_from_sgdm, spa_adamw])
-def test_it_needs_a_key(make: Any) -> None:
-    with pytest.raises(ValueError, match="`rounding_key` must be given with a `state_dtype` of 8"):
-        make(0.1, state_dtype=E4M3)
-    for dtype in (jnp.float8_e4m3b11fnuz, jnp.float8_e5m2fnuz, jnp.int8):
-        with pytest.raises(ValueError, match="`state_dtype` must be a floating-point dtype of 16"):
-            make(0.1, state_dtype=dtype, rounding_key=KEY)
+    A rise by 11 times would restart momentum where x of 16 bits is a term of z − x.
+    """
+    n, rates = 20_000, jnp.array([0.5, 0.5, 1e-6, 0.0, 0.0, 1e-3, 0.03, 0.5])
+    sgdm = lambda learning_rate, **kwargs: spa_from_sgdm(learning_rate, 0.75, **kwargs)
+    narrow = lambda learning_rate: sgdm(learning_rate, state_dtype=E4M3, rounding_key=KEY)
+    g = [jnp.full(n, 2.0**-6)] * len(rates)
+    expected, _ = run(sgdm(lambda k: rates[k]), jnp.ones(n), g)
+    tx = optax.inject_hyperparams(narrow, hyperparam_dtype=jnp.float32)(lambda k: rates[k])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, _ = run(tx, jnp.ones(n, dtype), g)
+        x = x.astype(float)
+        error = 5 * x.std() / np.sqrt(n)
+        assert abs(x.mean() - expected[0]) < error + 1e-6
+        assert 0 < error < 0.01  # a momentum lost at the last rise would be 0.02
 
 
 # ------------------------------------------------------------------------------- float8_momentum
 
 MOMENTUM: dict[str, Any] = {
-    "sgd": lambda: optax.sgd(0.01, 0.9),
     "nesterov": lambda: optax.sgd(0.01, 0.9, nesterov=True),
     "adamw": lambda: optax.adamw(0.01),
     "adafactor": lambda: optax.adafactor(0.01, momentum=0.9),
@@ -324,15 +215,13 @@ MOMENTUM: dict[str, Any] = {
 
 def test_a_momentum_that_float8_can_hold_is_exact() -> None:
     """Arrays of one scale each, with few bits: m is g, then g/2 + g, g/4 + g/2 + g."""
-    params = {"a": jnp.zeros(3), "b": jnp.zeros((2, 1)), "c": jnp.zeros(())}
     g = {"a": jnp.array([1.0, -2, 0]), "b": jnp.full((2, 1), 2.0**90), "c": jnp.array(2.0**-90)}
-    base = optax.sgd(1.0, momentum=0.5)
-    chex.assert_trees_all_equal(
-        run(float8_momentum(base, KEY), params, [g] * 3)[0], run(base, params, [g] * 3)[0]
-    )
+    params, base = optax.tree.zeros_like(g), optax.sgd(1.0, momentum=0.5)
+    expected, _ = run(base, params, [g] * 3)
+    chex.assert_trees_all_equal(run(float8_momentum(base, KEY), params, [g] * 3)[0], expected)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-6, 1e9, 0.0])
+@pytest.mark.parametrize("size", [1e-6, 1e9, 0.0])
 def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     """Also of elements far below the largest, which are subnormal; and all are neighbours."""
     g = size * jnp.logspace(-6, 0, 97) * jnp.resize(jnp.array([1.0, -1, 0]), 97)
@@ -351,38 +240,32 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
 
 
-@pytest.mark.parametrize("base", quick(MOMENTUM, "sgd", "muon"))
+@pytest.mark.parametrize("base", quick(MOMENTUM, "nesterov", "muon"))
 @pytest.mark.usefixtures("standard_promotion")
 def test_it_trains_as_its_base_does(base: Any) -> None:
     """In one byte for each element of momentum, with bfloat16 params and without."""
     params = {"w": 1 + jax.random.normal(KEY, (128, 128)), "b": jnp.ones(64)}
     size_of = lambda tree: sum(jnp.sum(x.astype(float) ** 2) for x in jax.tree.leaves(tree))
-    gradient = jax.grad(size_of)
     num_bytes = lambda state: sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    expected = base().init(params)
-    tx = float8_momentum(base(), KEY)
+    expected, tx = base().init(params), float8_momentum(base(), KEY)
     state = tx.init(params)
     size = sum(m.size for m in jax.tree.leaves(state) if m.dtype == E4M3)
     assert size == sum(x.size for x in jax.tree.leaves(params))
     assert num_bytes(state) == num_bytes(expected) - 3 * size + 4 + 4 * len(state.scales)
     descents = []
-    for wrapped, dtype in (
-        (base(), float),
-        (tx, float),
-        (stochastic_rounding(tx, KEY), "bfloat16"),
-    ):
+    rounded = stochastic_rounding(tx, KEY)
+    for wrapped, dtype in ((base(), float), (tx, float), (rounded, "bfloat16")):
         x = optax.tree.cast(params, dtype)
-        state, update = wrapped.init(x), jax.jit(wrapped.update)
+        state = wrapped.init(x)
         for _ in range(10):
-            updates, state = update(gradient(x), state, x)
-            x = optax.apply_updates(x, updates)
+            x, state = run(wrapped, x, [jax.grad(size_of)(x)], state)
         descents.append(size_of(params) - size_of(x))
     # An element of m is at most 1/8 from where it would be.
     np.testing.assert_allclose(descents, descents[0], rtol=1 / 8)
 
 
 @pytest.mark.parametrize("base", [optax.scale_by_adam, optax.scale_by_adamax])
-@pytest.mark.parametrize("size", [1e-8, 1e-4, 1.0])
+@pytest.mark.parametrize("size", [1e-8, 1.0])
 @pytest.mark.usefixtures("standard_promotion")
 def test_steps_of_adam_where_gradients_are_far_below_the_largest(base: Any, size: float) -> None:
     """At most 1.2 times those of float32. With m / s alone they were 600 times as long at 1e-8."""
@@ -426,13 +309,12 @@ def test_bits_of_a_momentum_are_the_same_under_any_sharding() -> None:
 
 
 def test_momentum_that_is_not_finite_stays_so() -> None:
-    tx, x = float8_momentum(optax.sgd(1.0, momentum=0.5), KEY), jnp.zeros(2)
+    """And others keep their scale."""
+    tx = float8_momentum(optax.sgd(1.0, momentum=0.5), KEY)
     for bad in (jnp.nan, jnp.inf):
-        g = jnp.array([bad, 1.0])
-        y, state = run(tx, x, [g])
-        y, _ = run(tx, y, [jnp.zeros(2)], state)
+        y, _ = run(tx, jnp.zeros(2), [jnp.array([bad, 1.0]), jnp.zeros(2)])
         assert not jnp.isfinite(y[0])
-        assert y[1] == -1.5  # others keep their scale
+        assert y[1] == -1.5
 
 
 def test_float8_momentum_of_no_params() -> None:
@@ -445,33 +327,15 @@ def test_float8_momentum_of_no_params() -> None:
     assert optax.tree.get(in_one, "trace") == {"w": 1}
 
 
-@pytest.mark.parametrize(("g", "x"), [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.usefixtures("standard_promotion")
-def test_float8_momentum_keeps_the_dtype_of_updates(g: str, x: str) -> None:
+def test_float8_momentum_keeps_the_dtype_of_updates(dtype: str) -> None:
     """So it fits into wrappers that skip updates, where its base does."""
-    g, x, base = jnp.ones(3, g), jnp.ones(3, x), optax.sgd(0.1, 0.9)
+    g, x, base = jnp.ones(3, jnp.bfloat16), jnp.ones(3, dtype), optax.sgd(0.1, 0.9)
     tx = float8_momentum(base, KEY)
     u, _ = tx.update(g, tx.init(x), x)
     assert u.dtype == base.update(g, base.init(x), x)[0].dtype
-    if g.dtype == x.dtype:
-        tx = optax.apply_if_finite(tx, 2)
-        tx.update(g, tx.init(x), x)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_a_rate_that_rises_keeps_an_8_bit_momentum() -> None:
-    """Rescaling z − x costs no digits, so momentum does not restart, whatever the params."""
-    make = lambda learning_rate: spa_from_sgdm(
-        learning_rate, 0.9, state_dtype=E4M3, rounding_key=KEY
-    )
-    rate = lambda k: jnp.where(k < 10, 1e-3, 3e-2)
-    tx = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(rate)
-    means = []
-    for dtype in ("float32", "bfloat16"):
-        x, _ = run(tx, jnp.zeros(4_000, dtype), [jnp.full(4_000, 0.01, dtype)] * 12)
-        means.append(x.astype(float).mean())
-    # m in e4m3 is at most 1/8 off in an element, and params at most 2^-8.
-    np.testing.assert_allclose(means[1], means[0], rtol=5 * (1 / 8 + 2**-8) / 4_000**0.5)
+    assert tx.update(g, tx.init(x))[0].dtype == g.dtype
 
 
 def test_state_in_8_bits_has_no_derivative() -> None:
@@ -486,27 +350,26 @@ def test_state_in_8_bits_has_no_derivative() -> None:
 
 
 def test_of_momentum_refused() -> None:
-    params = jnp.zeros(2)
-    for base in (optax.sgd(0.1), optax.rmsprop(0.1)):
-        with pytest.raises(ValueError, match=r"`base` must hold one of .*State`, got "):
+    sgd, params = optax.sgd(0.1, 0.9), jnp.zeros(2)
+    tx = float8_momentum(sgd, KEY)
+    for base, match in (
+        (optax.rmsprop(0.1), r"hold one of `TraceState`.*, got EmptyState, ScaleByRms"),
+        (primal_averaging(sgd, 0.1), "not average, got a `SPAState`"),
+        (spa(0.1), "not average, got a `SPAState`"),
+    ):
+        with pytest.raises(ValueError, match=f"`base` must {match}"):
             float8_momentum(base, KEY).init(params)
-    tx = float8_momentum(optax.sgd(0.1, 0.9), KEY)
     with pytest.raises(ValueError, match=r"`base` must have a momentum of real .* complex64"):
         tx.init(params.astype(complex))
     with x64(), pytest.raises(ValueError, match=r"in 32 bits or fewer, got one of dtype float64"):
         tx.init(jnp.zeros(2, jnp.float64))
     with pytest.raises(ValueError, match="must be a `Float8MomentumState`, got tuple"):
-        tx.update(params, optax.sgd(0.1, 0.9).init(params))
+        tx.update(params, sgd.init(params))
     with pytest.raises(ValueError, match="must not hold a `Float8MomentumState`: put it outside"):
         track_momentum(tx, averaging=0.1).init(params)
-    inside = float8_momentum(track_momentum(optax.sgd(0.1, 0.9), averaging=0.1), KEY)
+    inside = float8_momentum(track_momentum(sgd, averaging=0.1), KEY)
     for measured in (inside, track_momentum(primal_averaging(tx, 0.5))):
         _, state = run(measured, params, [jnp.ones(2)] * 3)
         assert momentum_report(state).num_measured == 3
-    for average in (primal_averaging(optax.sgd(0.1, 0.9), 0.1), spa(0.1)):
-        with pytest.raises(ValueError, match="`base` must not average, got a `SPAState`"):
-            float8_momentum(average, KEY).init(params)
-    full = spa(0.1).init(params)
-    for old, into, name in ((tx.init(params), full, "old_state"), (full, tx.init(params), "into")):
-        with pytest.raises(ValueError, match=f"`{name}` must hold its momentum in 16 bits or more"):
-            convert(old, params, into=into, learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="`into` must hold its momentum in 16 bits or more"):
+        convert(spa(0.1).init(params), params, into=tx.init(params))

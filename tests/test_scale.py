@@ -15,18 +15,16 @@ import orbax.checkpoint as ocp
 import pytest
 import transformer
 from helpers import (
-    COLLECTIVE,
     assert_apart_by_rounding,
     environment,
     free_address,
     rounding_noise,
-    slow,
-    table,
+    run,
 )
 from jax.sharding import Mesh
 from transformer import make_init, on_host, optimizer, sharding, train
 
-from spa_optax import spa, spa_adamw, spa_from_sgdm
+from spa_optax import spa, spa_from_sgdm
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -56,50 +54,6 @@ def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
     np.testing.assert_allclose(losses, one[2], rtol=rtol)
 
 
-@pytest.mark.slow
-def test_sharded_over_eight_devices_is_one_device() -> None:
-    params, state, losses = train(mesh_of(8), optimizer())
-    sharded = [x for x in jax.tree.leaves(params) if not x.sharding.is_fully_replicated]
-    assert len(sharded) == len(jax.tree.leaves(params)) > 10
-    for x, z in zip(*map(jax.tree.leaves, (params, state.z)), strict=True):
-        assert z.sharding == x.sharding
-        assert x.sharding.is_equivalent_to(sharding(mesh_of(8), x), x.ndim)
-    assert_same_as_on_one_device(*result(params, state, losses))
-    assert losses[-1] < losses[0] - 0.5
-    # And it is SGD with momentum.
-    schedule = optax.cosine_decay_schedule(0.05, transformer.NUM_STEPS)
-    sgd, _, _ = train(mesh_of(8), optax.sgd(schedule, 0.9))
-    (one, *_), (noisy, *_) = on_one_device()
-    assert_apart_by_rounding(on_host(sgd), one, noisy, at_most=1e-3)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "float32",
-        slow("bfloat16"),
-        slow("bfloat16, stochastic"),
-        slow("gpa_adamw, bfloat16, stochastic"),
-    ],
-)
-def test_no_collective_inside_the_update(kind: str) -> None:
-    key = jax.random.key(0) if "stochastic" in kind else None
-    make = functools.partial(spa_adamw, 0.1, 0.05, 0.9) if "gpa_adamw" in kind else optimizer
-    tx = make(rounding_key=key)
-    dtype = jnp.bfloat16 if "bfloat16" in kind else jnp.float32
-    params, state = make_init(mesh_of(8), tx, dtype)()
-    compiled = jax.jit(tx.update).lower(params, state, params).compile()
-    assert not COLLECTIVE.search(compiled.as_text())
-    updates, after = compiled(params, state, params)
-    kept = [optax.tree.get(after, name, params) for name in ("z", "nu")]  # ν, where there is one
-    for x, *leaves in zip(*map(jax.tree.leaves, (params, updates, *kept)), strict=True):
-        assert all(leaf.sharding == x.sharding for leaf in leaves)
-    # The positive control: clipping must add one.
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    compiled = jax.jit(clipped.update).lower(params, clipped.init(params), params).compile()
-    assert COLLECTIVE.search(compiled.as_text())
-
-
 def test_import_does_not_start_jax() -> None:
     """`jax.distributed.initialize` must come before, and may come after the imports."""
     program = (
@@ -127,25 +81,24 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()
     *carry, first = train(mesh_of(8), tx, stop=3)
-    for num_devices, before in ((4, 8), (1, 4)):
+    target_of = lambda leaf, mesh: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding(mesh, leaf)
+    )
+    for num_devices in (4, 1):
+        mesh, folder = mesh_of(num_devices), tmp_path / str(num_devices)
+        shapes = jax.eval_shape(make_init(mesh, tx))
+        target = jax.tree.map(functools.partial(target_of, mesh=mesh), shapes)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / str(before), tuple(carry))
+            checkpointer.save(folder, tuple(carry))
             checkpointer.wait_until_finished()
-            mesh = mesh_of(num_devices)
-            target = jax.tree.map(
-                lambda leaf, mesh=mesh: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=sharding(mesh, leaf)
-                ),
-                jax.eval_shape(make_init(mesh, tx)),
-            )
-            restored = checkpointer.restore(tmp_path / str(before), target)
+            restored = checkpointer.restore(folder, target)
         chex.assert_trees_all_equal(on_host(restored), on_host(tuple(carry)))
-        assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(restored)} == {
-            num_devices
-        }
+        for leaf in jax.tree.leaves(restored):
+            assert len(leaf.sharding.device_set) == num_devices
         params, state, rest = train(mesh, tx, restored, start=3)
         assert_same_as_on_one_device(*result(params, state, first + rest))
         carry = restored
+    assert rest[-1] < first[0] - 0.5
 
 
 # --------------------------------------------------------------------------------------- long runs
@@ -154,7 +107,7 @@ LAST = 2**31 - 1  # where an int32 count stays
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
-@pytest.mark.parametrize("start", [2**24 - 30, 2**24 + 1, 1_000_000_007, LAST - 60])
+@pytest.mark.parametrize("start", [2**24 - 30, LAST - 60])
 def test_late_in_a_run(start: int, nesterov: bool) -> None:
     """Schedules of odd and even counts, which float32 cannot tell apart there: NumPy, float64."""
     rates, momenta = np.array([0.3, 0.1, 0.02]), np.array([0.9, 0.5])
@@ -163,13 +116,12 @@ def test_late_in_a_run(start: int, nesterov: bool) -> None:
     tx = spa_from_sgdm(alpha, beta, nesterov, horizon=200)
     rng = np.random.default_rng(start)
     x, grads = rng.normal(size=5), rng.normal(size=(50, 5))
-    params, state = jnp.asarray(x, jnp.float32), tx.init(jnp.asarray(x, jnp.float32))
-    m, largest, update = np.zeros(5), 0.0, jax.jit(tx.update)
+    params = jnp.asarray(x, jnp.float32)
+    # z_0 = x_0 with whatever w: m is 0
+    state = tx.init(params)._replace(count=jnp.array(start, jnp.int32), w=jnp.float32(1.0))
+    params, state = run(tx, params, list(jnp.asarray(grads, jnp.float32)), state)
+    m, largest = np.zeros(5), 0.0
     for k, g in enumerate(grads):
-        if k == 0:  # z_0 = x_0 with whatever w: m is 0
-            state = state._replace(count=jnp.array(start, jnp.int32), w=jnp.float32(1.0))
-        updates, state = update(jnp.asarray(g, jnp.float32), state, params)
-        params = optax.apply_updates(params, updates)
         a, b = rates[(start + k) % 3], momenta[(start + k) % 2]
         m = b * m + g
         x = x - a * (g + b * m if nesterov else m)
@@ -182,17 +134,13 @@ def test_late_in_a_run(start: int, nesterov: bool) -> None:
 @pytest.mark.parametrize("make", [lambda a: spa(a, 0.1), lambda a: spa_from_sgdm(a, 0.9)])
 def test_a_count_at_its_end(make: Any) -> None:
     """The count stays, and with it a schedule; and the horizon does not run over."""
-    schedule = table(jnp.array([0.1, 0.1, 0.05]))
-    tx = make(lambda count: jnp.where(count < 0, jnp.nan, schedule(count)))
+    tx = make(lambda count: jnp.where(count < 0, jnp.nan, 0.1))
     params, state = jnp.ones(3), tx.init(jnp.ones(3))
     state = state._replace(count=jnp.array(LAST - 2, jnp.int32), w=jnp.float32(0.9 * 0.5))
-    counts = []
-    for _ in range(5):
-        updates, state = jax.jit(tx.update)(params, state, params)
-        params = optax.apply_updates(params, updates)
-        counts.append(int(state.count))
+    for k in (LAST - 1, LAST, LAST, LAST):
+        params, state = run(tx, params, [params], state)
+        assert state.count == k
         assert np.isfinite(params).all()
-    assert counts == [LAST - 1, LAST, LAST, LAST, LAST]
 
 
 @pytest.mark.slow
@@ -212,8 +160,7 @@ def test_a_million_steps() -> None:
 
     x_0 = jnp.ones(3)
     carry = [(x_0, tx.init(x_0)) for tx in txs]
-    run = jax.jit(lambda c: jax.lax.scan(body, c, jnp.arange(1_000_000)))
-    ((_, _), (_, state)), apart = run(carry)
+    ((_, _), (_, state)), apart = jax.lax.scan(body, carry, jnp.arange(1_000_000))
     assert state.count == 1_000_000
     # Each of the last 1/(αλ) or so steps, up to 1e4 of them, rounds x to 3e-8.
     assert apart.max() < 1e-5

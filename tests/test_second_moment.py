@@ -24,7 +24,6 @@ SCALES: dict[str, Any] = {
     "full": scale_by_second_moment(),
     "16 bits": scale_by_second_moment(dtype=jnp.bfloat16, rounding_key=KEY),
     "factored": scale_by_factored_second_moment(min_dim_size_to_factor=2),
-    "factored, power": scale_by_factored_second_moment(power=0.8, min_dim_size_to_factor=2),
 }
 every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
@@ -34,7 +33,54 @@ def random_grads(num_steps: int) -> list[Any]:
     return [optax.tree.random_like(key, WIDE) for key in keys]
 
 
-# ------------------------------------------------------------------------------------------- full
+@every_scale
+def test_leaves_without_gradient_and_complex_ones(scale: Any) -> None:
+    """ν stays where there is no gradient; it is real, and casts from complex would warn."""
+    z = jnp.array([[3 + 4j, -5j], [1.0, 2j]], jnp.complex64)
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2)), "z": z, "none": None}
+    state = scale.init(params)
+    _, state = scale.update(params, state, params)
+    d, after = scale.update({**params, "a": None, "b": 2 * params["b"]}, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(after))
+    assert (d["a"], d["none"], d["z"].dtype) == (None, None, z.dtype)
+    np.testing.assert_allclose(d["z"] / jnp.abs(d["z"]), z / jnp.abs(z), rtol=1e-5)
+    for name in {"nu", "v_row", "v_col"} & set(state._fields):
+        before, now = getattr(state, name), getattr(after, name)
+        assert before["a"].size > 1
+        chex.assert_trees_all_equal(now["a"], before["a"])
+        assert np.any(np.asarray(now["b"] != before["b"]))
+
+
+@pytest.mark.parametrize("scalar", [np.float64, np.asarray])
+def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
+    with x64():
+        params = jnp.ones((4, 3), jnp.float32)
+        b2, eps = scalar(0.99), scalar(1e-8)
+        for tx in (
+            scale_by_second_moment(b2, eps),
+            scale_by_factored_second_moment(b2, eps, min_dim_size_to_factor=2),
+            scale_by_factored_second_moment(b2, eps, power=scalar(0.8)),
+        ):
+            state = tx.init(params)
+            d, after = tx.update(params, state, params)
+            chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+            assert d.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("scale", ["full", "factored"])
+@pytest.mark.parametrize("leaf", [jnp.arange(3), 1.0, "x"])
+def test_bad_trees(scale: str, leaf: Any) -> None:
+    tx, params = SCALES[scale], {"b": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"`params` must be floating-point arrays, got .*\['a'\]"):
+        tx.init({"a": leaf} | params)
+    with pytest.raises(ValueError, match=r"`state.* must have the shapes of .* at .*\['b'\]"):
+        tx.update(params, tx.init({"b": jnp.ones(4)}), params)
+    with pytest.raises(ValueError, match=f"`state` must hold a {scale} second moment"):
+        tx.update(params, optax.EmptyState(), params)
+
+
+# ------------------------------------------------------------------------------- full, and 16 bits
 
 
 def test_full_is_optax_scale_by_rms() -> None:
@@ -54,90 +100,17 @@ def test_full_is_optax_scale_by_rms() -> None:
     chex.assert_trees_all_close(states[0].nu, states[1].nu, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", ["full", "16 bits"])
-def test_second_moment_of_narrow_gradients(scale: str) -> None:
-    """In bfloat16 0.999 is 1, and ν would never move."""
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    grads = {"w": jnp.full(4, 0.1, jnp.bfloat16)}
-    tx = in_float32(SCALES[scale])
-    state = tx.init(params)
-    for _ in range(50):
-        _, state = jax.jit(tx.update)(grads, state, params)
-    g = float(grads["w"][0])
-    nu = np.asarray(optax.tree.get(state, "nu")["w"], np.float64)
-    # 16 bits: 50 steps of an ulp at most, 2^-7 of ν, if at random √50 of them.
-    rtol = 1e-4 if scale == "full" else 5 * np.sqrt(50) * 2.0**-7
-    np.testing.assert_allclose(nu, g**2 * (1 - 0.999**50), rtol=rtol)
-
-
-@pytest.mark.parametrize("scalar", [np.float64, np.asarray, float])
-def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
-    with x64():
-        params = jnp.ones((4, 3), jnp.float32)
-        b2, eps = scalar(0.99), scalar(1e-8)
-        for tx in (
-            scale_by_second_moment(b2, eps),
-            scale_by_factored_second_moment(b2, eps, min_dim_size_to_factor=2),
-            scale_by_factored_second_moment(b2, eps),
-        ):
-            state = tx.init(params)
-            d, after = tx.update(params, state, params)
-            chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-            assert d.dtype == jnp.float32
-
-
-@every_scale
-def test_second_moment_stays_without_gradient(scale: Any) -> None:
-    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2))}
-    grads = jax.tree.map(lambda p: p / 3, params)
-    state = scale.init(params)
-    _, state = scale.update(grads, state, params)
-    d, after = scale.update({"a": None, "b": 2 * grads["b"]}, state, params)
-    assert d["a"] is None
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-    moments = [name for name in state._fields if name in ("nu", "v_row", "v_col")]
-    for name in moments:
-        before, now = getattr(state, name), getattr(after, name)
-        assert before["a"].size > 1
-        chex.assert_trees_all_equal(now["a"], before["a"])
-        assert np.any(np.asarray(now["b"] != before["b"]))
-    assert moments
-
-
-@every_scale
-def test_second_moment_of_complex_gradients_is_real(scale: Any) -> None:
-    """Casts from complex to real would warn."""
-    params = {"w": jnp.array([[3 + 4j, -5j], [1.0, 2j]], jnp.complex64)}
-    state = scale.init(params)
-    d, after = scale.update(params, state, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-    assert not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(after))
-    assert d["w"].dtype == jnp.complex64
-    phase = params["w"] / jnp.abs(params["w"])
-    np.testing.assert_allclose(d["w"] / jnp.abs(d["w"]), phase, rtol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------- 16 bits
-
-
 def test_16_bits_of_second_moment_are_right_in_the_mean() -> None:
-    """Over keys, and over steps of which nearest rounding would see none."""
-    params, g = jnp.ones(64), jnp.linspace(0.5, 1.5, 64)
-    num_keys, num_steps = 256, 100
-
-    def run(key: Any) -> Any:
-        tx = scale_by_second_moment(dtype=jnp.bfloat16, rounding_key=key)
-        step = lambda state, _: (tx.update(g, state, params)[1], None)
-        state, _ = jax.lax.scan(step, tx.init(params), None, num_steps)
-        return state.nu  # pyright: ignore[reportAttributeAccessIssue]
-
-    nu = jax.jit(jax.vmap(run))(jax.random.split(KEY, num_keys))
-    assert nu.dtype == jnp.bfloat16
-    nu = np.asarray(nu, np.float64)
-    exact = np.asarray(g, np.float64) ** 2 * (1 - 0.999**num_steps)
-    error = nu.std(0) / num_keys**0.5
+    """Over places, and over steps of which nearest rounding would see none."""
+    num_places, num_steps = 256, 100
+    params = jnp.ones((64, num_places), jnp.bfloat16)
+    g = params * jnp.linspace(0.5, 1.5, 64)[:, None]
+    _, state = apply(in_float32(SCALES["16 bits"]), params, [g] * num_steps)
+    assert state.nu.dtype == jnp.bfloat16
+    nu, g = np.float64(state.nu), np.float64(g[:, 0])
+    error = nu.std(1) / num_places**0.5
     # 64 of them: 5 standard errors are passed once in 30,000 times.
-    assert np.all(np.abs(nu.mean(0) - exact) < 5 * error)
+    assert np.all(np.abs(nu.mean(1) - g**2 * (1 - 0.999**num_steps)) < 5 * error)
     assert np.all(error > 0)
 
 
@@ -173,7 +146,7 @@ def test_factored_is_adafactor() -> None:
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("b2", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("b2", [0.0, 0.999])
 def test_factored_second_moment_of_adam(b2: float) -> None:
     """From the equations: means over rows and columns of a ν that is corrected for its bias."""
     eps, num_steps = 1e-3, 5
@@ -194,41 +167,15 @@ def test_factored_second_moment_of_adam(b2: float) -> None:
         np.testing.assert_allclose(d[name], g[-1] / np.sqrt(nu), rtol=1e-4)
 
 
-def test_factored_params_in_a_tuple_of_four() -> None:
-    tx = scale_by_factored_second_moment(min_dim_size_to_factor=2)
-    params = tuple(jnp.full((3, 2), float(i)) for i in range(1, 5))
-    d, state = tx.update(params, tx.init(params), params)
-    chex.assert_trees_all_close(d, jax.tree.map(jnp.ones_like, params), rtol=1e-6)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
-
-
 @pytest.mark.parametrize("power", [0.8, None])
 def test_factored_where_gradients_are_zero_or_huge(power: float | None) -> None:
     """ε² underflows at 1e-30, a sum of squares overflows at 2e18, and their ratio underflows."""
-    params = jnp.ones((256, 256))
+    params = (jnp.ones((256, 256)),) * 4  # in as many as a result has fields
     tx = scale_by_factored_second_moment(eps=1e-30, power=power)
     for size in (0.0, 1.0, 2e18):
         g = jnp.full((256, 256), size).at[3].set(0)
         state = tx.init(params)
         for _ in range(3):
-            d, state = jax.jit(tx.update)(g, state, params)
-            np.testing.assert_allclose(d, jnp.sign(g), rtol=1e-5, atol=1e-5)
-
-
-@every_scale
-def test_clipped_in_a_chain(scale: Any) -> None:
-    """The first direction is the gradient's sign, whose root mean square is 1."""
-    params = {"w": jnp.outer(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])), "b": jnp.ones(3)}
-    direction = in_float32(optax.chain(scale, optax.clip_by_block_rms(0.25)))
-    tx = optax.chain(direction, spa(1.0, 1.0))
-    updates, _ = tx.update(params, tx.init(params), params)
-    expected = jax.tree.map(lambda g: -0.25 * jnp.sign(g), params)
-    rtol = 2.0**-8 if scale is SCALES["16 bits"] else 1e-5  # √ν to half of its last bit
-    chex.assert_trees_all_close(updates, expected, rtol=rtol)
-
-
-@pytest.mark.parametrize("scale", ["full", "factored"])
-@pytest.mark.parametrize("leaf", [jnp.arange(3), 1.0, 3, "x", jnp.ones(2, bool)])
-def test_params_are_floating_point_arrays(scale: str, leaf: Any) -> None:
-    with pytest.raises(ValueError, match=r"`params` must be floating-point arrays, got .*\['a'\]"):
-        SCALES[scale].init({"a": leaf, "b": jnp.ones(3)})
+            d, state = jax.jit(tx.update)((g, -g, g, g), state, params)
+            for sign, direction in zip((1, -1, 1, 1), d, strict=True):
+                np.testing.assert_allclose(direction, sign * jnp.sign(g), rtol=1e-5, atol=1e-5)
