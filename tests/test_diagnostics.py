@@ -26,6 +26,7 @@ from scipy import stats
 
 from spa_optax import (
     eval_params,
+    float8_momentum,
     primal_averaging,
     scale_by_second_moment,
     schedule_free_averaging,
@@ -99,7 +100,6 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
     np.testing.assert_allclose(now["alignment"][known], cosine, atol=2e-3)
     assert known.sum() > 140
     assert not known[c == 1].any()
-    assert np.isnan(h["inner_product"][0])
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -342,7 +342,7 @@ NOT_ADAM = [
     optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1)),
     optax.yogi(0.1),
     optax.contrib.adopt(0.1),
-    optax.adamw(0.1, b2=0.95),
+    optax.adamw(0.1, b2=0.9988),
     optax.adamw(0.1, b1=0.5),
 ]
 
@@ -445,8 +445,7 @@ def test_what_a_report_says_of_the_run() -> None:
             assert (report.num_steps, report.num_measured) == (20, 20)
             np.testing.assert_allclose(report.average_length, length, rtol=1e-6)
     tx = track_momentum(spa(1.0, 0.1))
-    kinds = (1e18, "num_skipped"), (math.nan, "num_skipped"), (1e-22, "num_zero")
-    for scale, field in (*kinds, (1e-12, "num_rounded")):
+    for scale, field in ((1e18, "num_skipped"), (1e-22, "num_zero"), (1e-12, "num_rounded")):
         state = tx.init(params)
         for g in grads:  # params stay
             _, state = tx.update({"w": scale * g["w"]}, state, params)
@@ -568,6 +567,7 @@ def test_bad_arguments() -> None:
         (optax.masked(sgd, one_of_two), {"averaging": 0.1}, "all 2 arrays, got 1"),
         (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
         (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
+        (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
         (optax.adamw(0.1), {}, "`averaging` must be 1 − β if `inner` does not hold β, got None"),
         (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
         (spa(1.0), {"per_leaf": lambda params: 1}, "strings for params or their nodes, got 1"),

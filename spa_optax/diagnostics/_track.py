@@ -151,9 +151,8 @@ def track_momentum(
             at_some = lambda: jax.lax.cond(count % every == 0, separate, zeros)
             sums = sums_of(step, labels) if every == 1 else at_some()
         gauge = update_gauge(state.gauge, step, sums, count, decay, every)
-        return u, TrackMomentumState(
-            now, jnp.asarray(optax.safe_increment(count)), gauge, state.groups
-        )
+        count = jnp.asarray(optax.safe_increment(count))
+        return u, TrackMomentumState(now, count, gauge, state.groups)
 
     # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
