@@ -45,7 +45,7 @@ class Sums(NamedTuple):
 class Gauge(NamedTuple):
     """The stored measurements: scalars, or vectors over the labels and then over all params.
 
-    ‖u_k‖²/(η_k²c_{k+1}) has the cross term a_k = −2(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/η_k². Under pure
+    The cross term of ‖u_k‖²/(η_k²c_{k+1}) is a_k = −2(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/η_k². Under pure
     noise its mean is 0 given the steps before k, so the variance of Σ a_k is the mean of Σ a_k².
     """
 
@@ -65,11 +65,10 @@ class Gauge(NamedTuple):
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
-    """The gauge before the first step."""
-    # Separate arrays, so that all can be donated.
+    """The gauge before the first step, of separate arrays, so that all can be donated."""
     zeros = lambda number, dtype=jnp.float32: [jnp.zeros(shape, dtype) for _ in range(number)]
     means, alignment, numbers = Means(*zeros(4)), AlignmentMeans(*zeros(4)), zeros(5, jnp.int32)
-    return Gauge(zeros(1)[0] - 1, *zeros(5), means, alignment, *numbers)
+    return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *numbers])
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
@@ -133,8 +132,7 @@ def update_gauge(
     before = jnp.where((count == 0) & is_finite, sq_d, r**2 * gauge.spread)
     noise = c**2 * before + b**2 * gradient
     spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
-    # In units of η²c, unless η or c is 0.
-    scale = eta**2 * c
+    scale = eta**2 * c  # the unit, unless η or c is 0
     unit = jnp.where(scale > 0, scale, 1)
     iterate, level, term = square / unit, noise / unit, -2 * c * b * g_d / unit
     fits = is_finite & jnp.isfinite(iterate) & jnp.isfinite(level)

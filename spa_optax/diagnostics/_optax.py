@@ -9,26 +9,23 @@ from jaxtyping import Array, PyTree
 
 from spa_optax._checks import is_surely
 from spa_optax._core import Step
-from spa_optax._optax_states import ADAM_OR_TRACE, INJECTED
+from spa_optax._optax_states import ADAM_OR_TRACE, INJECTED, MOMENTUM
 from spa_optax._precision import scaled, wide_dtype
 from spa_optax._trees import find, map_trained
 
 
 def averaging_of(state: PyTree, averaging: float | None) -> Any:
     """The c = 1 − β of Optax's own momentum, as given or injected."""
-    if averaging is not None:
-        return averaging
     beta = _injected(state, ("momentum", "b1"), None)
-    if beta is None:
+    if averaging is None and beta is None:
         raise ValueError("`averaging` must be 1 − β if `inner` does not hold β, got None")
-    return 1 - jnp.asarray(beta)
+    return 1 - jnp.asarray(beta) if averaging is None else averaging
 
 
 def _injected(state: PyTree, names: tuple[str, ...], otherwise: Any) -> Any:
     """A hyper-parameter of `optax.inject_hyperparams`."""
-    found = [node.hyperparams for node in find(state, INJECTED)]
-    values = [hyperparams[name] for hyperparams in found for name in names if name in hyperparams]
-    return values[0] if values else otherwise
+    found = (node.hyperparams for node in find(state, INJECTED))
+    return next((values[name] for values in found for name in names if name in values), otherwise)
 
 
 def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: float) -> Step:
@@ -37,26 +34,24 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
     all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
-    old, new = ([*find(state, ADAM_OR_TRACE), None][0] for state in (before, after))
+    old, new = (next(iter(find(of, ADAM_OR_TRACE)), None) for of in (before, after))
     if old is None or new is None:
         raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
     c = jnp.asarray(averaging_of(after, averaging), jnp.float32)
     wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
-    if isinstance(old, optax.TraceState):
-        m, m_next, weight = old.trace, new.trace, jnp.ones([])
-        scale = jax.tree.map(lambda m: jnp.ones([]), m)
+    m, m_next = (map_trained(wide, getattr(of, MOMENTUM[type(of)])) for of in (old, new))
+    if isinstance(new, optax.TraceState):
+        weight, scale = jnp.ones([]), jax.tree.map(lambda m: jnp.ones([]), m)
     else:
-        m, m_next, weight = old.mu, new.mu, c
-        b2 = _injected(after, ("b2",), b2)
+        weight, b2 = c, _injected(after, ("b2",), b2)
         unbiased = 1 - jnp.asarray(b2, jnp.float32) ** jnp.asarray(new.count).astype(jnp.float32)
         rsqrt = lambda v: jnp.where(v > 0, v, jnp.inf) ** -0.5
         scale = jax.tree.map(lambda v: rsqrt(wide(v) / unbiased.astype(wide(v).dtype)), new.nu)
 
     def gradient(m: Array, m_next: Array, s: Array) -> Array:
-        m, m_next = wide(m), wide(m_next)
         return scaled(1 / weight, s, m.dtype) * (m_next - scaled(1 - c, m, m.dtype))
 
-    distance = lambda m, s: scaled(-(1 - c) / weight, s, wide(m).dtype) * wide(m)
+    distance = lambda m, s: scaled(-(1 - c) / weight, s, m.dtype) * m
     g, d = map_trained(gradient, m, m_next, scale), map_trained(distance, m, scale)
     # m is stored, not a difference: it is neither rounding error nor saturated.
     zeros = lambda dtype: map_trained(lambda m: jnp.zeros([], dtype), m)

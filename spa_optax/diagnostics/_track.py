@@ -44,28 +44,25 @@ def track_momentum(
 ) -> optax.GradientTransformationExtraArgs:
     """Measures whether an optimizer's momentum pays; `momentum_report` gives the result.
 
-    With d_k = z_k − x_k and u_k = x_{k+1} − x_k, before rounding to the params' dtype, no step is
-    stored. Without cross terms, as for pure noise, ‖u_k‖² would be v_{k+1}:
+    No step u_k = x_{k+1} − x_k is stored: it follows from d_k = z_k − x_k. For pure noise, without
+    cross terms, ‖u_k‖² would be v_{k+1}:
 
-        u_k = c_{k+1} (d_k − η_k g_k)                   u_{k−1} = c_k/(1 − c_k) d_k
-        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)            p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
+        u_k = c_{k+1} (d_k − η_k g_k)             u_{k−1} = c_k/(1 − c_k) d_k
+        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)      p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
     g_k is the update that reaches the member of the family: the gradient after clipping and decay,
     or Adam's direction. Optax's own momentum is measured as SPA with η = 1, without Adam's ε and
-    Nesterov's further step. A step counts unless rounding of the params may be more than a tenth of
-    ‖u_k‖², as with most 16-bit params. The updates are those of `inner`, to the bit if `update` is
-    compiled apart from the gradients (with `params_of_base="z"` on CPU, to an ulp).
+    Nesterov's further step. A step does not count if more than a tenth of ‖u_k‖² may be rounding.
+    The updates are those of `inner`, to the bit if `update` is compiled apart from the gradients.
 
     Args:
       inner: a transformation with one member of the family, `optax.sgd` with momentum, `optax.adam`
-        or `optax.adamw`, also in a chain. Put wrappers that skip updates (`optax.MultiSteps`)
-        around `track_momentum`.
+        or `optax.adamw`, also in a chain. Put wrappers that skip updates around `track_momentum`.
       decay: of the moving averages per measured step, in [0, 1). At 0 only the last step counts.
       every: steps from one measurement to the next, ≥ 1. In between only scalars are updated.
       per_leaf: True for a gauge of each parameter array; or a function from the params to a tree of
         strings, or a prefix of one, for a gauge of each label.
-      averaging: c = 1 − β in (0, 1], for Optax's own momentum. None reads it from
-        `optax.inject_hyperparams` (`momentum` or `b1`).
+      averaging: c = 1 − β in (0, 1], for Optax's own momentum. None: as in `inject_hyperparams`.
       b2: β₂ in [0, 1) of Adam's state, unless it is injected.
 
     Returns:
@@ -76,8 +73,7 @@ def track_momentum(
       ValueError: if an argument is out of range, or, in `init`, `inner` is none of these.
 
     Examples:
-      With η = 1 and c = 0.5, x goes from 0 to −1, and on to −2 with a gradient of 1. So
-      ‖u‖²/(η²c) = 2 and ½‖g‖² = 0.5.
+      With η = 1 and c = 0.5, x goes from 0 to −1 and on to −2: ‖u‖²/(η²c) = 2 and ½‖g‖² = 0.5.
 
       >>> import jax.numpy as jnp
       >>> from spa_optax import spa
@@ -92,8 +88,7 @@ def track_momentum(
       2.000 0.500 4.000
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 4 (Insight 1) and
-      Figure 2. The noise level, and measuring without a stored step, are this package's.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and Figure 2.
     """
     TRANSFORMATION.check(inner=inner)
     DECAY.check(decay=decay)
@@ -106,8 +101,20 @@ def track_momentum(
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
-        _check_watchable(state, params, averaging)
-        if find(state, optax.ScaleByAdamState) and not find(state, SPAState):
+        momentum = find_one(state, "inner", SPAState, ADAM_OR_TRACE)
+        is_spa = isinstance(momentum, SPAState)
+        refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
+        for wrapper in find(state, refused):
+            raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
+        tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
+        got, num = (len(jax.tree.leaves(tree)) for tree in (tree, params))
+        if got != num:
+            raise ValueError(f"`inner` must hold a momentum of all {num} arrays, got {got}")
+        if is_spa and averaging is not None:
+            raise ValueError(f"`averaging` must be None, as `inner` has its own c, got {averaging}")
+        if not is_spa:
+            averaging_of(state, averaging)
+        if isinstance(momentum, optax.ScaleByAdamState):
             check_adam(inner, params, averaging, b2)
         labels = _labels(per_leaf, params)
         groups = {name: optax.EmptyState() for name in sorted(set((labels or {}).values()))}
@@ -151,23 +158,6 @@ def track_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _check_watchable(state: PyTree, params: PyTree, averaging: float | None) -> None:
-    """Raises unless `inner` has one momentum, of all params, with known c, and skips no updates."""
-    momentum = find_one(state, "inner", SPAState, ADAM_OR_TRACE)
-    is_spa = isinstance(momentum, SPAState)
-    refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
-    for wrapper in find(state, refused):
-        raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
-    tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
-    got, num = (len(jax.tree.leaves(tree)) for tree in (tree, params))
-    if got != num:
-        raise ValueError(f"`inner` must hold a momentum of all {num} arrays of params, got {got}")
-    if not is_spa:
-        averaging_of(state, averaging)
-    elif averaging is not None:
-        raise ValueError(f"`averaging` must be None for an `inner` with its own c, got {averaging}")
-
-
 def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
     """The label of each trained parameter by its path; None if all share one gauge."""
     if per_leaf is False:
@@ -178,14 +168,12 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
         return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
-    tree, labels = per_leaf(params), {}
+    tree, found = per_leaf(params), {}
     with contextlib.suppress(ValueError):  # `tree` is no prefix
         labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
-        labels = dict(leaves_with_path(labelled))
-    labels = {keystr(path): labels.get(keystr(path)) for path in paths}
+        found = dict(leaves_with_path(labelled))
+    labels: dict[str, Any] = {keystr(path): found.get(keystr(path)) for path in paths}
     if not all(isinstance(label, str) for label in labels.values()):
-        raise ValueError(
-            "`per_leaf` must return a tree of strings like that of the params, or a prefix of it,"
-            f" got {reprlib.repr(tree)}"
-        )
+        got = reprlib.repr(tree)
+        raise ValueError(f"`per_leaf` must return strings for params or their nodes, got {got}")
     return labels
