@@ -213,7 +213,7 @@ def test_complex_params(alias: str, kwargs: Any) -> None:
     with jax.numpy_dtype_promotion("standard"):
         _, adam = optax.adamw(0.1).update(params, optax.adamw(0.1).init(params), params)
     if alias == "at x":
-        state = convert(adam, params, into=state, learning_rate=0.1)
+        state = convert(adam, params, into=state, adam=optax.adamw(0.1), learning_rate=0.1)
     updates, after = tx.update(params, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     assert updates["w"].dtype == jnp.complex64
