@@ -1,7 +1,7 @@
 """Moves a run in the middle: from one optimizer's state into another's."""
 
-import itertools
 import warnings
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,56 +10,26 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax._checks import (
-    AVERAGING,
-    B1,
-    B2,
-    EPS,
-    FLAG,
-    MOMENTUM,
-    NOT_NEGATIVE,
-    NOT_NEGATIVE_INTEGER,
-    RATE,
-    check_one_run,
-    is_surely,
-)
+from spa_optax import _checks as checks, _nodes as nodes, _trees as trees
+from spa_optax._checks import is_surely
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._nodes import (
-    base_of,
-    count_field,
-    is_momentum,
-    map_nodes,
-    matched,
-    nodes_of,
-    signature,
-    with_base,
-)
 from spa_optax._optax_states import ADAM_OR_TRACE, SECOND_MOMENTS, RMSState
 from spa_optax._precision import scaled, wide_dtype
+from spa_optax._probe import check_adam
 from spa_optax._second_moment import factored_axes
 from spa_optax._storage import form_of, storage_of, trees_of, z_of
-from spa_optax._trees import (
-    by_path,
-    check_same_tree,
-    copy,
-    find_one,
-    is_trained,
-    keys_of,
-    scalar_of,
-    with_leaves,
-)
+from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
 
 ByPath = dict[str, Array]  # an array for each trained parameter, by its path
-Given = SimpleNamespace  # x, the params by their paths, k, and the arguments of `convert`
+Job = SimpleNamespace  # the arguments of `convert`, with x and y by their paths, k and the old ν
 
 
 class Snapshot(NamedTuple):
     """A run in the middle, whatever its optimizer."""
 
-    count: Array  # k
     z: ByPath  # z_k, in 32 bits or more where it is computed
     w: Array  # (params − z_k) / m_k
     eta: Array  # η of the last step, or of the next under Adam
@@ -73,6 +43,7 @@ def convert(
     params: PyTree,
     *,
     into: PyTree,
+    adam: optax.GradientTransformation | optax.MultiSteps | None = None,
     new_params: PyTree | None = None,
     learning_rate: optax.ScalarOrSchedule | None = None,
     momentum: optax.ScalarOrSchedule | None = None,
@@ -93,32 +64,21 @@ def convert(
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
     From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's. A momentum that
-    keeps its form is copied.
-
-    Everything else in the two states must be known, and is
+    keeps its form is copied. Everything else in the two states must be known, and is
 
         copied       second moments; directions, which both runs must have; the same base optimizer
         converted    a second moment that takes another form
-        copied if    both runs have it: `optax.MultiSteps` and other wrappers that skip updates.
-                     A new `MultiSteps` starts between two updates, at k.
+        copied if    both runs have it: `optax.MultiSteps` and other wrappers that skip updates
         set to k     counts of schedules, `optax.inject_hyperparams` and the like
         of `into`    injected hyper-parameters, gauges
 
     Directions that are known: those in `optax` except L-BFGS and line searches, `optax.add_noise`,
-    `optax.contrib.reduce_on_plateau`, and `float8_momentum`. Others raise ValueError.
-
-    Adamax, Adopt, RAdam, Yogi, NAdam(W) and LAMB keep a state of the same type as Adam's, and the
-    state alone does not show it. Convert only runs of `optax.adam` and `optax.adamw`, without
-    Nesterov momentum: an error is raised only for moments that Adam cannot have.
+    `optax.contrib.reduce_on_plateau`, and `float8_momentum`. Two `optax.MultiSteps` of different
+    lengths look alike: do not change the length in the middle of an accumulation.
 
     From AdamW, the next step's momentum is AdamW's, except for the gradient's effect on ν. The
-    gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)): within 1 %
-    after 44 steps at β₁ = 0.9. Weight decay, which has no momentum in AdamW, takes about 1/c steps
-    to take full effect.
-
-    On the way back from a z of more than 16 bits m has the rounding error of x, divided by w. It is
-    large for params of 16 bits or fewer, and in float32 where the rate is almost 0: 0.8 % of m, two
-    steps before a cosine ends.
+    gradient itself enters with weight c, where AdamW's has (1 − β₁)/(1 − β₁^(k+1)). On the way
+    back from a z of more than 16 bits m has the rounding error of x, divided by w.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`. For Flax nnx,
@@ -127,6 +87,8 @@ def convert(
         them. A warning is given where the moments are wider than the params.
       into: the new optimizer's state from `init`, in any chain or wrapper, also under Flax nnx. It
         may train fewer params, with the others frozen.
+      adam: the optimizer, `optax.adam` or `optax.adamw` in any chain or wrapper. Needed from and
+        to these. It is tried out on tiny params, since others have states of the same type.
       new_params: the params with which the run goes on, if they are not `params` but these cast to
         16 bits. A `Difference` keeps what they lose.
       learning_rate: α_k or η_k, a scalar or a schedule of the count k, as the optimizers have it.
@@ -147,10 +109,10 @@ def convert(
       the arguments.
 
     Raises:
-      ValueError: if an argument is missing or out of range; if a state holds none of these
-        momenta, several, or a state that is not known; if the trees, directions or second moments
-        do not match; if accumulated gradients would be lost; or if only one run trains at y. (Under
-        `jax.jit` the last two give NaN.)
+      ValueError: if an argument is missing or out of range; if `adam` is not Adam; if a state holds
+        none of these momenta, several, or a state that is not known; if the trees, directions,
+        second moments or a member's `rule_state` do not match; if accumulated gradients would be
+        lost; or if only one run trains at y. (Under `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -171,104 +133,119 @@ def convert(
       Adam's directions as gradients under AdamW. Defazio et al., The Road Less Scheduled, 2024,
       arXiv:2405.15682, Section 2.
     """
-    rates = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
-    others = {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov, "weight_power": weight_power}
-    RATE.optional().check(learning_rate=learning_rate)
-    MOMENTUM.optional().check(momentum=momentum)
-    AVERAGING.optional().check(averaging=averaging)
-    B1.check(b1=b1)
-    B2.check(b2=b2)
-    EPS.check(eps=eps)
-    NOT_NEGATIVE.check(weight_power=weight_power)
-    FLAG.check(nesterov=nesterov)
-    NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    given = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
+    given |= {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov, "weight_power": weight_power}
+    checks.RATE.optional().check(learning_rate=learning_rate)
+    checks.MOMENTUM.optional().check(momentum=momentum)
+    checks.AVERAGING.optional().check(averaging=averaging)
+    checks.B1.check(b1=b1)
+    checks.B2.check(b2=b2)
+    checks.EPS.check(eps=eps)
+    checks.NOT_NEGATIVE.check(weight_power=weight_power)
+    checks.FLAG.check(nesterov=nesterov)
+    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
     new_params = params if new_params is None else new_params
-    check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    given = Given(x=by_path(params), y=by_path(new_params), count=count, **others, **rates)
-    node, new_node = find_one(old_state, "old_state", *_FORMATS), find_one(into, "into", *_FORMATS)
-    for name, of in (("old_state", node), ("into", new_node)):
-        in_float8 = lambda leaf: is_trained(leaf) and leaf.dtype.itemsize == 1
-        if any(map(in_float8, jax.tree.leaves(momentum_tree(of)))) and type(of) is not SPAState:
-            raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
-    (_, read, _), (_, _, write) = _FORMATS[type(node)], _FORMATS[type(new_node)]
-    keys_of("old_state", [momentum_tree(node)], params)
-    misfit = _check_mu_y(node, new_node)
-    (keys,) = keys_of("into", [momentum_tree(new_node)], params)
-    if odd := sorted(set(keys) - set(by_path(momentum_tree(node)))):
+    trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
+    old, new = _momentum_of("old_state", old_state), _momentum_of("into", into)
+    trees.keys_of("old_state", [_tree_of(old)], params)
+    (keys,) = trees.keys_of("into", [_tree_of(new)], params)
+    if odd := sorted(set(keys) - set(by_path(_tree_of(old)))):
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
+    own, new_own = (getattr(state, "rule_state", ()) for state in (old, new))
+    if nodes.signature([own]) != nodes.signature([new_own]):
+        structures = f"{jax.tree.structure(new_own)} for {jax.tree.structure(own)}"
+        raise ValueError(f"`into` must have the `rule_state` of `old_state`, got {structures}")
     # The same base optimizer goes on as it is. Every other state must be known.
-    base, new_base = base_of(old_state), base_of(into)
-    if is_same_base := base is not None and signature([base]) == signature([new_base]):
-        old_state, into = with_base(old_state, None), with_base(into, None)
-    old, new = nodes_of("old_state", old_state, node), nodes_of("into", into, new_node)
-    kept, rest = matched(old, new)
-    unkept = [of for place, of in enumerate(new) if place not in kept]
-    given.nu = _second_moment_to_convert([*rest, node], [*unkept, new_node])
-    misfit |= _check_accumulation(rest)
-    given.k = _steps_taken(node, old, new_node, new, given)
-    is_same = type(node) is type(new_node) is not SPAState
+    base, new_base = nodes.base_of(old_state), nodes.base_of(into)
+    keeps_base = base is not None and nodes.signature([base]) == nodes.signature([new_base])
+    if keeps_base:
+        old_state, into = nodes.with_base(old_state, None), nodes.with_base(into, None)
+    old_nodes = nodes.nodes_of("old_state", old_state, old)
+    new_nodes = nodes.nodes_of("into", into, new)
+    kept, others = nodes.matched(old_nodes, new_nodes)
+    started = [node for node, old_node in zip(new_nodes, kept, strict=True) if old_node is None]
+    is_lost = _check_mu_y(old, new) | _check_accumulation(others)
+    keeps_form = type(old) is type(new) is not SPAState
+    if not keeps_form and (_is_adam(old) or _is_adam(new)):
+        check_adam(adam, params, b1, b2, eps)
+    job = Job(x=by_path(params), y=by_path(new_params), rule_state=own, **given)
+    job.nu = _second_moment_to_convert([*others, old], [*started, new])
+    job.k = _steps_taken(old, old_nodes, new, new_nodes, job, count)
     run: Any = None
-    if not is_same or not (given.nu is None or given.nu is node):
-        _warn_of_narrow_params(node, old, given)
-        run = read(node, by_path(momentum_tree(node)), given)
+    if not (keeps_form and (job.nu is None or job.nu is old)):
+        _warn_of_narrow_params(old, old_nodes, job)
+        run = _FORMATS[type(old)].read(old, by_path(_tree_of(old)), job)
         run = run._replace(z={key: run.z[key] for key in keys})
-    places = itertools.count()
+    goes_on = iter(kept)
 
-    def moved(_: str, of: Any) -> Any:
-        place = next(places)
-        if is_momentum(of, new_node):
-            values = by_path(node)
-            new = [values[path] for path in by_path(of)] if is_same else write(of, given, run)
-            nan = lambda leaf: jnp.where(misfit, jnp.nan, leaf) if is_trained(leaf) else leaf
-            return with_leaves(of, new if is_surely(~misfit) else jax.tree.map(nan, new))
-        if place in kept:
-            return with_leaves(of, kept[place])
-        if isinstance(of, SECOND_MOMENTS):
-            return with_leaves(of, _write_second_moment(of, given, run))
-        field = count_field(of)
-        return of._replace(**{field: with_leaves(getattr(of, field), given.k)}) if field else of
+    def moved(_: str, node: Any) -> Any:
+        old_node, field = next(goes_on), nodes.count_field(node)
+        if nodes.is_momentum(node, new):
+            values = by_path(old)
+            copied = keeps_form and [values[path] for path in by_path(node)]
+            leaves = copied or _FORMATS[type(new)].write(node, job, run)
+            nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
+            return with_leaves(node, leaves if is_surely(~is_lost) else jax.tree.map(nan, leaves))
+        if old_node is not None:
+            return with_leaves(node, old_node)
+        if isinstance(node, SECOND_MOMENTS):
+            return with_leaves(node, _write_second_moment(node, job, run))
+        return node._replace(**{field: with_leaves(getattr(node, field), job.k)}) if field else node
 
-    state = map_nodes(moved, into)
-    return copy(with_base(state, with_leaves(new_base, base)) if is_same_base else state)
-
-
-def momentum_tree(node: Any) -> PyTree:
-    """The tree of an optimizer's state that has a leaf for each parameter."""
-    field, _, _ = _FORMATS[type(node)]
-    tree = getattr(node, field)
-    return trees_of(tree)[0] if field == "z" else tree
+    state = nodes.map_nodes(moved, into)
+    return trees.copy(nodes.with_base(state, with_leaves(new_base, base)) if keeps_base else state)
 
 
-def _check_mu_y(node: Any, new_node: Any) -> Array:
+def _momentum_of(name: str, state: PyTree) -> Any:
+    """The node of a state with the momentum."""
+    found = trees.find_one(state, name, *_FORMATS)
+    in_float8 = lambda leaf: is_trained(leaf) and leaf.dtype.itemsize == 1
+    if type(found) is not SPAState and any(map(in_float8, jax.tree.leaves(_tree_of(found)))):
+        raise ValueError(f"`{name}` must hold its momentum in 16 bits or more, got 8")
+    checks.check_one_run(name, _mu_y_of(found), found._asdict().get("count", ()))
+    return found
+
+
+def _tree_of(momentum: Any) -> PyTree:
+    """The tree with a leaf for each parameter."""
+    return trees_of(getattr(momentum, _FORMATS[type(momentum)].field))[0]
+
+
+def _mu_y_of(momentum: Any) -> PyTree:
+    return getattr(momentum, "mu_y", getattr(momentum, "b1", 1.0))
+
+
+def _is_adam(momentum: Any) -> bool:
+    return isinstance(momentum, optax.ScaleByAdamState)
+
+
+def _any(conditions: Iterable[Array]) -> Array:
+    return jnp.any(jnp.array([jnp.any(condition) for condition in conditions], bool))
+
+
+def _check_mu_y(old: Any, new: Any) -> Array:
     """Raises if only one run trains at y; whether it does, if that is traced."""
-    of_node = lambda of: getattr(of, "mu_y", getattr(of, "b1", 1.0))
-    for name, of in (("old_state", node), ("into", new_node)):
-        check_one_run(name, of_node(of), of._asdict().get("count", ()))
-    old, new = (scalar_of(of_node(of)).astype(float) for of in (node, new_node))
-    misfit = (old == 1) != (new == 1)
-    if isinstance(new_node, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
-        misfit |= jnp.abs(old - new) > 2**-8
-    if is_surely(misfit):
-        if old == 1:
-            raise ValueError(
-                "`into` must keep the momentum of `old_state`, that of AdamW's b1 or SGD's: pass"
-                f" `interpolation=1.0`, got {new:g}"
-            )
+    mu_y, new_mu_y = (scalar_of(_mu_y_of(state)).astype(float) for state in (old, new))
+    differs = (mu_y == 1) != (new_mu_y == 1)
+    if isinstance(new, optax.contrib.ScheduleFreeState):  # b1, up to rounding to bfloat16
+        differs |= jnp.abs(mu_y - new_mu_y) > 2**-8
+    if is_surely(differs):
         raise ValueError(
-            "`into` must have the params of `old_state`, x (μ_y = 1) or y, and Schedule-Free the"
-            f" same μ_y as its b1, got μ_y = {old:g} into {new:g}"
+            "`into` must train at the params of `old_state`: at x, as AdamW and SGD do, by"
+            " `interpolation=1.0`, or at y, and Schedule-Free with the same μ_y as its b1, got"
+            f" μ_y = {mu_y:g} into {new_mu_y:g}"
         )
-    return misfit
+    return differs
 
 
 # -------------------------------------------------------------------------- what else states hold
 
 
 def _second_moment_to_convert(olds: list[Any], news: list[Any]) -> Any:
-    """The node with a second moment that takes another form, if there is one."""
-    is_nu = lambda of: isinstance(of, (*SECOND_MOMENTS, optax.ScaleByAdamState))
+    """The old node with a second moment that takes another form, if there is one."""
+    is_nu = lambda node: isinstance(node, (*SECOND_MOMENTS, optax.ScaleByAdamState))
     found = [("old_state", list(filter(is_nu, olds))), ("into", list(filter(is_nu, news)))]
-    (few, fewer), (many, more) = sorted(found, key=lambda of: len(of[1]))
+    (few, fewer), (many, more) = sorted(found, key=lambda side: len(side[1]))
     if len(more) > 1:
         raise ValueError(f"`{many}` must hold one second moment to convert, got {len(more)}")
     if len(fewer) < len(more):
@@ -276,11 +253,10 @@ def _second_moment_to_convert(olds: list[Any], news: list[Any]) -> Any:
     return found[0][1][0] if more else None
 
 
-def _check_accumulation(rest: list[Any]) -> Array:
+def _check_accumulation(lost: list[Any]) -> Array:
     """Raises if `convert` would lose accumulated gradients; whether it would, if that is traced."""
-    steps = [scalar_of(of.mini_step) for of in rest if isinstance(of, optax.MultiStepsState)]
-    is_lost = jnp.any(jnp.array([step != 0 for step in steps], bool))
-    if is_surely(is_lost):
+    steps = [scalar_of(node.mini_step) for node in lost if isinstance(node, optax.MultiStepsState)]
+    if is_surely(is_lost := _any(step != 0 for step in steps)):
         raise ValueError(
             "`into` must have the `optax.MultiSteps` of `old_state` in the middle of an"
             f" accumulation, got another or none at a mini_step of {steps[0]}"
@@ -288,24 +264,27 @@ def _check_accumulation(rest: list[Any]) -> Array:
     return is_lost
 
 
-def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given: Given) -> Array:
+def _steps_taken(
+    old: Any, old_nodes: list[Any], new: Any, new_nodes: list[Any], job: Job, count: int | None
+) -> Array:
     """The count k."""
-    if isinstance(node, optax.contrib.ScheduleFreeState):
-        return _scalars(node.step_count)[0] - 1
-    if not isinstance(node, optax.TraceState):
-        return _scalars(node.count)[0]
+    if isinstance(old, optax.contrib.ScheduleFreeState):
+        return _scalars(old.step_count)[0] - 1
+    if not isinstance(old, optax.TraceState):
+        return _scalars(old.count)[0]
     # The `step` of a wrapper that skips updates counts those too.
-    fields = [(of, count_field(of)) for of in old]
-    counts = _scalars(*(getattr(of, field) for of, field in fields if field not in (None, "step")))
-    moving = jnp.any(jnp.array([jnp.any(m != 0) for m in by_path(node.trace).values()], bool))
-    if given.count is not None:
-        k = jnp.asarray(given.count, jnp.int32)
-    elif counts and not is_surely(jnp.any(jnp.array(counts) != counts[0])):
+    fields = [(node, nodes.count_field(node)) for node in old_nodes]
+    counts = _scalars(*(getattr(node, f) for node, f in fields if f not in (None, "step")))
+    moving = _any(m != 0 for m in by_path(old.trace).values())
+    has_schedule = callable(job.learning_rate) or callable(job.momentum)
+    counts_nothing = isinstance(new, optax.TraceState) and not any(
+        map(nodes.count_field, new_nodes)
+    )
+    if count is not None:
+        k = jnp.asarray(count, jnp.int32)
+    elif counts and not is_surely(_any(other != counts[0] for other in counts)):
         k = counts[0].astype(jnp.int32)
-    elif not (callable(given.learning_rate) or callable(given.momentum)) and (
-        is_surely(~moving)  # at the start
-        or (isinstance(new_node, optax.TraceState) and not any(map(count_field, new)))
-    ):
+    elif not has_schedule and (is_surely(~moving) or counts_nothing):
         k = jnp.where(moving, 1, 0)
     else:
         raise ValueError("`count` must be given where `old_state` does not hold one, got None")
@@ -314,83 +293,22 @@ def _steps_taken(node: Any, old: list[Any], new_node: Any, new: list[Any], given
     return k
 
 
-def _required(given: Given, name: str) -> Any:
-    if getattr(given, name) is None:
+def _required(job: Job, name: str) -> Any:
+    if getattr(job, name) is None:
         raise ValueError(f"`{name}` must be given for these states, got None")
-    return getattr(given, name)
+    return getattr(job, name)
 
 
-# ----------------------------------------------------------------------------------------- readers
-
-
-def _scalars(*values: PyTree) -> list[Array]:
-    check_one_run("old_state", values)
-    return [scalar_of(value) for value in values]
-
-
-def _snapshot(
-    given: Given, scalars: tuple[Array, ...], scale: Array, m: ByPath, nu: ByPath | None
-) -> Snapshot:
-    """The run at z_k = x_k − scale · m. The scalars are w, η and c, which are 0 at the start."""
-    x = {key: given.x[key] for key in m}
-    z = {key: x.astype(storage_of(None).dtype_of(x)) for key, x in x.items()}
-    z |= {key: z[key] - scaled(scale, m[key], z[key].dtype) for key in m if is_trained(z[key])}
-    w, eta, c = (jnp.where(given.k == 0, 0, scalar) for scalar in scalars)
-    return Snapshot(given.k, z, w, eta, c, jnp.ones([]), nu)
-
-
-def _read_trace(node: Any, m: ByPath, given: Given) -> Snapshot:
-    alpha, beta = _required(given, "learning_rate"), _required(given, "momentum")
-    # w_k, as step k − 1 would have computed it.
-    ahead = look_ahead(alpha, beta, given.k - 1, nesterov=given.nesterov)
-    w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
-    scalars = (w, *eta_and_c(ahead, w, nesterov=given.nesterov))
-    return _snapshot(given, scalars, w, m, _read_second_moment(given))
-
-
-def _read_adam(node: Any, mu: ByPath, given: Given) -> Snapshot:
-    k = given.k
-    w, eta, c = _scalars_of_adam(given, k)
-    if is_surely(c <= 0):
-        raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
-    _check_moments_of_adam(node, given)
-    # Of the momentum that step k adds AdamW corrects the bias by k + 1.
-    m = _without_bias(mu, given, given.b1, k + 1)
-    nu = _without_bias(by_path(node.nu), given, given.b2, k)
-    d = {key: m[key] / (jnp.sqrt(nu[key]) + given.eps) for key in m}
-    return _snapshot(given, (w, eta, c), w / c, mu | d, nu)
-
-
-def _check_moments_of_adam(node: Any, given: Given) -> None:
-    """Raises if no gradients give these moments, by the inequality of Cauchy and Schwarz.
-
-    (Σ_j (1 − β₁) β₁^j g_j)² ≤ (1 − β₁)²/(1 − β₂) Σ_j (β₁²/β₂)^j · Σ_j (1 − β₂) β₂^j g_j²
-    """
-    b1, b2 = (jnp.asarray(b, jnp.float32) for b in (given.b1, given.b2))
-    limit = (1 - b1) ** 2 / (1 - b2) / (1 - b1**2 / b2)
-    pairs = zip(jax.tree.leaves(node.mu), jax.tree.leaves(node.nu), strict=True)
-    # In 16 bits ν may be far off. 1.1 and 1e-30 are for rounding and underflow.
-    excess = [
-        jnp.any(jnp.square(jnp.abs(m)).astype(v.dtype) > scaled(1.1 * limit, v, v.dtype) + 1e-30)
-        for m, v in pairs
-        if is_trained(v) and v.dtype.itemsize >= 4
-    ]
-    if is_surely(jnp.any(jnp.array(excess, bool)) & (b1**2 < b2)):
-        raise ValueError(
-            "`old_state` must be of `optax.adam` or `optax.adamw` with the given `b1` and `b2`, got"
-            " moments that these cannot have"
-        )
-
-
-def _warn_of_narrow_params(node: Any, old: list[Any], given: Given) -> None:
+def _warn_of_narrow_params(old: Any, old_nodes: list[Any], job: Job) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
-    if not isinstance(node, ADAM_OR_TRACE) or any(
-        type(of) is StochasticRoundingState for of in old
-    ):
-        return
-    moments = by_path(getattr(node, "nu", momentum_tree(node)))
+    moments = by_path(getattr(old, "nu", _tree_of(old)))
     bits = lambda leaf: leaf.dtype.itemsize * 8 if is_trained(leaf) else 0
-    if any(0 < bits(given.x[key]) <= 16 < bits(moment) for key, moment in moments.items()):
+    is_rounded = any(type(node) is StochasticRoundingState for node in old_nodes)
+    if (
+        isinstance(old, ADAM_OR_TRACE)
+        and not is_rounded
+        and any(0 < bits(job.x[key]) <= 16 < bits(moment) for key, moment in moments.items())
+    ):
         warnings.warn(
             "`params` should be the float32 master copy of the run if it has one, as its float32"
             " moments suggest: z is made from them. Cast the params after `convert`.",
@@ -398,117 +316,140 @@ def _warn_of_narrow_params(node: Any, old: list[Any], given: Given) -> None:
         )
 
 
-def _read_schedule_free(node: Any, z: ByPath, given: Given) -> Snapshot:
-    mu_y, eta, total = _scalars(node.b1, node.max_lr, node.weight_sum)
-    c = jnp.where(total > 0, eta**given.weight_power / jnp.where(total > 0, total, 1), 0)
-    nu = _read_second_moment(given)
-    return Snapshot(given.k, z, eta * (1 - c), eta, c, mu_y, nu)
+# ----------------------------------------------------------------------------------------- readers
 
 
-def _read_spa(node: Any, z: ByPath, given: Given) -> Snapshot:
-    w, eta, c, mu_y = _scalars(node.w, node.eta, node.c, node.mu_y)
-    others = [by_path(tree) for tree in trees_of(node.z)[1:]]
-    wide = lambda key: z_of(form_of(node.z), given.x[key], z[key], *(of[key] for of in others))
-    z = {key: wide(key) if is_trained(given.x[key]) else leaf for key, leaf in z.items()}
-    return Snapshot(given.k, z, w, eta, c, mu_y, _read_second_moment(given))
+def _scalars(*values: PyTree) -> list[Array]:
+    checks.check_one_run("old_state", values)
+    return [scalar_of(value) for value in values]
+
+
+def _read_optax(old: Any, m: ByPath, job: Job) -> Snapshot:
+    """The run at z = x − scale · m. At the start w, η and c are 0."""
+    w, eta, c = _scalars_of_adam(job) if _is_adam(old) else _scalars_of_sgd(job)
+    if _is_adam(old) and is_surely(c <= 0):
+        raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
+    nu, scale = _read_second_moment(job), w / c if _is_adam(old) else w
+
+    def z(key: str) -> Array:
+        x = job.x[key].astype(storage_of(None).dtype_of(job.x[key]))
+        if not is_trained(x):
+            return x
+        d = m[key].astype(wide_dtype(m[key])) / _divisor(old, job, nu, key)
+        return x - scaled(scale, d, x.dtype)
+
+    z_k = {key: z(key) for key in m}
+    w, eta, c = (jnp.where(job.k == 0, 0, scalar) for scalar in (w, eta, c))
+    return Snapshot(z_k, w, eta, c, jnp.ones([]), nu)
+
+
+def _scalars_of_sgd(job: Job) -> tuple[Array, Array, Array]:
+    """w, η and c of step k − 1, as it would have computed them."""
+    alpha, beta = _required(job, "learning_rate"), _required(job, "momentum")
+    ahead = look_ahead(alpha, beta, job.k - 1, nesterov=job.nesterov)
+    w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
+    return w, *eta_and_c(ahead, w, nesterov=job.nesterov)
+
+
+def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
+    """w, η and c of the next step."""
+    eta = at_count("learning_rate", _required(job, "learning_rate"))(job.k)
+    c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(job.k)
+    return eta * (1 - c), eta, c
+
+
+def _divisor(momentum: Any, job: Job, nu: ByPath | None, key: str) -> ArrayLike:
+    """By what Adam divides m. For what step k adds it corrects the bias by k + 1."""
+    if not _is_adam(momentum) or nu is None:
+        return 1.0
+    return _bias(job.b1, job.k + 1, nu[key]) * (jnp.sqrt(nu[key]) + job.eps)
+
+
+def _read_schedule_free(old: Any, z: ByPath, job: Job) -> Snapshot:
+    mu_y, eta, total = _scalars(old.b1, old.max_lr, old.weight_sum)
+    c = jnp.where(total > 0, eta**job.weight_power / jnp.where(total > 0, total, 1), 0)
+    return Snapshot(z, eta * (1 - c), eta, c, mu_y, _read_second_moment(job))
+
+
+def _read_spa(old: Any, z: ByPath, job: Job) -> Snapshot:
+    others = [by_path(tree) for tree in trees_of(old.z)[1:]]
+    wide = lambda key: z_of(form_of(old.z), job.x[key], z[key], *(tree[key] for tree in others))
+    z = {key: wide(key) if is_trained(job.x[key]) else leaf for key, leaf in z.items()}
+    w, eta, c, mu_y = _scalars(old.w, old.eta, old.c, old.mu_y)
+    return Snapshot(z, w, eta, c, mu_y, _read_second_moment(job))
 
 
 # ----------------------------------------------------------------------------------------- writers
 
 
-def _write_trace(node: Any, given: Given, run: Snapshot) -> PyTree:
-    known = (run.count > 0) & (run.w > 0)
-    w = jnp.where(known, run.w, 1)
+def _write_optax(new: Any, job: Job, run: Snapshot) -> PyTree:
+    """The m of x − z = scale · m, or 0 if the scale is 0."""
+    w, _, c = _scalars_of_adam(job) if _is_adam(new) else (run.w, run.eta, jnp.ones_like(run.w))
+    known = (job.k > 0) & (w > 0) & (c > 0)
+    scale = jnp.where(known, w / jnp.where(known, c, 1), 1)
 
     def m(key: str) -> Array:
-        x, distance = given.x[key], _x_minus_z(run, given, key)
-        m = jnp.where(known, distance / w.astype(distance.dtype), 0)
-        return m.astype(x.dtype) if is_trained(x) else jnp.zeros_like(x)
+        x, z = job.x[key], run.z[key]
+        if not is_trained(x):
+            return jnp.zeros_like(x)
+        distance = x.astype(wide_dtype(x, z)) - z.astype(wide_dtype(x, z))
+        m = jnp.where(known, distance / scale.astype(distance.dtype), 0)
+        return m * _divisor(new, job, run.nu, key)
 
-    return list(map(m, run.z))
-
-
-def _write_adam(node: Any, given: Given, run: Snapshot) -> PyTree:
-    k, all_nu = run.count, run.nu or {}
-    if is_surely(
-        (scalar_of(node.count) == 0)
-        & jnp.any(jnp.array([jnp.any(v != 0) for v in by_path(node.nu).values()], bool))
-    ):
-        raise ValueError("`into` must be of `optax.adam` or `optax.adamw`, got a ν_0 that is not 0")
-    w, _, c = _scalars_of_adam(given, k)
-    c_over_w = jnp.where(w > 0, c / jnp.where(w > 0, w, 1), 0)
-
-    def moments(key: str) -> tuple[Array, Array]:
-        if not is_trained(given.x[key]):
-            return jnp.zeros_like(given.x[key]), jnp.zeros_like(given.x[key])
-        distance, nu = _x_minus_z(run, given, key), all_nu[key]
-        m = scaled(c_over_w, distance, distance.dtype) * (jnp.sqrt(nu) + given.eps)
-        return m * _bias(given.b1, k + 1, m), nu * _bias(given.b2, k, nu)
-
-    pairs = [moments(key) for key in run.z]
-    return [k, *(m for m, _ in pairs), *(nu for _, nu in pairs)]
+    mu, nu = list(map(m, run.z)), run.nu or {}
+    biased = [nu[key] * _bias(job.b2, job.k, nu[key]) if key in nu else job.x[key] for key in run.z]
+    return [job.k, mu, biased] if _is_adam(new) else mu
 
 
-def _write_schedule_free(node: Any, given: Given, run: Snapshot) -> PyTree:
+def _write_schedule_free(new: Any, job: Job, run: Snapshot) -> PyTree:
     """The sum of weights is the last weight over c_k.
 
     Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
     """
-    k, rate = run.count, at_count("learning_rate", _required(given, "learning_rate"))
+    rate = at_count("learning_rate", _required(job, "learning_rate"))
     largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
-    max_lr = rate(jnp.ones_like(k))
-    if callable(given.learning_rate):
-        max_lr = jax.lax.fori_loop(2, k + 1, largest, max_lr)
-    max_lr = jnp.where(k > 0, max_lr, 0)
+    max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
     c = run.c.astype(max_lr.dtype)
-    total = jnp.where(c > 0, max_lr**given.weight_power / jnp.where(c > 0, c, 1), 0)
-    return node._replace(
-        b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=list(run.z.values())
-    )
+    total = jnp.where(c > 0, max_lr**job.weight_power / jnp.where(c > 0, c, 1), 0)
+    z = list(run.z.values())
+    return new._replace(b1=run.mu_y, weight_sum=total, step_count=job.k + 1, max_lr=max_lr, z=z)
 
 
-def _write_spa(node: Any, given: Given, run: Snapshot) -> PyTree:
-    form, trees = form_of(node.z), jax.tree.map(jnp.asarray, trees_of(node.z))
+def _write_spa(new: Any, job: Job, run: Snapshot) -> PyTree:
+    form, stored = form_of(new.z), jax.tree.map(jnp.asarray, trees_of(new.z))
     z = [
-        form.encode(run.z[key], given.y[key], None, *old) if is_trained(run.z[key]) else old
-        for key, *old in zip(run.z, *map(jax.tree.leaves, trees), strict=True)
+        form.encode(run.z[key], job.y[key], None, *arrays) if is_trained(run.z[key]) else arrays
+        for key, *arrays in zip(run.z, *map(jax.tree.leaves, stored), strict=True)
     ]
     saturated = [form.num_saturated(*arrays) for arrays in z if is_trained(arrays[0])]
-    if is_surely(jnp.any(jnp.array(saturated) > 0)):
+    if is_surely(_any(number > 0 for number in saturated)):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
-    return SPAState(run.count, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y)
+    return [job.k, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y, job.rule_state]
 
 
-# For each state its field with a leaf for each parameter, its reader and its writer. A
-# `ScheduleFreeState` counts before what its base optimizer has, and so does z.
-_FORMATS: dict[Any, tuple[str, Any, Any]] = {
-    optax.contrib.ScheduleFreeState: ("z", _read_schedule_free, _write_schedule_free),
-    SPAState: ("z", _read_spa, _write_spa),
-    optax.ScaleByAdamState: ("mu", _read_adam, _write_adam),
-    optax.TraceState: ("trace", _read_trace, _write_trace),
+class Format(NamedTuple):
+    """How a state with momentum is read and written."""
+
+    field: str  # with a leaf for each parameter
+    read: Any
+    write: Any
+
+
+# A `ScheduleFreeState` counts before what its base optimizer has, and so does z.
+_FORMATS: dict[Any, Format] = {
+    optax.contrib.ScheduleFreeState: Format("z", _read_schedule_free, _write_schedule_free),
+    SPAState: Format("z", _read_spa, _write_spa),
+    optax.ScaleByAdamState: Format("mu", _read_optax, _write_optax),
+    optax.TraceState: Format("trace", _read_optax, _write_optax),
 }
-
-
-def _x_minus_z(run: Snapshot, given: Given, key: str) -> Array:
-    """x_k − z_k."""
-    x, z = given.x[key], run.z[key]
-    dtype = wide_dtype(x, z)
-    return x.astype(dtype) - z.astype(dtype)
-
-
-def _scalars_of_adam(given: Given, k: Array) -> tuple[Array, Array, Array]:
-    """w, η and c of the next step."""
-    eta = at_count("learning_rate", _required(given, "learning_rate"))(k)
-    c = at_count("averaging", 1 - given.b1 if given.averaging is None else given.averaging)(k)
-    return eta * (1 - c), eta, c
 
 
 # --------------------------------------------------------------------------------- second moments
 
 
-def _without_bias(moment: ByPath, given: Given, decay: Any, k: Array) -> ByPath:
+def _without_bias(moment: ByPath, decay: Any, k: Array) -> ByPath:
     """A moment as Adam uses it; 0 before the first step."""
-    wide = {key: v.astype(wide_dtype(v)) for key, v in moment.items() if is_trained(given.x[key])}
+    wide = {key: v.astype(wide_dtype(v)) for key, v in moment.items() if is_trained(v)}
     return {key: v / _bias(decay, jnp.maximum(k, 1), v) for key, v in wide.items()}
 
 
@@ -517,38 +458,36 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _read_second_moment(given: Given) -> ByPath | None:
+def _read_second_moment(job: Job) -> ByPath | None:
     """ν without bias, unless it goes on as it is."""
-    node = given.nu
-    if node is None:
+    if job.nu is None:
         return None
-    if isinstance(node, RMSState):
-        return _without_bias(by_path(node.nu), given, given.b2, given.k)
-    rows, columns, full = (by_path(tree) for tree in node[1:])
+    if not isinstance(job.nu, optax.FactoredState):
+        return _without_bias(by_path(job.nu.nu), job.b2, job.k)
+    rows, columns, full = (by_path(tree) for tree in job.nu[1:])
 
     def nu(key: str) -> Array:
-        if full[key].shape == given.x[key].shape:
+        if full[key].shape == job.x[key].shape:
             return full[key]
-        i, j = factored_axes(given.x[key])
+        i, j = factored_axes(job.x[key])
         row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
         return row * column / jnp.mean(row, i, keepdims=True)
 
-    return {key: jnp.maximum(nu(key) - jnp.square(given.eps), 0) for key in full}
+    return {key: jnp.maximum(nu(key) - jnp.square(job.eps), 0) for key in full}
 
 
-def _write_second_moment(node: Any, given: Given, run: Snapshot) -> list[Array]:
+def _write_second_moment(new: Any, job: Job, run: Snapshot) -> list[Any]:
     """The leaves of a node for a second moment, with ν in its own form."""
     all_nu = run.nu or {}
-    if isinstance(node, RMSState):
-        nu = (all_nu[key] for key in by_path(node.nu))
-        return [run.count, *(v * _bias(given.b2, run.count, v) for v in nu)]
+    if isinstance(new, RMSState):
+        nu = (all_nu[key] for key in by_path(new.nu))
+        return [job.k, *(v * _bias(job.b2, job.k, v) for v in nu)]
 
     def factors(key: str, old: Array) -> tuple[Array, Array, Array]:
-        v, none = all_nu[key] + jnp.square(given.eps), jnp.zeros(1)
+        v, none = all_nu[key] + jnp.square(job.eps), jnp.zeros(1)
         if old.shape == v.shape:
             return none, none, v
         i, j = factored_axes(v)
         return v.mean(j), v.mean(i), none
 
-    of_leaves = [factors(key, old) for key, old in by_path(node.v).items()]
-    return [run.count, *(factor[i] for i in range(3) for factor in of_leaves)]
+    return [job.k, *zip(*(factors(key, old) for key, old in by_path(new.v).items()), strict=True)]

@@ -21,23 +21,19 @@ MOMENTUM: dict[Any, str] = {
 }
 SECOND_MOMENTS = (RMSState, optax.FactoredState)
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-# Wrappers that skip updates, or keep gradients of several batches.
-SKIPS_UPDATES = (
-    optax.MultiStepsState,
+_MAY_SKIP = (
     optax.ApplyIfFiniteState,
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
+# Wrappers that skip updates, or keep gradients of several batches.
+SKIPS_UPDATES = (optax.MultiStepsState, *_MAY_SKIP)
 # Wrappers, and their fields that hold the states of what they wrap.
 INNER: dict[Any, tuple[str, ...]] = {
-    optax.MaskedState: ("inner_state",),
+    **dict.fromkeys((optax.MaskedState, *INJECTED, *_MAY_SKIP), ("inner_state",)),
     optax.PartitionState: ("inner_states",),
-    optax.InjectHyperparamsState: ("inner_state",),
     optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
     optax.MultiStepsState: ("inner_opt_state",),
-    optax.ApplyIfFiniteState: ("inner_state",),
-    optax.ConditionallyTransformState: ("inner_state",),
-    optax.ConditionallyMaskState: ("inner_state",),
 }
 # Fields that count the steps taken. (States with `count` alone belong to schedules.)
 COUNTS: dict[Any, str] = {
@@ -49,20 +45,12 @@ COUNTS: dict[Any, str] = {
 # The momentum that `track_momentum` can measure and `convert` can move.
 ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
 # Transforms whose states depend on the incoming updates alone, not on where the params are.
+_of_optax = lambda names: [getattr(optax, f"{name}State") for name in names.split()]
 DIRECTIONS = (
     *MOMENTUM,
-    optax.AddNoiseState,
+    *_of_optax("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
+    *_of_optax("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
     optax.ApplyEvery,
-    optax.ScaleByAdaDeltaState,
-    optax.ScaleByAdanState,
-    optax.ScaleByAmsgradState,
-    optax.ScaleByBeliefState,
-    optax.ScaleByNovogradState,
-    optax.ScaleByRmsState,
-    optax.ScaleByRpropState,
-    optax.ScaleByRssState,
-    optax.ScaleByRStdDevState,
-    optax.ScaleBySM3State,
     optax.contrib.DifferentiallyPrivateAggregateState,
     optax.contrib.ReduceLROnPlateauState,
     optax.contrib.ScaleByAdemamixState,

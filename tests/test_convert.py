@@ -43,6 +43,7 @@ from spa_optax import (
     stochastic_rounding,
     theory,
 )
+from spa_optax._core import Scalars, transformation
 from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
 from spa_optax._trees import find
 
@@ -358,7 +359,7 @@ def test_what_the_states_do_not_hold_must_be_given() -> None:
     for old, new, kwargs, name in cases:
         match = f"`{name}` must be given for these states, got None"
         with pytest.raises(ValueError, match=match):
-            convert(old.init(x), x, into=new.init(x), **kwargs)
+            convert(old.init(x), x, into=new.init(x), adam=adam, **kwargs)
 
 
 SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
@@ -384,13 +385,37 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     with jax.numpy_dtype_promotion("standard"):  # for optax's
         _, state = old.update(g, old.init(y), y)
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
-    move = lambda state, into: convert(state, y, into=into, **kwargs)
-    trains_at_x = optax.tree.get(state, "mu_y", optax.tree.get(state, "b1", 1.0)) == 1
-    at_x, at_y = "AdamW's b1 or SGD's: pass `interpolation=1.0`", "x \\(μ_y = 1\\) or y"
-    with pytest.raises(ValueError, match=at_x if trains_at_x else at_y):
+    move = lambda state, into: convert(state, y, into=into, adam=optax.adam(0.1), **kwargs)
+    with pytest.raises(ValueError, match="`into` must train at the params of `old_state`"):
         move(state, new.init(y))
     moved, momentum_tree = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in momentum_tree)
+
+
+def test_adamw_does_not_become_a_base_optimizer() -> None:
+    """Nothing is advised that is refused too."""
+    x, adam = jnp.ones(2), optax.adamw(0.1)
+    for mu_y in (0.9, 1.0):
+        into = primal_averaging(adam, 0.1, mu_y).init(x)
+        with pytest.raises(ValueError, match="`into` must have the other directions of"):
+            convert(adam.init(x), x, into=into, adam=adam, learning_rate=0.1)
+
+
+def test_a_member_keeps_the_scalars_of_its_rule() -> None:
+    x, g = jnp.ones(2), jnp.array([1.0, -2.0])
+    rule = lambda state, _: spa_rule(state, state.rule_state["s"] + 1)
+    spa_rule = lambda state, s: Scalars(
+        jnp.ones([]), jnp.ones([]) / 4, jnp.ones([]), rule_state={"s": s}
+    )
+    own = transformation(rule, None, None, rule_state={"s": 1.0})
+    narrow = transformation(rule, jnp.bfloat16, KEY, rule_state={"s": 1.0})
+    _, state = own.update(g, own.init(x), x)
+    moved = convert(state, x, into=narrow.init(x))
+    assert moved.rule_state == {"s": 2.0}
+    plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
+    for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
+        with pytest.raises(ValueError, match="`into` must have the `rule_state` of `old_state`"):
+            convert(old, x, into=into, learning_rate=0.1, momentum=0.9, count=0)
 
 
 def test_at_an_interpolation_of_1_y_is_x() -> None:

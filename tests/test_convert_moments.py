@@ -91,8 +91,9 @@ def spa_form(weight_decay: float = 0.01, form: str = "full") -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-def moved(state: Any, params: Any, tx: Any) -> Any:
-    return convert(state, params, into=tx.init(params), learning_rate=RATE, **ADAM)
+def moved(state: Any, params: Any, tx: Any, adam: Any = None) -> Any:
+    adam = adam or adamw()
+    return convert(state, params, into=tx.init(params), adam=adam, learning_rate=RATE, **ADAM)
 
 
 @pytest.mark.parametrize("there", [100, slow(400)])
@@ -130,7 +131,8 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
         for _ in range(num_steps):
             updates, state = adamw.update(g, state, x)
             x += updates
-        new = convert(state, x, into=tx.init(x), learning_rate=rate, b2=b2, eps=0.0)
+        kwargs: Any = {"learning_rate": rate, "b2": b2, "eps": 0.0}
+        new = convert(state, x, into=tx.init(x), adam=adamw, **kwargs)
         expected, _ = adamw.update(jnp.zeros(5), state, x)
         found, _ = tx.update(jnp.zeros(5), new, x)
         bias = lambda k: 1 - b2**k
@@ -192,10 +194,11 @@ def test_leaves_of_all_kinds(form: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
         _, state = old.update(grads, old.init(params), params)
     into = new.init(params)
-    there = convert(state, params, into=into, learning_rate=0.1, **ADAM)
+    kwargs: Any = {"adam": old, "learning_rate": 0.1, **ADAM}
+    there = convert(state, params, into=into, **kwargs)
     chex.assert_trees_all_equal_shapes_and_dtypes(there, into)
     new.update(grads, there, params)
-    back = convert(there, params, into=old.init(params), learning_rate=0.1, **ADAM)
+    back = convert(there, params, into=old.init(params), **kwargs)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(params))
     for name in ("mu", "nu"):
         found, expected = (optax.tree.get(s, name) for s in (back, state))
@@ -222,7 +225,7 @@ def test_states_are_found_in_any_wrapper(wrapper: str) -> None:
     else:
         old, new = wrap(optax.adamw(RATE, **ADAM)), wrap(spa_adamw(RATE, 0.1, **ADAM))
     params, state = run(old, start(), old.init(start()), slice(20))
-    move = lambda state, params: moved(state, params, new)
+    move = lambda state, params: moved(state, params, new, old)
     there = move(state, params)
     assert jax.tree.structure(there) == jax.tree.structure(new.init(params))
     assert optax.tree.get(there, "z")["w"].shape == (65, 10)
@@ -231,7 +234,7 @@ def test_states_are_found_in_any_wrapper(wrapper: str) -> None:
     d = m / (1 - 0.9**21) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
     np.testing.assert_allclose(z, x - 9 * float(RATE(20)) * d, rtol=1e-4, atol=1e-6)
     chex.assert_trees_all_close(jax.jit(move)(state, params), there, rtol=1e-5, atol=1e-6)
-    back = moved(there, params, old)
+    back = moved(there, params, old, old)
     chex.assert_trees_all_close(optax.tree.get(back, "mu")["w"], m, rtol=1e-3, atol=1e-6)
 
 
@@ -245,7 +248,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
     params = optax.tree.cast(master, jnp.bfloat16)
     for kwargs in ({}, {"state_dtype": jnp.bfloat16, "rounding_key": KEY}):
         new = spa_adamw(RATE, 0.1, **ADAM, **kwargs)
-        given: Any = {"learning_rate": RATE, "new_params": params, **ADAM}
+        given: Any = {"adam": tx, "learning_rate": RATE, "new_params": params, **ADAM}
         there = convert(state, master, into=new.init(params), **given)
         z = there[1].z.bfloat16 if kwargs else there[1].z
         y = params["w"].astype(jnp.float32)
@@ -262,9 +265,13 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
 def test_narrow_params_beside_wide_moments_warn() -> None:
     """They are probably rounded from a master copy, of which z should be made."""
     x, narrow = start(), start(jnp.bfloat16)
-    adam, new = optax.adamw(RATE), spa_adamw(RATE, rounding_key=KEY)
+    adam, new = optax.adamw(RATE, **ADAM), spa_adamw(RATE, rounding_key=KEY)
     sgd, sgdm = optax.sgd(0.1, 0.9), {"momentum": 0.9, "count": 0}
-    for tx, into, kwargs in ((adam, new, ADAM), (sgd, spa_from_sgdm(0.1, rounding_key=KEY), sgdm)):
+    of_adam = {"adam": adam, **ADAM}
+    for tx, into, kwargs in (
+        (adam, new, of_adam),
+        (sgd, spa_from_sgdm(0.1, rounding_key=KEY), sgdm),
+    ):
         for state, params, warns in (
             (tx.init(x), narrow, True),
             (tx.init(x), x, False),
@@ -288,23 +295,73 @@ def test_adamw_goes_on_under_stochastic_rounding() -> None:
     chex.assert_trees_all_equal(convert(moved, narrow, into=adam.init(params)), state)
 
 
-def test_what_is_seen_not_to_be_adams() -> None:
-    """Moments against the inequality of Cauchy and Schwarz, and a ν_0."""
-    x, new = start(), spa_adamw(0.1)
-    move = lambda old, **kwargs: convert(
-        run(old, x, old.init(x), slice(20))[1], x, into=new.init(x), learning_rate=0.1, **kwargs
-    )
-    of_adam = "`old_state` must be of `optax.adam` or `optax.adamw` with the given `b1` and `b2`"
-    for old, kwargs in (
-        (optax.contrib.adopt(0.1), {}),
-        (optax.adam(0.1, b2=0.99), {"b1": 0.5, "b2": 0.5}),
-    ):
-        with pytest.raises(ValueError, match=of_adam):
-            move(old, **kwargs)
-    for b1, b2 in ((0.9, 0.999), (0.0, 0.9), (0.9, 0.81), (0.99, 0.9)):
-        move(optax.adam(0.1, b1, b2), averaging=0.1, b1=b1, b2=b2)
-    with pytest.raises(ValueError, match=r"`into` must be of `optax.adam` or `optax.adamw`, got a"):
-        convert(new.init(x), x, into=optax.yogi(0.1).init(x), learning_rate=0.1)
+# Optimizers with a state of Adam's type, which are another.
+NOT_ADAM: dict[str, Any] = {
+    **{
+        name: getattr(optax, name)(0.1)
+        for name in ("adamax", "adamaxw", "lamb", "nadam", "nadamw", "optimistic_adam_v2", "yogi")
+    },
+    "radam": optax.radam(0.1),
+    "radam at once": optax.radam(0.1, threshold=-100.0),
+    "adopt": optax.contrib.adopt(0.1),
+    "galore": optax.contrib.galore(0.1),
+    "clipped nadam": optax.chain(optax.centralize(), optax.nadam(0.1)),
+    "b1": optax.adam(0.1, b1=0.91),
+    "b2": optax.adam(0.1, b2=0.9985),
+    "eps": optax.adam(0.1, eps=2e-8),
+    "no eps": optax.adam(0.1, eps=0.0),
+    "eps_root": optax.adam(0.1, eps_root=1e-8),
+    "trace": optax.chain(optax.adam(0.1), optax.trace(0.9)),
+    "two rates": optax.chain(optax.adam(0.1), optax.masked(optax.scale(0.1), MASK)),
+    "rate of 0": optax.adam(0.0),
+    "sgd": optax.sgd(0.1),
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_ADAM)
+@pytest.mark.usefixtures("standard_promotion")
+def test_optimizers_that_are_not_adam_are_refused(name: str) -> None:
+    """From and to them."""
+    x, adam, new = start(), optax.adam(0.1).init(start()), spa_adamw(0.1).init(start())
+    for old, into in ((adam, new), (new, adam)):
+        for move in (convert, lambda *args, **kw: jax.jit(lambda: convert(*args, **kw))()):
+            with pytest.raises(ValueError, match="`adam` must be the optimizer of the run"):
+                move(old, x, into=into, adam=NOT_ADAM[name], learning_rate=0.1)
+
+
+late = lambda k: jnp.where(k < 100, 0.0, 0.1)
+IS_ADAM: dict[str, Any] = {
+    "clipped": optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(0.1)),
+    "decay": optax.adamw(0.1, weight_decay=1.0, mask=MASK),
+    "L2": optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1)),
+    "noise": optax.chain(optax.add_noise(0.1, 0.55, 0), optax.adam(0.1)),
+    "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    "late": optax.adamw(late),
+    "injected": optax.inject_hyperparams(optax.adamw)(late),
+    "accumulated": optax.MultiSteps(optax.adamw(0.1), 4),
+    "apply_if_finite": optax.apply_if_finite(optax.adamw(late), 3),
+    "bfloat16": optax.adamw(0.1, mu_dtype=jnp.bfloat16),
+    "masked": optax.masked(optax.adamw(0.1), MASK),
+    "partition": optax.partition(
+        {True: optax.adamw(0.1), False: optax.set_to_zero()}, {"w": True, "b": False}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IS_ADAM)
+@pytest.mark.usefixtures("standard_promotion")
+def test_adam_is_accepted(name: str) -> None:
+    x, new = start(), spa_adamw(0.1).init(start())
+    for adam in (optax.adam(0.1).init(x),):
+        convert(adam, x, into=new, adam=IS_ADAM[name], learning_rate=0.1)
+
+
+@pytest.mark.parametrize(("b1", "b2", "eps"), [(0, 0.9, 1e-8), (0.99, 0.9, 0), (0.5, 0.99999, 1)])
+def test_adam_is_accepted_with_any_hyperparams(b1: float, b2: float, eps: float) -> None:
+    x, adam, new = start(), optax.adamw(1e-5, b1, b2, eps), spa_adamw(0.1).init(start())
+    given: Any = {"learning_rate": 0.1, "averaging": 0.1, "b1": b1, "b2": b2, "eps": eps}
+    convert(adam.init(x), x, into=new, adam=adam, **given)
 
 
 def test_a_run_of_nnx_moves() -> None:
@@ -319,7 +376,7 @@ def test_a_run_of_nnx_moves() -> None:
     optimizer, state = nnx.Optimizer(model, old, wrt=nnx.Param), old.init(params)
     for tx, moves in ((old, False), (new, True), (old, True)):
         if moves:
-            kwargs: Any = {"learning_rate": RATE, **ADAM}
+            kwargs: Any = {"adam": old, "learning_rate": RATE, **ADAM}
             state = convert(state, params, into=tx.init(params), **kwargs)
             before, of_model = optimizer.opt_state, nnx.state(model, nnx.Param)
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -445,10 +502,9 @@ def test_a_full_second_moment_becomes_factored() -> None:
 def test_before_the_first_step() -> None:
     x = start()
     new = spa_adamw(RATE).init(x)
-    there = convert(optax.adamw(RATE).init(x), x, into=new, learning_rate=RATE)
-    chex.assert_trees_all_equal(there, new)
-    old = optax.adamw(RATE).init(x)
-    chex.assert_trees_all_equal(convert(new, x, into=old, learning_rate=RATE), old)
+    old, kwargs = optax.adamw(RATE).init(x), {"adam": optax.adamw(RATE), "learning_rate": RATE}
+    chex.assert_trees_all_equal(convert(old, x, into=new, **kwargs), new)
+    chex.assert_trees_all_equal(convert(new, x, into=old, **kwargs), old)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
@@ -456,8 +512,9 @@ def test_the_new_optimizer_may_freeze_params() -> None:
     old = optax.adamw(0.1)
     with jax.numpy_dtype_promotion("standard"):
         _, state = old.update(x, old.init(x), x)
-    new = convert(state, x, into=masked(spa_adamw(0.1)).init(x), learning_rate=0.1)
-    back = convert(new, x, into=masked(old).init(x), learning_rate=0.1)
+    kwargs: Any = {"adam": old, "learning_rate": 0.1}
+    new = convert(state, x, into=masked(spa_adamw(0.1)).init(x), **kwargs)
+    back = convert(new, x, into=masked(old).init(x), **kwargs)
     for moment in ("mu", "nu"):
         got, expected = (optax.tree.get(of, moment)["w"] for of in (back, state))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-7)
@@ -467,7 +524,7 @@ def test_what_does_not_fit() -> None:
     x, adam, sf = start(), optax.adamw(0.1), optax.contrib.schedule_free_sgd(0.1)
     new = spa_adamw(0.1)
     move = lambda old=adam, into=new, **kwargs: convert(
-        old.init(x), x, **{"into": into.init(x), "learning_rate": 0.1, **kwargs}
+        old.init(x), x, **{"into": into.init(x), "adam": adam, "learning_rate": 0.1, **kwargs}
     )
     no_second_moment = "must hold a second moment, as `into` does, got none"
     cases: list[tuple[Callable[[], Any], str]] = [
@@ -475,7 +532,7 @@ def test_what_does_not_fit() -> None:
         (lambda: move(optax.chain(adam, adam)), "`old_state` must hold one .*, got 2"),
         (lambda: move(into=optax.sgd(0.1)), "`into` must hold one .*, got EmptyState"),
         (
-            lambda: convert(adam.init(x), x, into=new, learning_rate=0.1),
+            lambda: convert(adam.init(x), x, into=new, adam=adam, learning_rate=0.1),
             "`into` must .* got GradientTransformation",
         ),
         (lambda: move(into=spa(0.1)), "`into` must hold a second moment, as `old_state` does, got"),
@@ -517,11 +574,11 @@ def test_a_batch_of_runs() -> None:
     )
     for old, into in ((adam, new), (new, adam), (sf, gpa_tx), (gpa_tx, sf)):
         with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
-            convert(init(old), xs, into=init(into), learning_rate=RATE)
+            convert(init(old), xs, into=init(into), adam=adam, learning_rate=RATE)
     x = start()
     with pytest.raises(ValueError, match="`into` must be of one run, got a batch of them"):
         convert(new.init(x), x, into=init(new))
-    move = lambda state, x: convert(state, x, into=new.init(x), learning_rate=RATE)
+    move = lambda state, x: convert(state, x, into=new.init(x), adam=adam, learning_rate=RATE)
     moved = jax.vmap(move)(init(adam), xs)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, init(new))
 
@@ -546,8 +603,8 @@ def test_a_moved_state_shares_no_buffer(compiled: bool) -> None:
     )
     sf, gpa_tx = optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)
     adam, new = optax.adamw(RATE), spa_adamw(RATE)
-    kwargs: Any = {"learning_rate": RATE}
-    sgdm: Any = {**kwargs, "momentum": 0.9}
+    kwargs: Any = {"adam": adam, "learning_rate": RATE}
+    sgdm: Any = {"learning_rate": RATE, "momentum": 0.9}
     moves: list[tuple[Any, Any, Callable[..., Any]]] = [
         (momentum, many_counts, lambda s, x, i: convert(s, x, into=i, **sgdm)),
         (many_counts, momentum, lambda s, x, i: convert(s, x, into=i)),

@@ -127,7 +127,7 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=r"must not average, .*: use `primal_averaging.base, "):
             stochastic_rounding(base, KEY).init(PARAMS)
     for tx in (primal_averaging(sgd, 0.1), stochastic_rounding(sgd, KEY)):
-        with pytest.raises(ValueError, match=r"`state` must be a `\w+State`, got tuple"):
+        with pytest.raises(ValueError, match=r"`state` must be of type `\w+State`, got tuple"):
             tx.update(GRADS, sgd.init(PARAMS), PARAMS)
         with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):
             tx.update(GRADS, tx.init(PARAMS))

@@ -11,6 +11,7 @@ from spa_optax._checks import is_surely
 from spa_optax._core import Step
 from spa_optax._optax_states import ADAM_OR_TRACE, INJECTED, MOMENTUM
 from spa_optax._precision import scaled, wide_dtype
+from spa_optax._probe import concrete, has_other_moments, trials
 from spa_optax._trees import find, map_trained
 
 
@@ -58,6 +59,7 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     return Step(g, d, zeros(jnp.float32), zeros(jnp.int32), jnp.ones([]), c, None, {}, c)
 
 
+@concrete()
 def check_adam(
     inner: optax.GradientTransformation, params: PyTree, averaging: float | None, b2: float
 ) -> None:
@@ -65,35 +67,14 @@ def check_adam(
 
     Adamax, Yogi and others keep something else in the state of Adam.
     """
-    update = optax.with_extra_args_support(inner).update
-    is_adam = lambda of: isinstance(of, optax.ScaleByAdamState)
-    as_adam = lambda state, new: jax.tree.map(
-        lambda of: new(of) if is_adam(of) else of, state, is_leaf=is_adam
-    )
-    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
-        ones = lambda x: jnp.ones((1,) * jnp.ndim(x), wide_dtype(jnp.asarray(x)))
-        tiny = jax.tree.map(lambda x: 2 * ones(x), params)
-        try:
-            _, state = update(tiny, inner.init(tiny), tiny)
-            c, beta_2 = averaging_of(state, averaging), _injected(state, ("b2",), b2)
-            square = lambda m: jnp.square(jnp.abs(m.astype(wide_dtype(m)) / c))
-            # With ν = 4g² Adamax and Yogi go another way.
-            nus = lambda of: jax.tree.map(lambda m: 4 * square(m), of.mu)
-            before = as_adam(
-                state, lambda of: of._replace(mu=optax.tree.zeros_like(of.mu), nu=nus(of))
-            )
-            _, state = update(tiny, before, tiny)
-        except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
-            return
-        (old,), (new,) = (find(of, optax.ScaleByAdamState) for of in (before, state))
-
-        def is_wrong(m: Array, v: Array, v_old: Array) -> Array:
-            error = jnp.abs(v - beta_2 * v_old - (1 - beta_2) * square(m))
-            return jnp.any(error > 0.1 * (1 - beta_2) * jnp.maximum(v_old, square(m)))
-
-        wrong = jax.tree.leaves(map_trained(is_wrong, new.mu, new.nu, old.nu))
-        if is_surely(jnp.any(jnp.array(wrong, bool))):
-            raise ValueError(
-                "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
-                " `averaging` and `b2`, got others"
-            )
+    try:
+        steps = trials(inner, params)
+        b1 = 1 - averaging_of(steps[0].state, averaging)
+        b2 = _injected(steps[0].state, ("b2",), b2)
+    except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
+        return
+    if is_surely(has_other_moments(steps, b1, b2)):
+        raise ValueError(
+            "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
+            " `averaging` and `b2`, got others"
+        )
