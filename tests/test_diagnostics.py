@@ -585,7 +585,10 @@ def test_bad_state() -> None:
     dropping = optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
     flat, tree = track_momentum(optax.flatten(spa(1.0)), per_leaf=True), {"w": params}
     for call, message in (
-        (lambda: tx.update(params, state.inner, params), "`state` must be a `TrackMomentumState`"),
+        (
+            lambda: tx.update(params, state.inner, params),
+            "`state` must be of type `TrackMomentumState`",
+        ),
         (lambda: tx.update(params, state), "`params` must be passed to `update`, got None"),
         (lambda: by_leaf.update(params, state), "passed to `update` under `per_leaf`, got None"),
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),

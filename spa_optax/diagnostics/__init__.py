@@ -5,7 +5,4 @@ from spa_optax.diagnostics._report import (
     momentum_report as momentum_report,
     plot_momentum as plot_momentum,
 )
-from spa_optax.diagnostics._track import (
-    TrackMomentumState as TrackMomentumState,
-    track_momentum as track_momentum,
-)
+from spa_optax.diagnostics._track import track_momentum as track_momentum

@@ -124,8 +124,7 @@ def track_momentum(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, TrackMomentumState]:
-        if not isinstance(state, TrackMomentumState):
-            raise ValueError(f"`state` must be a `TrackMomentumState`, got {type(state).__name__}")
+        check_kind("state", state, TrackMomentumState)
         if per_leaf is not False and params is None:
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels, count = _labels(per_leaf, params), jnp.asarray(state.count)
