@@ -15,7 +15,7 @@ from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, POWER, TRANSFORMATION
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
-from spa_optax._trees import find, find_one, is_trained, leaves_with_path
+from spa_optax._trees import check_kind, find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
