@@ -373,7 +373,6 @@ def test_abstract_init(it: Transform) -> None:
     if it.has_z:
         from_structs = tx.init(jax.eval_shape(lambda: params))
         chex.assert_trees_all_equal_shapes_and_dtypes(from_structs, concrete)
-        # There was no value to copy, and the first update does not miss it.
         expected, _ = tx.update(it.grads, concrete, params)
         updates, _ = tx.update(it.grads, from_structs, params)
         chex.assert_trees_all_equal(updates, expected)
@@ -392,8 +391,7 @@ def test_masked_and_partition(it: Transform) -> None:
         it.assert_close(found["w"], expected["w"], 3)
     untouched, g = it.params["b"]["c"], it.grads["b"]["c"]
     np.testing.assert_array_equal(partitioned["b"]["c"], untouched)
-    # `masked` passes gradients on.
-    np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)
+    np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)  # gradients go on
 
 
 @every_transform
@@ -504,8 +502,9 @@ def test_pickle_and_orbax(it: Transform, tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_params(it: Transform, axis_type: Any) -> None:
     """The state is sharded as they are, and a step moves nothing from device to device."""
-    if axis_type == AxisType.Explicit and not (it.has_z and it.keeps_sharding):
-        pytest.skip("Optax's moments are whole there")
+    of_optax = not (it.has_z and it.keeps_sharding) or it is FACTORIES["factored"]
+    if axis_type == AxisType.Explicit and of_optax:
+        pytest.skip("Optax's moments are whole there, or made on one device")
     tx = it() if axis_type == AxisType.Auto else it(state_dtype=jnp.bfloat16)
     one_device = {"w": it.params["w"]}, {"w": it.grads["w"]}
     expected, _ = apply(tx, one_device[0], [one_device[1]] * 3)
@@ -530,4 +529,5 @@ def test_sharded_params(it: Transform, axis_type: Any) -> None:
 def test_export_for_cpu_gpu_and_tpu(it: Transform) -> None:
     update, given = jax.jit(it().update), (GRADS, it().init(PARAMS), PARAMS)
     exported = export.export(update, platforms=("cpu", "cuda", "tpu"))(*given)
-    chex.assert_trees_all_close(exported.call(*given), update(*given), rtol=1e-6)
+    # z − y is known to an ulp of params below 2.
+    chex.assert_trees_all_close(exported.call(*given), update(*given), rtol=1e-6, atol=2.4e-7)
