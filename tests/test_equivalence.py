@@ -223,5 +223,6 @@ def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
     state = tx.init(params)
     for _ in range(30):
         g, z = 0.1 * params, state.z
-        params, state = run(tx, params, [g], state)
+        updates, state = tx.update(g, state, params)  # one operation at a time
         np.testing.assert_allclose(z - state.eta * g, state.z, rtol=2.4e-7)
+        params = optax.apply_updates(params, updates)

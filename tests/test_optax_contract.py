@@ -73,8 +73,7 @@ class Transform:
     takes_none: bool = True  # for a gradient
     keeps_sharding: bool = True  # in a compiled `init`, which Optax's moments do not
     num_sums: int = 0  # over a mesh
-    rtol: float = 1e-6  # between two runs that are compiled otherwise, or have other seeds
-    atol: float = 0.0  # the same, of each step
+    atol: float = 0.0  # by which a step may be off if compiled otherwise, or with another seed
     dtype: Any = jnp.float32  # of the params
 
     def __call__(self, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -92,7 +91,7 @@ class Transform:
     def assert_close(self, found: Any, expected: Any, num_steps: int) -> None:
         found, expected = optax.tree.cast((found, expected), jnp.float32)
         atol = num_steps * self.atol
-        chex.assert_trees_all_close(found, expected, rtol=self.rtol, atol=atol)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=atol)
 
 
 @functools.cache
@@ -155,8 +154,8 @@ FACTORIES: dict[str, Transform] = {
     "spa_adamw": adamw(partial(spa_adamw, 0.1, 0.1, b2=0.9)),
     "gpa_adamw": adamw(partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9), quick=True),
     "factored": adamw(factored, num_sums=2),
-    # Where ν is rounded otherwise, it is an ulp of bfloat16 off.
-    "16 bits": adamw(partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9, **NARROW), rtol=2**-7),
+    # Where ν is rounded otherwise, it is an ulp of bfloat16 off, and a step of 0.1 half as much.
+    "16 bits": adamw(partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9, **NARROW), atol=0.1 * 2**-8),
     "around adamw": adamw(
         partial(primal_averaging, optax.adamw(0.1, b2=0.9), 0.1, 0.9),
         takes_none=False,  # Optax takes it only where a parameter is None
@@ -413,7 +412,6 @@ def test_abstract_init(it: Transform) -> None:
     if it.has_z:
         from_structs = tx.init(jax.eval_shape(lambda: params))
         chex.assert_trees_all_equal_shapes_and_dtypes(from_structs, concrete)
-        # There was no value to copy, and the first update does not miss it.
         expected, _ = tx.update(it.grads, concrete, params)
         updates, _ = tx.update(it.grads, from_structs, params)
         chex.assert_trees_all_equal(updates, expected)
@@ -432,8 +430,7 @@ def test_masked_and_partition(it: Transform) -> None:
         it.assert_close(found["w"], expected["w"], 3)
     untouched, g = it.params["b"]["c"], it.grads["b"]["c"]
     np.testing.assert_array_equal(partitioned["b"]["c"], untouched)
-    # `masked` passes gradients on.
-    np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)
+    np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)  # gradients go on
 
 
 @every_transform
@@ -560,8 +557,9 @@ def test_pickle_msgpack_and_orbax(it: Transform, tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_params(it: Transform, axis_type: Any) -> None:
     """The state is sharded as they are, and a step moves nothing from device to device."""
-    if axis_type == AxisType.Explicit and not (it.has_z and it.keeps_sharding):
-        pytest.skip("Optax's moments are whole there")
+    of_optax = not (it.has_z and it.keeps_sharding) or it is FACTORIES["factored"]
+    if axis_type == AxisType.Explicit and of_optax:
+        pytest.skip("Optax's moments are whole there, or made on one device")
     tx = it() if axis_type == AxisType.Auto else it(state_dtype=jnp.bfloat16)
     one_device = {"w": it.params["w"]}, {"w": it.grads["w"]}
     expected, _ = apply(tx, one_device[0], [one_device[1]] * 3)
@@ -586,4 +584,5 @@ def test_sharded_params(it: Transform, axis_type: Any) -> None:
 def test_export_for_cpu_gpu_and_tpu(it: Transform) -> None:
     update, given = jax.jit(it().update), (GRADS, it().init(PARAMS), PARAMS)
     exported = export.export(update, platforms=("cpu", "cuda", "tpu"))(*given)
-    chex.assert_trees_all_close(exported.call(*given), update(*given), rtol=1e-6)
+    # z − y is known to an ulp of params below 2.
+    chex.assert_trees_all_close(exported.call(*given), update(*given), rtol=1e-6, atol=2.4e-7)
