@@ -64,7 +64,8 @@ def convert(
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
     From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's. A momentum that
-    keeps its form is copied. Everything else in the two states must be known, and is
+    keeps its form is copied: both runs must have the same kind of optimizer, which is not checked.
+    Everything else in the two states must be known, and is
 
         copied       second moments; directions, which both runs must have; the same base optimizer
         converted    a second moment that takes another form
@@ -181,9 +182,8 @@ def convert(
     def moved(_: str, node: Any) -> Any:
         old_node, field = next(goes_on), nodes.count_field(node)
         if nodes.is_momentum(node, new):
-            values = by_path(old)
-            copied = keeps_form and [values[path] for path in by_path(node)]
-            leaves = copied or _FORMATS[type(new)].write(node, job, run)
+            copied = lambda: list(map(by_path(old).__getitem__, by_path(node)))
+            leaves = copied() if keeps_form else _FORMATS[type(new)].write(node, job, run)
             nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
             return with_leaves(node, leaves if is_surely(~is_lost) else jax.tree.map(nan, leaves))
         if old_node is not None:

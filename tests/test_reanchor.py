@@ -1,0 +1,142 @@
+"""Params that were edited outside the optimizer."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import (
+    apply,
+    relative_difference,
+    x64,
+)
+
+from spa_optax import (
+    SPAState,
+    convert,
+    eval_params,
+    reanchor,
+    spa,
+    spa_from_sgdm,
+)
+from spa_optax._trees import find
+
+
+def test_a_run_of_spa_resumed_as_sgdm() -> None:
+    # The state is the same, so no conversion at all: z is re-anchored at the first step.
+    with x64():
+        grads, x = jnp.array([1.0, -2.0]), jnp.ones(2)
+        tx, state = spa(1.0, 0.1), spa(1.0, 0.1).init(x)
+        sgd, sgd_state = optax.sgd(0.1, 0.9), optax.sgd(0.1, 0.9).init(x)
+        y = x
+        for k in range(8):
+            if k == 4:
+                tx, sgd = spa_from_sgdm(0.03, 0.8), optax.sgd(0.03, 0.8)
+            updates, state = tx.update(grads * x, state, x)
+            x = optax.apply_updates(x, updates)
+            updates, sgd_state = sgd.update(grads * y, sgd_state, y)
+            y = optax.apply_updates(y, updates)
+        np.testing.assert_allclose(x, y, atol=1e-7)  # η (1 − c) is float32 in the state of `spa`
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_reanchor(dtype: Any) -> None:
+    """Params pruned in the middle of a run go on as `optax.sgd` goes on from there."""
+    tx = optax.chain(optax.add_decayed_weights(1e-3), spa_from_sgdm(0.25, 0.5))
+    sgd = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.25, 0.5))
+    params = {"w": jnp.array([1.0, -2.0, 3.0, 0.5], dtype)}
+    grads = jax.tree.map(lambda p: (p / 4).astype(dtype), params)
+    x, y = params, params
+    state, sgd_state = tx.init(x), sgd.init(y)
+    for k in range(6):
+        if k == 3:
+            pruned = {"w": x["w"].at[1].set(0.0)}
+            state = reanchor(state, x, pruned)
+            assert isinstance(state[1], SPAState)
+            x, y = pruned, {"w": y["w"].at[1].set(0.0)}
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, x)
+            x = optax.apply_updates(x, updates)
+            updates, sgd_state = sgd.update(grads, sgd_state, y)
+            y = optax.apply_updates(y, updates)
+    chex.assert_trees_all_close(x, y, rtol=1e-6 if dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param])
+def test_states_of_nnx(wrt: Any) -> None:
+    """nnx keeps variables of other types in the optimizer's state than in the model."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    make = lambda: optax.chain(optax.clip_by_global_norm(1.0), spa_from_sgdm(0.5, 0.5))
+    optimizer = nnx.Optimizer(model, make(), wrt=wrt)
+    grads = jax.tree.map(lambda p: 0.1 * jnp.ones_like(p), nnx.state(model, wrt))
+    optimizer.update(model, grads)
+    params = nnx.state(model, wrt)
+    sgd = nnx.Optimizer(model, optax.sgd(0.5, 0.5), wrt=wrt)
+    m = optax.tree.get(convert(optimizer.opt_state, params, into=sgd.opt_state), "trace")
+    np.testing.assert_allclose(jax.tree.leaves(m)[0], 0.1, rtol=1e-5)  # one gradient
+    pruned = jax.tree.map(lambda p: 0 * p, params)
+    before = jax.tree.map(jnp.copy, params)
+    optimizer.opt_state = reanchor(optimizer.opt_state, params, pruned)
+    nnx.update(model, pruned)
+    # In the other order `params`, live variables, would hold the new values already.
+    with pytest.raises(ValueError, match="`new_params` must not be the arrays of `old_params`"):
+        reanchor(optimizer.opt_state, params, pruned)
+    shifted = reanchor(optimizer.opt_state, before, pruned)  # a copy is safe in any order
+    assert relative_difference(shifted[1].z, optimizer.opt_state[1].z) > 0.1
+    optimizer.update(model, grads)
+    # m = 1.5 g: x goes on from 0 by −α m.
+    for leaf in jax.tree.leaves(nnx.state(model, wrt)):
+        np.testing.assert_allclose(leaf, -0.5 * 0.15, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["masked", "partition", "several"])
+def test_reanchor_of_some_params(share: str) -> None:
+    """As `eval_params` does: params of another optimizer, or of none, have no z."""
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+    edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
+    labels = {"a": "it", "b": "other"}
+    tx = {
+        "masked": lambda: optax.masked(spa(0.1, 0.1, 0.5), {"a": True, "b": False}),
+        "partition": lambda: optax.partition({"it": spa(0.1), "other": optax.sgd(0.1)}, labels),
+        "several": lambda: optax.partition({"it": spa(0.1), "other": spa(0.2, 0.05, 0.9)}, labels),
+    }[share]()
+    state = reanchor(tx.init(params), params, edited)
+    z = [s.z for s in find(state, SPAState)]
+    np.testing.assert_array_equal(z[0]["a"], edited["a"])
+    if share == "several":
+        np.testing.assert_array_equal(z[1]["b"], edited["b"])
+    chex.assert_trees_all_equal_structs(state, tx.init(params))
+    with pytest.raises(ValueError, match="`spa_state` must have leaves of the paths and shapes of"):
+        reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
+    with pytest.raises(ValueError, match="`new_params` must have the structure of `old_params`"):
+        reanchor(tx.init(params), params, {"a": edited["a"]})
+
+
+def test_an_edit_behind_spa_is_pulled_back_unless_reanchored() -> None:
+    """Why nothing that changes the update may stand behind `spa`, as its docstring says."""
+    params = jnp.ones(4)
+    tx = spa(1.0, 0.1)
+    state = tx.init(params)
+    updates, state = tx.update(jnp.zeros(4), state, params)
+    pruned = params.at[0].set(0.0)
+    updates, _ = tx.update(jnp.zeros(4), state, pruned)
+    np.testing.assert_allclose(updates, [0.1, 0, 0, 0], atol=1e-7)
+    state = reanchor(state, params, pruned)
+    updates, _ = tx.update(jnp.zeros(4), state, pruned)
+    np.testing.assert_array_equal(updates, jnp.zeros(4))
+
+
+def test_reanchor_moves_x_along() -> None:
+    params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
+    grads = jax.tree.map(lambda p: jnp.cos(p) / 3, params)
+    y, state = apply(spa(0.1, 0.1, 0.5), params, [grads] * 3)
+    edited = jax.tree.map(lambda leaf: leaf - 1, y)
+    reanchored = reanchor(state, y, edited)
+    pointers = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+    assert not pointers(reanchored) & pointers((state, y, edited))  # it can be donated
+    x = eval_params(reanchored, edited)
+    chex.assert_trees_all_close(x, jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y)))
