@@ -12,6 +12,7 @@ import pytest
 from helpers import apply, x64
 
 from spa_optax import (
+    hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     momentum_drop,
     schedule_free_averaging,
@@ -69,6 +70,16 @@ def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None
     np.testing.assert_allclose(c, [0.25] * 5 + [*risen], rtol=1e-12)  # c_6 is the first
     kept = eta if hold == "eta" else eta * c / 0.25
     np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
+
+
+def test_from_sgdm_and_back() -> None:
+    """Theorem 1, both ways; β_0 is free."""
+    hyperparams = hyperparams_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.5)
+    alpha, beta = values(hyperparams_to_sgdm(*hyperparams), 20)
+    np.testing.assert_allclose(alpha, 0.1 / np.arange(1, 21), rtol=1e-7)  # β^horizon < 1e-8
+    np.testing.assert_allclose(beta[1:], 0.5, rtol=1e-7)
+    np.testing.assert_allclose(hyperparams_from_sgdm(0.1, 0.75), (0.4, 0.25), rtol=1e-12)
+    np.testing.assert_allclose(hyperparams_to_sgdm(0.4, 0.25), (0.1, 0.75), rtol=1e-12)
 
 
 def test_two_ways_to_drop_momentum() -> None:
@@ -175,6 +186,11 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
 def test_schedule_free_averaging_of_bad_rates(rate: Any, match: str) -> None:
     with pytest.raises(ValueError, match=f"`learning_rate` must be .*{match}"):
         schedule_free_averaging(rate, 3)
+
+
+def test_without_a_warm_up_no_rate_may_rise() -> None:
+    with pytest.raises(ValueError, match=r"largest by count 0, .* got 0.2 at 1 after 0.1"):
+        schedule_free_averaging(lambda k: 0.1 * (k + 1).astype(float))
 
 
 @pytest.mark.parametrize("num_warmup_steps", [0, 30])
