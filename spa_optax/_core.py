@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
 from spa_optax._checks import KEY, STATE_DTYPE
-from spa_optax._precision import Seed, Stream, has_narrow, round_update, scaled, seeds_like
+from spa_optax._precision import (
+    Seed,
+    Stream,
+    has_narrow,
+    round_update,
+    scalar_dtype,
+    scaled,
+    seeds_like,
+)
 from spa_optax._rescale import Ratio, Ratios, ratios, rescale
 from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
 from spa_optax._trees import (
@@ -33,7 +41,7 @@ from spa_optax._xla import shared
 
 
 class SPAState(NamedTuple):
-    """State of every member. Its scalars are float32, whatever the params' dtype.
+    """State of every member. Its scalars are float32, or float64 if a parameter has 64 bits.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default interpolation of 1.
     """
@@ -127,9 +135,10 @@ def init(
             stacklevel=3,
         )
     # All are separate arrays, so that all can be donated.
-    zero = lambda: jnp.zeros([], jnp.float32)
+    dtype = scalar_dtype(params)
+    zero = lambda: jnp.zeros([], dtype)
     count = jnp.zeros([], jnp.int32)
-    mu_y, own = jnp.array(mu_y_at(count), jnp.float32), jax.tree.map(jnp.array, rule_state)
+    mu_y, own = jnp.array(mu_y_at(count), dtype), jax.tree.map(jnp.array, rule_state)
     return SPAState(count, z, zero(), zero(), zero(), mu_y, own)
 
 
@@ -201,7 +210,7 @@ def advance(
     count = jnp.asarray(optax.safe_increment(state.count))
     # Multiplied by a 1 that XLA cannot see, they are one kernel on a GPU.
     own = jax.tree.map(lambda new, old: new.astype(old.dtype), scalars.rule_state, state.rule_state)
-    of_state = [(s * opaque_one).astype(jnp.float32) for s in (eta, c, w, mu_y)]
+    of_state = [(s * opaque_one).astype(state.w.dtype) for s in (eta, c, w, mu_y)]
     new_state = SPAState(count, stored, *of_state, rule_state=own)
 
     # Under jit this is computed only if observed.
@@ -224,7 +233,7 @@ def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]
     if mu_y is None:
         return c, delta
     before = state.mu_y
-    same = is_at_start(state) | (mu_y.astype(jnp.float32) == before)
+    same = is_at_start(state) | (mu_y.astype(before.dtype) == before)
     change = mu_y / jnp.where(before > 0, before, 1).astype(mu_y.dtype) - 1  # ρ − 1
     change -= jnp.where(same, jax.lax.stop_gradient(change), 0)  # its derivative is kept
     of_z = eta * (1 - c) * (1 + change - mu_y)
@@ -313,9 +322,9 @@ def _check_state(state: Any, params: PyTree | None) -> None:
 def check_scalars(name: str, state: SPAState) -> None:
     """Raises ValueError if the scalars were cast: in bfloat16 a count sticks at 256."""
     for field in ("count", "eta", "c", "w", "mu_y"):
-        dtype, wanted = scalar_of(getattr(state, field)).dtype, jnp.float32
-        if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype == wanted):
-            kind = "an integer" if field == "count" else "float32"
+        dtype, wide = scalar_of(getattr(state, field)).dtype, (jnp.float32, jnp.float64)
+        if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype in wide):
+            kind = "an integer" if field == "count" else "float32 or float64"
             raise ValueError(f"`{name}.{field}` must be {kind}, whatever the params, got {dtype}")
 
 

@@ -127,7 +127,7 @@ def sgdm_scalars(
         # not have followed them down. But a w that stays large would degrade a master copy.
         floor = jnp.maximum(w_k, alpha / 100)
         w = jnp.where(foreseen, w, jnp.maximum(w, floor))
-    w = nonzero_w(w, a, w_k)
+    w = nonzero_w(w, a, w_k).astype(w_stored.dtype).astype(a.dtype)  # as the state has it
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     w_k = jnp.where(w_k > 0, w_k, 1)
     shift = ((w - w_k) + (beta * a - (1 - beta) * w)) / w_k
@@ -142,7 +142,7 @@ def sgdm_scalars(
 
 
 def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:
-    """A w_{k+1} that is safe to divide by, rounded to float32 as in the state.
+    """A w_{k+1} that is safe to divide by.
 
     If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; w_k
     keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their last
@@ -150,5 +150,4 @@ def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -
     """
     zero = 1e-30
     fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))
-    w = jnp.maximum(jnp.where(w > zero, w, fallback), -2 * a)
-    return w.astype(jnp.float32).astype(a.dtype)
+    return jnp.maximum(jnp.where(w > zero, w, fallback), -2 * a)

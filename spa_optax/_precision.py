@@ -30,6 +30,12 @@ def has_narrow(params: PyTree) -> bool:
     return any(is_trained(x) and is_narrow(x) for x in jax.tree.leaves(params))
 
 
+def scalar_dtype(params: PyTree) -> Any:
+    """The dtype of a state's scalars: float64 if a parameter has 64 bits, else float32."""
+    bits = (jnp.finfo(jnp.result_type(x)).bits for x in jax.tree.leaves(params) if is_trained(x))
+    return jnp.dtype(jnp.float64 if 64 in bits else jnp.float32)
+
+
 def wide_dtype(*arrays: Array) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
