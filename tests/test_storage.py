@@ -109,6 +109,10 @@ def test_a_state_of_another_form_is_refused_by_name(make: Any) -> None:
     asked = r"`state_dtype=None` asks for, z itself in float32, got a `BFloat16Diff.*` in bfloat16"
     with pytest.raises(ValueError, match=asked):
         wide.update(params, narrow.init(x), x)
+    # Nor is a difference z, if it has been cast to the dtype that z would have.
+    cast = jax.tree.map(lambda a: jnp.float32(a) if a.dtype == jnp.bfloat16 else a, narrow.init(x))
+    with pytest.raises(ValueError, match=r"z itself in float32, got a `BFloat16Diff.*` in float32"):
+        wide.update(params, cast, x)
 
 
 @pytest.mark.parametrize(
