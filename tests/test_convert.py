@@ -230,6 +230,8 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
             with pytest.raises(ValueError, match="`count` must be given where `old_state` does"):
                 either(state, into)
     assert move(state, count=7).count == 7
+    with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
+        move(state, count=0)
     chex.assert_trees_all_equal(move(state, sgd), state)  # where nothing counts
     # Wrappers count too.
     for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
