@@ -185,7 +185,7 @@ def convert(
             copied = lambda: list(map(by_path(old).__getitem__, by_path(node)))
             leaves = copied() if keeps_form else _FORMATS[type(new)].write(node, job, run)
             nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
-            return with_leaves(node, leaves if is_surely(~is_lost) else jax.tree.map(nan, leaves))
+            return with_leaves(node, jax.tree.map(nan, leaves))
         if old_node is not None:
             return with_leaves(node, old_node)
         if isinstance(node, SECOND_MOMENTS):
@@ -360,9 +360,10 @@ def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
 
 def _divisor(momentum: Any, job: Job, nu: ByPath | None, key: str) -> ArrayLike:
     """By what Adam divides m. For what step k adds it corrects the bias by k + 1."""
-    if not _is_adam(momentum) or nu is None:
+    if not _is_adam(momentum):
         return 1.0
-    return _bias(job.b1, job.k + 1, nu[key]) * (jnp.sqrt(nu[key]) + job.eps)
+    v = (nu or {})[key]
+    return _bias(job.b1, job.k + 1, v) * (jnp.sqrt(v) + job.eps)
 
 
 def _read_schedule_free(old: Any, z: ByPath, job: Job) -> Snapshot:

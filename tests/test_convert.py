@@ -171,9 +171,9 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
         return Scalars(one, one / 4, one, rule_state=own)
 
     x = jnp.ones(2)
-    member = lambda dtype: transformation(rule, dtype, KEY, rule_state={"s": 1.0})
+    member = lambda dtype: transformation(rule, dtype, KEY, rule_state={"s": jnp.ones([])})
     _, state = member(None).update(x, member(None).init(x), x)
-    assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2.0}
+    assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2}
     plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
     for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
         with pytest.raises(ValueError, match="`into` must have the `rule_state` of `old_state`"):
@@ -230,6 +230,8 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
             with pytest.raises(ValueError, match="`count` must be given where `old_state` does"):
                 either(state, into)
     assert move(state, count=7).count == 7
+    with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
+        move(state, count=0)
     chex.assert_trees_all_equal(move(state, sgd), state)  # where nothing counts
     # Wrappers count too.
     for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
