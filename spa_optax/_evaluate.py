@@ -137,6 +137,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     states = _states("spa_state", spa_state)
     for state in states:
         check_readable("spa_state", state.z, old_params)
+        check_scalars("spa_state", state)
     zs = [trees_of(state.z)[0] for state in states]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)

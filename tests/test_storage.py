@@ -131,11 +131,12 @@ def test_a_cast_changes_precision_alone(dtype: Any, other: Any) -> None:
     np.testing.assert_allclose(z_of(back, x), z_of(state, x), atol=eps)
     evaluate = lambda state: eval_params(state, x)
     update = lambda state: tx.update(params, state, x)
-    for use in (update, evaluate, lambda state: reanchor(state, x, x + 1)):
+    shift = lambda state: reanchor(state, x, x + 1)
+    for use in (update, evaluate, shift):
         with pytest.raises(ValueError, match="use `convert"):
             use(cast)
     narrow = lambda name: state._replace(**{name: getattr(state, name).astype(jnp.bfloat16)})
-    for use in (update, evaluate):
+    for use in (update, evaluate, shift):
         with pytest.raises(ValueError, match=r"count` must be an integer, .*, got bfloat16"):
             use(narrow("count"))  # in 16 bits it sticks at 256
         with pytest.raises(ValueError, match=r"mu_y` must be float32, .*, got bfloat16"):
