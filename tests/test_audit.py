@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, slow, table, unchecked, x64
+from helpers import lenient, table, unchecked, x64
 
 from spa_optax import (
     hyperparams_from_sgdm,
@@ -78,8 +78,7 @@ def test_arrays_are_what_they_say() -> None:
     assert list(audit.breaches()) == CONDITIONS
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(audit, name)[k], value, rtol=1e-9)
-    assert np.isnan(audit.beta[0])
-    np.testing.assert_allclose(audit.beta[1], beta[1], rtol=1e-9)
+    np.testing.assert_allclose(audit.beta[:2], (np.nan, beta[1]), rtol=1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
@@ -172,36 +171,13 @@ def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     assert "average" in kinds(theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps))
 
 
-@pytest.mark.slow
-def test_a_million_steps() -> None:
-    """O(n) in time and memory at any β: not a window of 18,412 steps at each."""
-    schedule = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5_000, 10**6))
-    hyperparams = hyperparams_from_sgdm(schedule, 0.999)
-    audit = theory.audit(*hyperparams, 10**6)
-    np.testing.assert_allclose(audit.eta[500_000], hyperparams[0](500_000), rtol=1e-5)
-
-
-# Figure 1(c) and (e), and a rise of c over 42 steps of 100,000: the panel and place of the dot.
-@pytest.mark.parametrize(
-    ("schedules", "num_steps", "mark"),
-    [
-        (stagewise(9.0, 0.1, [40], averaging_rule="constant"), 99, (4, 40)),
-        (stagewise(9.0, 0.1, [40]), 99, (1, 39)),
-        (hyperparams_from_sgdm(step_at(50_000, 0.1, 0.001), 0.9), 10**5, (1, 50_000)),
-    ],
-)
-def test_plot(schedules: Any, num_steps: int, mark: tuple[int, int]) -> None:
-    audit = theory.audit(*schedules, num_steps)
+def test_plot() -> None:
+    """Its title is the verdict, and a dot is where: here the spike of β in Figure 1(c)."""
+    audit = theory.audit(*stagewise(9.0, 0.1, [40], averaging_rule="constant"), 99)
     figure = audit.plot()
     assert figure.get_suptitle().replace("\n", " ") == verdict(audit)
-    found = [
-        (i, *dot.get_xdata())
-        for i, axis in enumerate(figure.axes)
-        for dot in axis.lines
-        if dot.get_marker() == "o"
-    ]
-    assert found[-1] == mark
-    assert max(len(axis.lines[0].get_xdata()) for axis in figure.axes) <= 50_000
+    (dot,) = (line for line in figure.axes[4].lines if line.get_marker() == "o")
+    assert (*dot.get_xdata(), *dot.get_ydata()) == pytest.approx((40, 9))
     figures.plt.close(figure)
 
 
@@ -272,52 +248,36 @@ def test_schedules_say_which_recipe_they_were_made_from() -> None:
 # --------------------------------------------------------------------------------- the verdict
 
 N = 10_000
-SMOOTH = r"Nothing to change: neither α nor α/\(1 − β\) jumps .*"
-RECIPES: dict[str, tuple[Any, Any, str]] = {
-    "step decay, as ResNet": (
-        optax.piecewise_constant_schedule(0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}),
-        0.9,
-        r"Nothing to change: α falls 10-fold at step 3,000 and at 2 others\. As primal averaging c"
-        r" rises from 0\.10\d to 0\.526 over the 4\d steps before, and z moves ahead.*",
+RECIPES: dict[str, Any] = {
+    "step decay, as ResNet": optax.piecewise_constant_schedule(
+        0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}
     ),
-    "warm-up and cosine": (optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, N), 0.9, SMOOTH),
-    "one-cycle, momentum the other way round": (
-        optax.cosine_onecycle_schedule(N, 0.1),
-        line((0, 0.95), (3_000, 0.85), (N, 0.95)),
-        SMOOTH,
-    ),
-    "linear decay": (optax.linear_schedule(0.1, 0.0, N), 0.9, SMOOTH),
-    "warm-up, stable, decay": (line((0, 0), (500, 0.1), (8_000, 0.1), (N, 0)), 0.9, SMOOTH),
-    "inverse square root": (
-        lambda k: 0.1 * jnp.minimum((k + 1.0) / 500, jnp.sqrt(500 / (k + 1.0))),
-        0.9,
-        SMOOTH,
-    ),
-    "cosine with restarts": (
-        lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
-        0.9,
-        r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\. Check .*",
-    ),
-    "halved on a plateau": (
-        lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
-        0.9,
-        r"Nothing to change: α falls 2-fold at step 1,500 and at 5 others\. As .* 0\.182 over .*",
-    ),
-    "triangle, as airbench": (line((0, 0.02), (2_000, 0.1), (N, 0.007)), 0.85, SMOOTH),
-    "cosine to a tenth, as GPT-3": (
-        optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
-        0.9,
-        SMOOTH,
-    ),
+    "warm-up and cosine": optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, N),
+    "one-cycle, momentum the other way round": optax.cosine_onecycle_schedule(N, 0.1),
+    "linear decay": optax.linear_schedule(0.1, 0.0, N),
+    "warm-up, stable, decay": line((0, 0), (500, 0.1), (8_000, 0.1), (N, 0)),
+    "inverse square root": lambda k: 0.1 * jnp.minimum((k + 1) / 500, jnp.sqrt(500 / (k + 1))),
+    "cosine with restarts": lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
+    "halved on a plateau": lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
+    "triangle, as airbench": line((0, 0.02), (2_000, 0.1), (N, 0.007)),
+    "cosine to a tenth, as GPT-3": optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
+}
+MOMENTA = {  # of the others 0.9
+    "one-cycle, momentum the other way round": line((0, 0.95), (3_000, 0.85), (N, 0.95)),
+    "triangle, as airbench": 0.85,
+}
+JUMPS = {  # of the others neither α nor α/(1 − β) jumps
+    "step decay, as ResNet": r"Nothing .* 10-fold at step 3,000 and at 2 others.* to 0\.526 .*",
+    "cosine with restarts": r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\..*",
+    "halved on a plateau": r"Nothing .* 2-fold at step 1,500 and at 5 others.* to 0\.182 over .*",
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
-    learning_rate, momentum, expected = RECIPES[name]
     with jax.numpy_dtype_promotion("standard"):
-        audit = theory.audit_sgdm(learning_rate, momentum, N)
-    assert re.fullmatch(expected, verdict(audit))
+        audit = theory.audit_sgdm(RECIPES[name], MOMENTA.get(name, 0.9), N)
+    assert re.fullmatch(JUMPS.get(name, "Nothing to change: neither .* jumps .*"), verdict(audit))
     assert not any(finding.needs_change for finding in audit.findings())
 
 
@@ -363,7 +323,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.5, slow(30.0), slow(1_100.0), 1e4])
+@pytest.mark.parametrize("factor", [1.5, 1e4])
 @pytest.mark.parametrize("of", PAIRS)
 def test_every_jump_is_found(of: str, factor: float) -> None:
     """Up and down, at any step: also right after the first, and in the last."""
@@ -382,10 +342,7 @@ def test_every_jump_is_found(of: str, factor: float) -> None:
 def test_jumps_ramps_and_spikes_of_recipes() -> None:
     of_recipe = lambda rate: verdict(theory.audit_sgdm(rate, 0.9, 100))
     jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
-    for value in (1e-4, 1e-5):
-        assert of_recipe(step_at(50, value, 0.11)).startswith(
-            f"α rises from {value:.3g} to 0.11 at"
-        )
+    assert "α rises from 1e-05 to 0.11 at step 50" in of_recipe(step_at(50, 1e-5, 0.11))
     assert "α falls to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
     # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.
     for length, low, high in itertools.product((4, 5, 30), (0, 0.1), (0, 0.1)):
