@@ -75,14 +75,6 @@ def test_bad_arguments(
     assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
 
 
-def test_records_of_something_else(tmp_path: Path) -> None:
-    good = json.dumps(dict.fromkeys(low_precision.KEYS, 1))
-    for line in ("{", "[]", '{"task": 1}'):
-        (tmp_path / "out").write_text(f"{good}\n{line}\n")
-        with pytest.raises(ValueError, match="line 2 of"):
-            low_precision.main(["--json", str(tmp_path / "out")])
-
-
 @pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
