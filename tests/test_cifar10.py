@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_apart_by_rounding, relative_difference, rounding_noise, slow
+from helpers import slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spa_optax import eval_params
@@ -101,9 +101,7 @@ def test_every_shift_and_mirror_image() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"x_train": np.zeros((99, 3, 32, 32), np.uint8)},
         {"x_test": DATA.x_test / 255},
-        {"y_test": DATA.y_test / 1.0},
         {"y_test": DATA.y_test[:-1]},
         {"y_train": DATA.y_train - 1},
         {"x_train": DATA.x_train[:9], "y_train": DATA.y_train[:9]},
@@ -145,23 +143,6 @@ def test_every_optimizer_learns(name: str) -> None:
     assert result["loss"][0, -1] < result["loss"][0, 0]
     assert result["accuracy"][0, -1] > 0.9
     assert result["final"][0] > 0.9
-
-
-@pytest.mark.slow
-def test_sgd_and_spa_from_sgdm_are_the_same() -> None:
-    """But for rounding, which soon picks another maximum in a pool: two steps."""
-    txs = cifar10.optimizers(10)
-    params = []
-    for tx in (txs["spa_from_sgdm"], txs["sgd"], optax.chain(txs["sgd"], rounding_noise())):
-        model = network()
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        for batch in range(2):
-            images = slice(batch * BATCH, (batch + 1) * BATCH)
-            cifar10.train_step(model, optimizer, DATA.x_train[images], DATA.y_train[images])
-        params.append(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    assert_apart_by_rounding(*params, at_most=1e-5)
-    start = nnx.to_pure_dict(nnx.state(network(), nnx.Param))
-    assert relative_difference(params[0], start) > 1e-2
 
 
 def test_gpa_is_evaluated_at_x() -> None:
