@@ -270,18 +270,15 @@ def evaluated(schedule: optax.Schedule, num_steps: int = NUM_STEPS) -> Callable[
 WARMUP_COSINE = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))
 
 
-def random_rates(k: np.ndarray) -> np.ndarray:
-    """Rates drawn anew at every step from three decades."""
-    return 10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
-
-
 # Learning rates and momenta as functions of an array of counts. Past NUM_STEPS they are out of use.
 RATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "constant": lambda k: np.full(len(k), 0.1),
     "warm-up from 0, cosine to 0": lambda k: np.asarray(jax.vmap(WARMUP_COSINE)(jnp.asarray(k))),
     "gap of 0": lambda k: np.where((k >= 500) & (k < 800), 0.0, 0.2),
     "drop by 100": lambda k: np.where(k < 700, 0.3, 0.003),
-    "random over three decades": random_rates,
+    "random over three decades": lambda k: (
+        10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
+    ),
     "NaN past its end": lambda k: 0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan)),
     "negative past its end": lambda k: 0.3 * (1 - k / NUM_STEPS),
     "cosine with warm restarts": lambda k: 0.15 * (1 + np.cos(np.pi * (k % 400) / 400)),

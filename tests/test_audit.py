@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, slow, table, unchecked, x64
+from helpers import lenient, table, unchecked, x64
 
 from spa_optax import (
     hyperparams_from_sgdm,
@@ -26,7 +26,7 @@ from spa_optax import (
 )
 from spa_optax._hyperparams import SGDMHyperparams
 
-RANGE, SPIKE, BETA, NEGATIVE, FIRST, SECOND, WEIGHT, LIMIT = CONDITIONS = [
+_, SPIKE, BETA, NEGATIVE, FIRST, SECOND, WEIGHT, LIMIT = CONDITIONS = [
     "a hyper-parameter is NaN or out of range",
     "α spikes to over twice its neighbours",
     "β is 1 or more",
@@ -46,9 +46,6 @@ def line(*points: tuple[float, float]) -> optax.Schedule:
     """Straight from point to point, (step, value)."""
     steps, values = (jnp.array(of, float) for of in zip(*points, strict=True))
     return lambda k: jnp.interp(k.astype(float), steps, values)
-
-
-STEEP = hyperparams_from_sgdm(step_at(50_000, 0.1, 0.001), 0.9)
 
 
 def values(hyperparams: Any, counts: Any) -> Any:
@@ -78,10 +75,10 @@ def test_arrays_are_what_they_say() -> None:
             "max_decay_ratio": theory.max_decay_ratio(etas[k - 1], cs[k - 1], 3.0),
         }
     assert expected.keys() == audit._asdict().keys()
+    assert list(audit.breaches()) == CONDITIONS
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(audit, name)[k], value, rtol=1e-9)
-    assert np.isnan(audit.beta[0])
-    np.testing.assert_allclose(audit.beta[1], beta[1], rtol=1e-9)
+    np.testing.assert_allclose(audit.beta[:2], (np.nan, beta[1]), rtol=1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
@@ -109,7 +106,7 @@ def test_nesterov_momentum() -> None:
         step = lambda state, _: (new := tx.update(x, state, x)[1], (new.eta, new.c))
         eta, c = jax.lax.scan(step, tx.init(x), None, 100)[1]
     np.testing.assert_allclose((found.eta[:-1], found.c[:-1]), (eta[:-1], c[:-1]), rtol=1e-4)
-    assert found.report(verbose=True).startswith("Nothing to change: neither α nor α/(1 − β) jumps")
+    assert verdict(found).startswith("Nothing to change")
     without = theory.audit_sgdm(0.1, 0.0, 10, nesterov=True)
     np.testing.assert_allclose((without.eta, without.c), [[0.1] * 10, [1.0] * 10], rtol=1e-6)
 
@@ -130,42 +127,24 @@ def test_breaches_of_figure_1() -> None:
     # η falling by 10 where 1.06 is allowed; above the limit for constants, and at it.
     audit = theory.audit(*stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1)
     assert (steps_of(audit, WEIGHT), steps_of(audit, LIMIT)) == ([20], [])
-    assert "positive: first at step 20, 1 in all; η_(k−1)/η_k is 10 there, 1.05694 is" in (
-        audit.report()
-    )
+    assert "η_(k−1)/η_k is 10 there, 1.05694 is" in audit.report()
     audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
     assert steps_of(audit, WEIGHT) == steps_of(audit, LIMIT) == list(range(10))
     for audit in (
         theory.audit(0.75, 0.5, 9, smoothness=2.0),
         theory.audit(*stagewise(1.0, 0.1, [20], step_factor=1.05), 200, smoothness=0.1),
     ):
-        assert "they hold at every step" in audit.report()
-
-
-def test_conditions_come_in_the_order_of_the_report() -> None:
-    """Each that breaks has one line of the report, the two that rest on the bound last."""
-    etas, cs = [1.0, 9.0, 1.0, 0.1, 1.0, 2.0], [0.1, 0.5, 0.1, 0.9, 0.5, 0.1]
-    audit = theory.audit(table(jnp.array(etas)), table(jnp.array(cs)), 6, smoothness=9.0)
-    assert list(audit.breaches()) == CONDITIONS
-    assert list(theory.audit(1.0, 0.1, 6).breaches()) == CONDITIONS[:6]
-    named = lambda **options: re.findall("(?m)^(?:- )?(.*): first", audit.report(**options))
-    assert named(verbose=True) == [FIRST, SECOND, WEIGHT, LIMIT]
-    assert named() == [WEIGHT, LIMIT]
-    assert kinds(audit) == ["average", "beta", "spike"]
+        assert not steps_of(audit, WEIGHT) + steps_of(audit, LIMIT)
 
 
 @pytest.mark.parametrize(
     ("make", "hyperparams", "first", "others"),
     [
         (theory.audit, (step_at(50, 0.1, jnp.nan), 0.1), 50, 49),
-        (theory.audit, (step_at(50, 0.1, jnp.inf), 0.1), 50, 49),
         (theory.audit, (line((0, 0.1), (20, -0.1)), 0.1), 11, 88),
-        (theory.audit, (0.1, step_at(50, 0.1, jnp.nan)), 50, 49),
         (theory.audit, (0.1, step_at(50, 0.1, 1.1)), 50, 49),
-        (theory.audit, (lambda k: jnp.full_like(k, jnp.nan, float), 0.1), 0, 99),
-        (theory.audit_sgdm, (0.1, step_at(50, 0.9, jnp.nan)), 50, 49),
         (theory.audit_sgdm, (0.1, step_at(50, 0.9, 1.0)), 50, 49),
-        (theory.audit_sgdm, (0.1, step_at(98, 0.9, -0.5)), 98, 1),
+        (theory.audit_sgdm, (0.1, step_at(97, 0.9, -0.5)), 97, 2),
         # The look-ahead counts what lies past the end of a schedule as 0.
         (theory.audit_sgdm, (line((0, 0.1), (121, -0.1)), 0.9), 61, 38),
         (theory.audit_sgdm, (lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 60.5), 0.9), 61, 38),
@@ -173,9 +152,7 @@ def test_conditions_come_in_the_order_of_the_report() -> None:
 )
 def test_nan_and_out_of_range(make: Any, hyperparams: Any, first: int, others: int) -> None:
     audit = make(*hyperparams, 100, smoothness=1.0)
-    place = f"at step {first} and at {others} {'others' if others > 1 else 'other'}."
-    assert verdict(audit) == f"A hyper-parameter is NaN or out of range {place}"
-    assert "bound" not in audit.report()
+    assert verdict(audit).endswith(f"out of range at step {first} and at {others} others.")
     assert np.isfinite(audit.eta[:first]).all()
     if make is theory.audit_sgdm and first == 61:
         recipe = hyperparams_from_sgdm(*hyperparams)
@@ -194,82 +171,29 @@ def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     assert "average" in kinds(theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps))
 
 
-def test_few_steps() -> None:
-    report = theory.audit(1.0, 0.1, 1, smoothness=1.0).report()
-    assert "1 steps as SPA: η 1, c 0.1\nand as SGD+M: α 0.1, β undefined" in report
-    for num_steps, c in ((1, "1"), (4, "1"), (10, "0.5")):
-        assert f"With a constant c of {c} it" in theory.audit_sgdm(0.1, 0.9, num_steps).report()
-
-
-@pytest.mark.slow
-def test_a_million_steps() -> None:
-    """O(n) in time and memory at any β: not a window of 18,412 steps at each."""
-    schedule = lenient(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5_000, 10**6))
-    hyperparams = hyperparams_from_sgdm(schedule, 0.999)
-    audit = theory.audit(*hyperparams, 10**6)
-    np.testing.assert_allclose(audit.eta[500_000], hyperparams[0](500_000), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("schedules", "num_steps", "near", "log", "bottom", "mark"),
-    [
-        # Figure 1(c) and (e); a rise of c over 42 steps of 100,000, which α and c show once more.
-        (
-            stagewise(9.0, 0.1, [40], averaging_rule="constant"),
-            99,
-            ("β", 20, 59),
-            "",
-            0,
-            (4, 40, "C3"),
-        ),
-        (stagewise(9.0, 0.1, [40]), 99, ("c", 19, 58), "", 0, (1, 39, "C3")),
-        (STEEP, 10**5, ("c", 49_936, 50_019), "012", 0.01 / 1.5, (1, 50_000, "C2")),
-        ((line((0, 0), (9_999, 1)), 0.1), 10_000, None, "01", 1 / 2_000, None),
-        ((step_at(9, 0.1, jnp.nan), 0.1), 30, None, "", 0, None),
-    ],
-)
-def test_plot(
-    schedules: Any, num_steps: int, near: Any, log: str, bottom: float, mark: Any
-) -> None:
-    import matplotlib.pyplot as plt
-
-    audit = theory.audit(*schedules, num_steps)
+def test_plot() -> None:
+    """Its title is the verdict, and a dot is where: here the spike of β in Figure 1(c)."""
+    audit = theory.audit(*stagewise(9.0, 0.1, [40], averaging_rule="constant"), 99)
     figure = audit.plot()
     assert figure.get_suptitle().replace("\n", " ") == verdict(audit)
-    axes = figure.axes
-    labels = ["η", "α = ηc", "α = ηc", "c", "β", near[0]] if near else ["η", "α = ηc", "c", "β"]
-    assert [axis.get_ylabel() for axis in axes] == labels
-    assert log == "".join(str(i) for i, axis in enumerate(axes) if axis.get_yscale() == "log")
-    assert axes[0].get_ylim()[0] == pytest.approx(bottom)
-    dots = [
-        (i, dot) for i, axis in enumerate(axes) for dot in axis.lines if dot.get_marker() == "o"
-    ]
-    found = [(i, *dot.get_xdata(), dot.get_color()) for i, dot in dots]
-    assert (found[-1] if found else None) == mark
-    if near:
-        x = axes[5].lines[0].get_xdata()
-        assert (x[0], x[-1]) == near[1:]
-        assert axes[2].get_title() == f"close to step {mark[1]:,}"
-    assert max(len(axis.lines[0].get_xdata()) for axis in axes) <= 50_000
-    plt.close(figure)
+    (dot,) = (line for line in figure.axes[4].lines if line.get_marker() == "o")
+    assert (*dot.get_xdata(), *dot.get_ydata()) == pytest.approx((40, 9))
+    figures.plt.close(figure)
 
 
 def test_bad_input() -> None:
-    loose, audit, steps = unchecked(theory.audit), theory.audit, "`num_steps` must be a concrete"
+    loose, audit = unchecked(theory.audit), theory.audit
     nesterov = lambda: theory.audit_sgdm(0.1, 0.9, 10, nesterov=True, smoothness=1.0)
     of_smoothness = lambda value: lambda: loose(1.0, 0.1, 9, smoothness=value)
-    for call, message in (
-        *((lambda n=n: loose(1.0, 0.1, n), f"{steps} integer >= 1") for n in (0, 2.5)),
-        *(
-            (of_smoothness(value), f"`smoothness` must be None or finite and > 0, got {value!r}")
-            for value in (0.0, np.inf, np.nan, "a", np.ones(2), True)
-        ),
-        (nesterov, "`smoothness` must be None with Nesterov momentum, got 1.0"),
-        (lambda: audit(-1.0, 0.1, 9), "`learning_rate` must be finite and >= 0, got -1.0"),
-        (lambda: audit(1.0, 1.1, 9), "`averaging` must be in [0, 1], got 1.1"),
-        (lambda: unchecked(spa)(stagewise(1.0, 0.1, [10])), "as in `spa(*stagewise(...))`"),
+    for call, name in (
+        *((lambda n=n: loose(1.0, 0.1, n), "num_steps") for n in (0, 2.5)),
+        *((of_smoothness(value), "smoothness") for value in (0.0, np.nan, "a", np.ones(2), True)),
+        (nesterov, "smoothness"),
+        (lambda: audit(-1.0, 0.1, 9), "learning_rate"),
+        (lambda: audit(1.0, 1.1, 9), "averaging"),
+        (lambda: unchecked(spa)(stagewise(1.0, 0.1, [10])), r"spa\(\*stagewise\(...\)\)"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=f"`{name}`"):
             call()
     for call in (lambda: audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9)):
         with pytest.warns(UserWarning, match=r"0.9 means a momentum of 0.1"):
@@ -324,52 +248,36 @@ def test_schedules_say_which_recipe_they_were_made_from() -> None:
 # --------------------------------------------------------------------------------- the verdict
 
 N = 10_000
-SMOOTH = r"Nothing to change: neither α nor α/\(1 − β\) jumps .*"
-RECIPES: dict[str, tuple[Any, Any, str]] = {
-    "step decay, as ResNet": (
-        optax.piecewise_constant_schedule(0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}),
-        0.9,
-        r"Nothing to change: α falls 10-fold at step 3,000 and at 2 others\. As primal averaging c"
-        r" rises from 0\.10\d to 0\.526 over the 4\d steps before, and z moves ahead.*",
+RECIPES: dict[str, Any] = {
+    "step decay, as ResNet": optax.piecewise_constant_schedule(
+        0.1, {3_000: 0.1, 6_000: 0.1, 9_000: 0.1}
     ),
-    "warm-up and cosine": (optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, N), 0.9, SMOOTH),
-    "one-cycle, momentum the other way round": (
-        optax.cosine_onecycle_schedule(N, 0.1),
-        line((0, 0.95), (3_000, 0.85), (N, 0.95)),
-        SMOOTH,
-    ),
-    "linear decay": (optax.linear_schedule(0.1, 0.0, N), 0.9, SMOOTH),
-    "warm-up, stable, decay": (line((0, 0), (500, 0.1), (8_000, 0.1), (N, 0)), 0.9, SMOOTH),
-    "inverse square root": (
-        lambda k: 0.1 * jnp.minimum((k + 1.0) / 500, jnp.sqrt(500 / (k + 1.0))),
-        0.9,
-        SMOOTH,
-    ),
-    "cosine with restarts": (
-        lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
-        0.9,
-        r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\. Check .*",
-    ),
-    "halved on a plateau": (
-        lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
-        0.9,
-        r"Nothing to change: α falls 2-fold at step 1,500 and at 5 others\. As .* 0\.182 over .*",
-    ),
-    "triangle, as airbench": (line((0, 0.02), (2_000, 0.1), (N, 0.007)), 0.85, SMOOTH),
-    "cosine to a tenth, as GPT-3": (
-        optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
-        0.9,
-        SMOOTH,
-    ),
+    "warm-up and cosine": optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, N),
+    "one-cycle, momentum the other way round": optax.cosine_onecycle_schedule(N, 0.1),
+    "linear decay": optax.linear_schedule(0.1, 0.0, N),
+    "warm-up, stable, decay": line((0, 0), (500, 0.1), (8_000, 0.1), (N, 0)),
+    "inverse square root": lambda k: 0.1 * jnp.minimum((k + 1) / 500, jnp.sqrt(500 / (k + 1))),
+    "cosine with restarts": lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
+    "halved on a plateau": lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
+    "triangle, as airbench": line((0, 0.02), (2_000, 0.1), (N, 0.007)),
+    "cosine to a tenth, as GPT-3": optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
+}
+MOMENTA = {  # of the others 0.9
+    "one-cycle, momentum the other way round": line((0, 0.95), (3_000, 0.85), (N, 0.95)),
+    "triangle, as airbench": 0.85,
+}
+JUMPS = {  # of the others neither α nor α/(1 − β) jumps
+    "step decay, as ResNet": r"Nothing .* 10-fold at step 3,000 and at 2 others.* to 0\.526 .*",
+    "cosine with restarts": r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\..*",
+    "halved on a plateau": r"Nothing .* 2-fold at step 1,500 and at 5 others.* to 0\.182 over .*",
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
-    learning_rate, momentum, expected = RECIPES[name]
     with jax.numpy_dtype_promotion("standard"):
-        audit = theory.audit_sgdm(learning_rate, momentum, N)
-    assert re.fullmatch(expected, verdict(audit))
+        audit = theory.audit_sgdm(RECIPES[name], MOMENTA.get(name, 0.9), N)
+    assert re.fullmatch(JUMPS.get(name, "Nothing to change: neither .* jumps .*"), verdict(audit))
     assert not any(finding.needs_change for finding in audit.findings())
 
 
@@ -415,7 +323,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.5, slow(30.0), slow(1_100.0), 1e4])
+@pytest.mark.parametrize("factor", [1.5, 1e4])
 @pytest.mark.parametrize("of", PAIRS)
 def test_every_jump_is_found(of: str, factor: float) -> None:
     """Up and down, at any step: also right after the first, and in the last."""
@@ -434,13 +342,8 @@ def test_every_jump_is_found(of: str, factor: float) -> None:
 def test_jumps_ramps_and_spikes_of_recipes() -> None:
     of_recipe = lambda rate: verdict(theory.audit_sgdm(rate, 0.9, 100))
     jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
-    for value in (1e-4, 1e-5):
-        assert of_recipe(step_at(50, value, 0.11)).startswith(
-            f"α rises from {value:.3g} to 0.11 at"
-        )
-    assert of_recipe(step_at(50, 0.1, 0.0)).startswith(
-        "Nothing to change: α falls to 0 at step 50."
-    )
+    assert "α rises from 1e-05 to 0.11 at step 50" in of_recipe(step_at(50, 1e-5, 0.11))
+    assert "α falls to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
     # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.
     for length, low, high in itertools.product((4, 5, 30), (0, 0.1), (0, 0.1)):
         ramp = line((0, low), (10, low), (10 + length, high), (99, high))
@@ -449,7 +352,7 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
     assert not jumps(line((0, 1e-6), (49, 1e-6), (50, 9e-6), (60, 9e-6), (90, 0.1)))
     # A spike of a recipe is not blamed on c.
     spike = of_recipe(lambda k: jnp.where(k == 50, 1.0, 0.0))
-    assert spike == "α spikes from 0 to 1 at step 50. Make the change gradual."
+    assert spike.startswith("α spikes from 0 to 1 at step 50.")
 
 
 def test_a_small_c_and_the_tail_of_a_decay() -> None:

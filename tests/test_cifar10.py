@@ -6,7 +6,6 @@ import http.server
 import io
 import tarfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_apart_by_rounding, relative_difference, rounding_noise, slow
+from helpers import slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spa_optax import eval_params
@@ -47,63 +46,44 @@ DATA = cifar10.Data(*two_shades(8 * BATCH), *two_shades(2 * BATCH + 5))
 # ------------------------------------------------------------------------------------------- data
 
 
-def records(seed: int, num: int) -> bytes:
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, 10, (num, 1), np.uint8)
-    return np.hstack([labels, rng.integers(0, 256, (num, 3072), np.uint8)]).tobytes()
-
-
-FILES = {
-    **{f"data_batch_{i}.bin": records(i, 4) for i in range(1, 6)},
-    "test_batch.bin": records(6, 3),
-}
-
-
 def archive() -> bytes:
-    buffer = io.BytesIO()
+    """As published: files of images, each a label and then 3,072 bytes."""
+    buffer, rng = io.BytesIO(), np.random.default_rng(0)
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, content in FILES.items():
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+        for name, num in {**{f"data_batch_{i}": 4 for i in range(1, 6)}, "test_batch": 3}.items():
+            labels = rng.integers(0, 10, (num, 1), np.uint8)
+            content = np.hstack([labels, rng.integers(0, 256, (num, 3072), np.uint8)]).tobytes()
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return buffer.getvalue()
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a server that stands in for CIFAR-10's; it has an archive."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-    (folder / "cifar-10-binary.tar.gz").write_bytes(archive())
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    handler = functools.partial(Handler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as http_server:
-        threading.Thread(target=http_server.serve_forever).start()
-        address = f"http://127.0.0.1:{http_server.server_port}/cifar-10-binary.tar.gz"
-        monkeypatch.setattr(cifar10, "URL", address)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setattr(cifar10, "MD5", hashlib.md5(archive()).hexdigest())
-        yield folder
-        http_server.shutdown()
+ARCHIVE = archive()
 
 
-def test_download(server: Path, tmp_path: Path) -> None:
+def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the published layout: a label, then a red, a green and a blue plane, by rows."""
-    data = cifar10.load_cifar10(tmp_path / "data")
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(ARCHIVE)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(cifar10, "MD5", hashlib.md5(ARCHIVE).hexdigest())
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        address = f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz"
+        monkeypatch.setattr(cifar10, "URL", address)
+        threading.Thread(target=server.serve_forever).start()
+        data = cifar10.load_cifar10(tmp_path / "data")
+        server.shutdown()
     assert data.x_train.shape == (20, 32, 32, 3)
     assert data.x_test.shape == (3, 32, 32, 3)
-    record = FILES["data_batch_2.bin"][3073:]  # its second image, the sixth in all
+    with tarfile.open(fileobj=io.BytesIO(ARCHIVE)) as tar:
+        (file,) = (tar.extractfile(info) for info in tar if "data_batch_2" in info.name)
+        assert file is not None
+        record = file.read()[3073:]  # its second image, the sixth in all
     assert data.y_train[5] == record[0]
     for row, column, channel in [(0, 0, 0), (0, 31, 1), (5, 6, 2), (31, 31, 1)]:
-        assert (
-            data.x_train[5, row, column, channel] == record[1 + 1024 * channel + 32 * row + column]
-        )
-    for path in server.iterdir():
-        path.unlink()
+        place = 1 + 1024 * channel + 32 * row + column
+        assert data.x_train[5, row, column, channel] == record[place]
     again = cifar10.load_cifar10(tmp_path / "data")  # without a server
     np.testing.assert_array_equal(again.x_test, data.x_test)
 
@@ -121,24 +101,17 @@ def test_every_shift_and_mirror_image() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"x_train": np.zeros((99, 3, 32, 32), np.uint8)},
         {"x_test": DATA.x_test / 255},
-        {"y_train": DATA.y_train[:, None]},
-        {"y_test": DATA.y_test / 1.0},
         {"y_test": DATA.y_test[:-1]},
         {"y_train": DATA.y_train - 1},
-        {"y_train": DATA.y_train + 2**62},
         {"x_train": DATA.x_train[:9], "y_train": DATA.y_train[:9]},
     ],
 )
 def test_own_images_that_cannot_be(changes: dict[str, Any], tmp_path: Path) -> None:
-    """One message, which says what there must be and what there is."""
     arrays = {**DATA._asdict(), **changes}
     np.savez(tmp_path / "own.npz", **arrays)
-    with pytest.raises(SystemExit, match=r"^error: --npz must hold uint8 images") as caught:
+    with pytest.raises(SystemExit, match=r"^error: --npz must hold uint8 images"):
         cifar10.main(["--npz", str(tmp_path / "own.npz")])
-    for name, array in arrays.items():
-        assert f"{name} {array.dtype} {array.shape}" in str(caught.value)
 
 
 # --------------------------------------------------------------------------- network and training
@@ -172,23 +145,6 @@ def test_every_optimizer_learns(name: str) -> None:
     assert result["final"][0] > 0.9
 
 
-@pytest.mark.slow
-def test_sgd_and_spa_from_sgdm_are_the_same() -> None:
-    """But for rounding, which soon picks another maximum in a pool: two steps."""
-    txs = cifar10.optimizers(10)
-    params = []
-    for tx in (txs["spa_from_sgdm"], txs["sgd"], optax.chain(txs["sgd"], rounding_noise())):
-        model = network()
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        for batch in range(2):
-            images = slice(batch * BATCH, (batch + 1) * BATCH)
-            cifar10.train_step(model, optimizer, DATA.x_train[images], DATA.y_train[images])
-        params.append(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    assert_apart_by_rounding(*params, at_most=1e-5)
-    start = nnx.to_pure_dict(nnx.state(network(), nnx.Param))
-    assert relative_difference(params[0], start) > 1e-2
-
-
 def test_gpa_is_evaluated_at_x() -> None:
     """And batch normalization knows the features of x, and the trained model stays as it is."""
     model = network()
@@ -216,24 +172,18 @@ def test_the_last_batch_is_not_whole() -> None:
     model = network()
     model.eval()
     whole = NamedSharding(Mesh(np.array(jax.devices()), "batch"), PartitionSpec("batch"))
-    x, y = DATA.x_test, DATA.y_test
-    expected = np.mean(np.argmax(model(jnp.asarray(x)), -1) == y)
-    assert cifar10.accuracy(model, DATA, whole) == pytest.approx(float(expected))
     mirrored = lambda images: [images, images[:, :, ::-1]]
-    total = sum(model(jnp.asarray(view)) for view in mirrored(x))
-    expected = np.mean(np.argmax(total, -1) == y)
+    total = sum(model(jnp.asarray(view)) for view in mirrored(DATA.x_test))
+    expected = np.mean(np.argmax(total, -1) == DATA.y_test)
     assert cifar10.accuracy(model, DATA, whole, mirrored) == pytest.approx(float(expected))
 
 
 def test_views_of_an_image() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     views = cifar10.views(images)
-    assert len({view.tobytes() for view in views}) == 6
-    for view, shift in zip(views, (0, 1, -1), strict=False):
-        inside = slice(1, -1)
-        expected = np.roll(images, (shift, shift), (1, 2))[:, inside, inside]
-        np.testing.assert_array_equal(view[:, inside, inside], expected)
-    for view, mirror in zip(views[:3], views[3:], strict=True):
+    inside = lambda view: view[:, 1:-1, 1:-1]
+    for view, mirror, shift in zip(views[:3], views[3:], (0, 1, -1), strict=True):
+        np.testing.assert_array_equal(inside(view), inside(np.roll(images, (shift, shift), (1, 2))))
         np.testing.assert_array_equal(view[:, :, ::-1], mirror)
 
 
@@ -260,34 +210,10 @@ def test_eight_devices_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smoke(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "cifar10.png"
     names = ["gpa", "spa_from_sgdm"]
     text = cifar10.main(["--smoke", "--optimizer", *names, "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [line.split()[0] for line in text.splitlines()[1:]] == names
     assert "nan" not in text
-    assert "±" not in text  # of one seed
-    assert f"seeds: 1, epochs: 1, devices: {len(jax.devices())}" in capsys.readouterr().out
-
-
-def test_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two classes, since there are two."""
-    np.savez(tmp_path / "own.npz", **DATA._asdict())
-    num_classes = []
-    monkeypatch.setattr(
-        *(cifar10, "train"),
-        lambda name, data, *numbers: (
-            num_classes.append(numbers)
-            or {
-                "loss": np.ones((2, 3)),
-                "accuracy": np.zeros((2, 3)),
-                "final": np.array([0.5, 0.7]),
-                "seconds": np.ones(2),
-            }
-        ),
-    )
-    arguments = ["--seeds", "2", "--epochs", "3", "--picture", str(tmp_path / "x.png")]
-    text = cifar10.main(["--npz", str(tmp_path / "own.npz"), *arguments])
-    assert num_classes == [(2, 2, 3)]
-    assert "60.00 % ± 10.00 %" in text  # |0.7 − 0.5| / 2

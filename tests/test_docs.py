@@ -6,7 +6,6 @@ import html
 import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, optimized, quick_names
+from helpers import optimized, quick_names, relative_difference, run
 from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
-from safetensors.flax import load_file, save_file
 
 from spa_optax import (
     convert,
@@ -85,20 +83,6 @@ def test_code_for_trainers_is_what_their_scripts_run() -> None:
         assert "".join(code).strip() in scripts
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
-def test_colab(path: Path) -> None:
-    """A link that opens the notebook, and a line to install from the repository: PyPI has none."""
-    colab = runpy.run_path(str(ROOT / "docs/hooks.py"))["colab"]
-    (cell,) = (c.source for c in nbformat.read(path, as_version=4).cells if "%pip" in c.source)
-    page = colab(cell, f"notebooks/{path.name}", "https://github.com/some/where/")
-    url = "https://colab.research.google.com/github/some/where/blob/main/"
-    (linked,) = re.findall(f'href="{re.escape(url)}(.*?)"', page)
-    assert ROOT / linked == path
-    assert "%pip install git+https://github.com/some/where scikit-learn" in page
-    assert colab(cell, f"notebooks/{path.name}", None) == cell
-    assert colab(cell, "method.md", "https://x") == cell
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
 def test_notebooks(path: Path) -> None:
@@ -112,11 +96,6 @@ def test_notebooks(path: Path) -> None:
         if output.get("name") == "stdout"
     )
     assert without_digits(notebook.cells) == without_digits(stored.cells) != ""
-
-
-def test_there_are_blocks_that_print() -> None:
-    assert sum(block.count("print(") for block in BLOCKS["README.md"]) > 0
-    assert len(BLOCKS) > 5
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -142,14 +121,6 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------ what pages say
-
-
-def trained(tx: Any, params: Any, num_steps: int) -> tuple[Any, Any]:
-    state, update = tx.init(params), jax.jit(tx.update)
-    for _ in range(num_steps):
-        updates, state = update(params, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
 
 
 @pytest.mark.slow
@@ -183,55 +154,31 @@ def test_files_hold_the_statistics_of_batch_norm(tmp_path: Path) -> None:
     """The params alone give another model, without a word."""
     page, _ = run_blocks("docs/export.md")
     average, batch = page["average"], page["batches"][0]
-    differences = {}
-    for kinds in (nnx.Param, nnx.Any(nnx.Param, nnx.BatchStat)):
+    for kinds, same in ((nnx.Param, False), (nnx.Any(nnx.Param, nnx.BatchStat), True)):
         page["save"](nnx.to_pure_dict(nnx.state(average, kinds)), tmp_path / "file")
         loaded = page["Network"](nnx.Rngs(1))
         nnx.update(loaded, nnx.restore_int_paths(page["load"](tmp_path / "file")))
         loaded.eval()
-        differences[kinds] = jnp.abs(loaded(batch) - average(batch)).max()
-    params_alone, whole = differences.values()
-    assert whole == 0
-    assert params_alone > 0.1
-
-
-@pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
-def test_float8_in_safetensors(dtype: Any, tmp_path: Path) -> None:
-    """If loading works, docs/export.md need not say how to get around it."""
-    file, as_bytes = tmp_path / "file", jnp.arange(256, dtype=jnp.uint8)
-    x = as_bytes.view(dtype)
-    save_file({"x": x}, file)
-    with pytest.raises(AttributeError, match="float8"):
-        load_file(file)
-    save_file({"x": x.view(jnp.uint8)}, file)
-    np.testing.assert_array_equal(load_file(file)["x"].view(dtype).view(jnp.uint8), as_bytes)
-    save_file({"x": x.astype(jnp.bfloat16)}, file)
-    same = load_file(file)["x"].astype(dtype).view(jnp.uint8) == as_bytes
-    np.testing.assert_array_equal(same | jnp.isnan(x), True)
+        assert np.array_equal(loaded(batch), average(batch)) == same
 
 
 @pytest.mark.slow
 @standard_promotion
-def test_muon_trains_params_without_a_layer_by_adamw() -> None:
+def test_muon_trains_kernels_alone() -> None:
     """The function of the page needed two names, which a position embedding has not."""
     kernels = run_blocks("docs/any-optimizer.md")[0]["kernels"]
     params = {
         "position": jnp.ones((4, 8)),
         "out": {"kernel": jnp.ones((2, 4, 8)), "bias": jnp.ones(8)},
         "layers": [{"kernel": jnp.ones((8, 2, 4))}],
-        "kernel": jnp.ones((8, 8)),
     }
     numbers = optax.contrib.MuonDimensionNumbers
     assert kernels(params) == {
         "position": None,
         "out": {"kernel": numbers((0, 1), (2,)), "bias": None},
         "layers": [{"kernel": numbers((0,), (1, 2))}],
-        "kernel": numbers((0,), (1,)),
     }
-    assert kernels(params["kernel"]) is None
-    muon = optax.contrib.muon(0.01, muon_weight_dimension_numbers=kernels)
-    found, _ = trained(muon, params, 1)
-    assert all((a != b).all() for a, b in zip(*map(jax.tree.leaves, (found, params)), strict=True))
+    assert kernels(params["position"]) is None
 
 
 @standard_promotion
@@ -255,7 +202,7 @@ def test_the_rate_to_log() -> None:
         (of_group, lambda s: get(get(s, "inner_states")["a"], "eta")),
     ]
     for tx, of_state in rows:
-        _, state = trained(optax.chain(optax.clip(1.0), tx), params, 5)
+        _, state = run(optax.chain(optax.clip(1.0), tx), params, 5 * [params])
         np.testing.assert_allclose(of_state(state), rate(4), rtol=1e-5)
 
 
@@ -273,7 +220,6 @@ def test_factored_by_leaf_on_a_mesh() -> None:
         optax.add_decayed_weights(1e-4),
         spa(1e-3, 0.05, 0.9, **narrow),
     )
-    x = jnp.ones((8, 256), jnp.bfloat16)
 
     def train(tx: Any) -> Any:
         initial = nnx.initializers.lecun_normal()
@@ -282,7 +228,7 @@ def test_factored_by_leaf_on_a_mesh() -> None:
         options = {"use_bias": False, "param_dtype": jnp.bfloat16, "kernel_init": initial}
         model = nnx.Linear(256, 128, **options, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        loss = lambda model: jnp.mean(model(x).astype(float) ** 2)
+        loss = lambda model: jnp.mean(model(jnp.ones((8, 256), jnp.bfloat16)).astype(float) ** 2)
         step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model)))
         for _ in range(3):
             step(model, optimizer)
@@ -364,9 +310,7 @@ def test_float8_at_small_rates(rate: float, params_dtype: Any, e4m3: float, e5m2
         return eval_params(state, params).astype(jnp.float32) - start.astype(jnp.float32)
 
     expected = path(jnp.float32, jnp.float32, None)
-    off = lambda dtype: float(
-        jnp.linalg.norm(path(dtype, params_dtype, KEY) - expected) / jnp.linalg.norm(expected)
-    )
+    off = lambda dtype: relative_difference(path(dtype, params_dtype, KEY), expected)
     assert off(jnp.float8_e4m3fn) == pytest.approx(e4m3, rel=0.1)
     assert off(jnp.float8_e5m2) == pytest.approx(e5m2, rel=0.2)
     assert off(jnp.bfloat16) < (0.001 if params_dtype == jnp.float32 else 0.095)

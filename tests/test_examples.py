@@ -2,14 +2,12 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import bases
 import cifar_data
-import compiled
 import digits
 import equivalence
 import gauge
@@ -18,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import language_model
 import low_precision
-import memory
 import numpy as np
 import one_card
 import optax
 import pytest
 import render
+import train_cifar10
 import update_cost
 import vision_transformer
 from flax import nnx
@@ -39,25 +37,14 @@ def test_digits(tmp_path: Path) -> None:
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = {line[:23].strip(): line.split() for line in text.splitlines()[1:]}
-    accuracy = {name: float(row[row.index("%") - 1]) for name, row in rows.items()}
+    before = lambda mark: {name: float(row[row.index(mark) - 1]) for name, row in rows.items()}
+    accuracy, loss = before("%"), before("±")
     assert accuracy["optax.sgd"] > 90
     assert abs(accuracy["spa_from_sgdm"] - accuracy["optax.sgd"]) < 0.5
-    assert float(rows["optax.sgd"][-1]) == 0
-    loss = {name: float(row[row.index("±") - 1]) for name, row in rows.items()}
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
     # `spa(η)` is another form of momentum. Rounding, which a network may amplify, is far below it.
     for name in ("spa_from_sgdm", "sgd + noise"):
         assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
-
-
-@pytest.mark.slow
-def test_digits_of_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "new" / "digits.png"
-    text = digits.main(["--epochs", "1", "--seeds", "1", "--picture", str(picture)])
-    assert picture.exists()
-    assert "±" not in text
-    assert "nan" not in text
-    assert "\nseeds: 1, epochs: 1, steps: 22\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -68,123 +55,51 @@ def test_one_card(optimizer: str, num_bytes: float, capsys: pytest.CaptureFixtur
     assert f"918,656 params, {num_bytes} bytes each with their state" in capsys.readouterr().out
 
 
-SCRIPTS = {
-    module.__name__: module
-    for module in (
-        digits,
-        one_card,
-        *(compiled, equivalence, gauge, language_model, low_precision, memory, update_cost),
-        vision_transformer,
-    )
-}
-
-
-def test_an_interrupted_run_keeps_the_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(digits, "train", interrupted)
-    (tmp_path / "digits.png").write_bytes(b"of the run before")
-    with pytest.raises(KeyboardInterrupt):
-        digits.main(["--picture", str(tmp_path / "digits.png")])
-    assert (tmp_path / "digits.png").read_bytes() == b"of the run before"
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option says what it is, and what it is if not given."""
-    with pytest.raises(SystemExit, match="0"):
-        SCRIPTS[name].main(["--help"])
-    text = capsys.readouterr().out
-    options = re.split(r"\n  (?=-)", text[text.index("options:") :].partition("\n\n")[0])[1:]
-    for option in options:
-        assert re.search(r"\s{2,}\S", option), option  # a help
-        assert "None" not in option
-        assert "False" not in option
-    assert any("(default:" in option for option in options)
-
-
 @pytest.mark.parametrize(
-    ("name", "arguments", "message"),
+    ("script", "arguments"),
     [
-        ("digits", ["--epochs", "0"], "--epochs must be >= 1, got 0"),
-        ("digits", ["--seeds", "-1"], "--seeds must be >= 1, got -1"),
-        ("digits", ["--picture", "FILE/x.png"], "--picture must be a picture that can be written"),
-        ("digits", ["--picture", "FOLDER"], "--picture must be a picture that can be written"),
-        ("digits", ["--picture", "FOLDER/x.xyz"], "Format 'xyz' is not supported"),
-        ("low_precision", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
-        ("low_precision", ["--epochs", "0"], "--epochs must be finite and > 0, got 0"),
-        ("low_precision", ["--json", "FOLDER"], "--json must be a file that can be written, got"),
-        ("equivalence", ["--steps", "0"], "--steps must be finite and > 0, got 0"),
-        ("equivalence", ["--steps", "5"], "--steps must be a multiple of 10, got 5"),
-        ("equivalence", ["--momentum", "1"], "--momentum must be in [0, 1), got 1.0"),
-        ("equivalence", ["--json", "FILE/x"], "--json must be a file that can be written, got"),
-        ("gauge", ["--seeds", "0"], "--seeds must be finite and > 0, got 0"),
-        ("memory", ["--target", "abacus"], "invalid choice: 'abacus'"),
-        ("update_cost", ["--rounds", "0"], "--rounds must be finite and > 0, got 0"),
-        ("language_model", ["--seeds", "-1"], "--seeds must be >= 0, got -1"),
-        ("language_model", ["--jobs", "0"], "--jobs must be finite and > 0, got 0"),
-        ("language_model", ["--heads", "3"], "--width must be a multiple of --heads, got 128"),
-        ("language_model", ["--fix", "c=0.3"], "--fix must be NAME=VALUE of the grids"),
+        (digits, ["--picture", "FILE/x.png"]),
+        (equivalence, ["--json", "FILE/x"]),
+        (language_model, ["--heads", "3"]),
+        (train_cifar10, ["--track", "--optimizer", "sgdm", "--out", "NEW"]),
     ],
 )
 def test_bad_arguments(
-    name: str,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    script: Any, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found before anything is computed or written."""
-    file, folder = tmp_path / "FILE", tmp_path / "FOLDER"
-    file.write_text("")
-    folder.mkdir()
-    places = lambda text: text.replace("FILE", str(file)).replace("FOLDER", str(folder))
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
     with pytest.raises(SystemExit, match="2"):
-        SCRIPTS[name].main([places(argument) for argument in arguments])
-    assert message in capsys.readouterr().err
-    assert sorted(tmp_path.iterdir()) == [file, folder]
-    assert not any(folder.iterdir())
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"task": 1}'])
-def test_records_of_something_else(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    good = json.dumps(dict.fromkeys(low_precision.KEYS, 1))
-    path.write_text(f"{good}\n{line}\n")
-    with pytest.raises(ValueError, match="--json must be new or of this benchmark, but line 2 of"):
-        low_precision.main(["--json", str(path)])
+        script.main(arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
 
 
 @pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
     out = tmp_path / "cost.json"
-    text = update_cost.main(["--rounds", "2", "--json", str(out)])
+    update_cost.main(["--rounds", "2", "--json", str(out)])
     cost = json.loads(out.read_text())["two"]
-    assert cost["optax.sgd(0.1, 0.9)"]["must_move"] == pytest.approx(20)
-    assert cost["spa(1.0, 0.1)"]["must_move"] == pytest.approx(20, abs=0.01)
-    assert cost["spa(1.0, 0.1), bfloat16 params"]["must_move"] == pytest.approx(14, abs=0.01)
-    assert cost["the same with bfloat16 z"]["must_move"] == pytest.approx(10, abs=0.01)
-    assert 23 < cost["optax.sgd(0.1, 0.9)"]["bytes_accessed"] < 25
-    assert 27 < cost["spa(1.0, 0.1)"]["bytes_accessed"] < 29
+    for name, num_bytes in {
+        "optax.sgd(0.1, 0.9)": 20,
+        "spa(1.0, 0.1)": 20,
+        "spa(1.0, 0.1), bfloat16 params": 14,
+        "the same with bfloat16 z": 10,
+    }.items():
+        assert cost[name]["must_move"] == pytest.approx(num_bytes, abs=0.01)
+    assert cost["optax.sgd(0.1, 0.9)"]["bytes_accessed"] == pytest.approx(24, abs=1)
+    assert cost["spa(1.0, 0.1)"]["bytes_accessed"] == pytest.approx(28, abs=1)
     for name in ("spa(1.0, 0.1)", "the same with rounding_key"):
         assert cost[name]["temporary"] < 4_000
-    assert "two: 73,728 params, 2 leaves" in text
-    leaves = {name: leaves_of(make()) for name, make in TREES.items()}
-    sizes = {name: sum(map(math.prod, shapes)) for name, shapes in leaves.items()}
-    assert sizes["GPT-2"] == 124_439_808
-    assert round(sizes["ResNet-152"] / 1e6, 2) == 58.15  # as usually quoted
-    assert len(leaves["ResNet-152"]) == 459
 
 
-TREES = dict(update_cost.TREES)
-
-
-def leaves_of(shapes: object) -> list[tuple[int, ...]]:
-    return jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+def test_trees_of_update_cost() -> None:
+    is_shape = lambda node: isinstance(node, tuple)
+    leaves = lambda name: jax.tree.leaves(update_cost.TREES[name](), is_leaf=is_shape)
+    assert sum(map(math.prod, leaves("GPT-2"))) == 124_439_808
+    assert len(leaves("ResNet-152")) == 459
+    assert round(sum(map(math.prod, leaves("ResNet-152"))) / 1e6, 2) == 58.15  # as usually quoted
 
 
 @pytest.mark.slow
@@ -193,11 +108,9 @@ def test_low_precision(tmp_path: Path) -> None:
     arguments += ["--seeds", "1", "--epochs", "6", "--json", str(tmp_path / "out")]
     text = low_precision.main(arguments)
     lines = (tmp_path / "out").read_text()
-    assert low_precision.main(arguments) == text  # nothing is run again
-    assert (tmp_path / "out").read_text() == lines
+    assert low_precision.main(arguments) == text
+    assert (tmp_path / "out").read_text() == lines  # nothing is run again
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
-    assert "±" not in text  # of one seed
-    assert "nan" not in text
     rows = [row for row in rows if " at " in row[-2]]  # those with a lowest loss
     ratios = {row[1]: float(row[3]) for row in rows}  # at η = 0.01
     num_bytes = {row[1]: float(row[2]) for row in rows}
@@ -228,8 +141,8 @@ def losses(path: Path) -> dict[tuple[str, str, int], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_in_threads")
-def test_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trains, is not run again, and draws; tuning is one neighbour in each direction."""
+def test_language_model(tmp_path: Path) -> None:
+    """Trains, is not run again, and draws."""
     out, picture = tmp_path / "runs", tmp_path / "losses.png"
     cells = ["--base", "AdamW", "Adam, factored", "--form", "float32", "bfloat16", "Schedule-Free"]
     options = ["--seeds", "2", "--jobs", "2", "--json", str(out), "--fix", "rate=0.008"]
@@ -240,18 +153,13 @@ def test_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(runs) == 2 * 3 * 2  # bases, forms, seeds
     for curve in runs.values():
         assert len(curve) == 10
-        assert curve[-1] < curve[0]
-        assert curve[-1] < math.log(256)
+        assert curve[-1] < min(curve[0], math.log(256))
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    num_bytes = {tuple(row[1:3]): row[3] for row in rows if len(row) == 10}
-    assert num_bytes["AdamW", "float32"] == "12.0"
-    assert num_bytes["AdamW", "bfloat16"] == "8.0"
-    assert num_bytes["AdamW", "Schedule-Free"] == "10.0"
+    num_bytes = {row[2]: row[3] for row in rows if len(row) == 10 and row[1] == "AdamW"}
+    assert num_bytes == {"float32": "12.0", "bfloat16": "8.0", "Schedule-Free": "10.0"}
     lines = out.read_text()
-    capsys.readouterr()
     again = language_model.main([*cells, *options, *sizes, "--picture", str(picture)])
     assert (again, out.read_text()) == (text, lines)
-    assert " s)\n" not in capsys.readouterr().out  # nothing is run again
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -275,12 +183,6 @@ def test_vision_transformer(tmp_path: Path) -> None:
     assert all(curve[-1] < math.log(2) / 2 for curve in losses(out).values())
 
 
-def params_of_a_decoder() -> dict[str, Any]:
-    """With an axis to factor, a head of attention, vectors and the last layer."""
-    network = lambda: language_model.Decoder(32, 1, 1, 32, jnp.float32, nnx.Rngs(0))
-    return nnx.to_pure_dict(nnx.state(network(), nnx.Param))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
@@ -288,8 +190,9 @@ def params_of_a_decoder() -> dict[str, Any]:
 )
 def test_bases(base: str) -> None:
     """Every base descends in the simplest bowl, plain and averaged, and takes its bytes."""
-    params = params_of_a_decoder()
-    num_bytes = {}
+    # With an axis to factor, a head of attention, vectors and the last layer.
+    network = language_model.Decoder(32, 1, 1, 32, jnp.float32, nnx.Rngs(0))
+    params, num_bytes = nnx.to_pure_dict(nnx.state(network, nnx.Param)), {}
     for form in ("bfloat16", "averaged"):
         scheme = bases.scheme(base, form)
         run = bases.Run(40, jax.random.key(0))
@@ -331,9 +234,8 @@ def test_gauge(tmp_path: Path) -> None:
     text = gauge.main([*arguments, "--plot", str(plots)])
     assert (plots / "gauge_digits.png").read_bytes().startswith(b"\x89PNG")
     reports = json.loads(out.read_text())["reports"]
-    assert list(reports) == ["all", "layers.0", "layers.2"]
     assert [report[0] for report in reports["all"]] == list(range(0, 12 * 28, 10))
-    # Early on all gradients of a layer point the same way; the table has its ratio and alignment.
+    # Early on all gradients of a layer point the same way.
     ratio, alignment = gauge.ratios(reports["all"], "early")
     assert ratio > 1.5
     assert f"| digits | all | {ratio:.2f} ({alignment:+.2f})" in text
@@ -377,17 +279,6 @@ def test_table_of_cells() -> None:
     row = f"| 2.0000 | 3 | −0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}] |  | rate 0.004 |"
     assert row in text
     assert "| AdamW | bfloat16 | rate | 0.004: 1.9000, 0.008: inf |" in grid.tuning_table(tried)
-
-
-def test_the_picture_has_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are more than the colors that matplotlib begins with."""
-    monkeypatch.setattr(grid.plt, "close", lambda figure: None)
-    runs = {("AdamW", form): {0: record_of({}, 2.0)} for form in bases.FORMS}
-    grid.draw(runs, tmp_path / "picture.png")
-    _, labels = grid.plt.gca().get_legend_handles_labels()
-    monkeypatch.undo()
-    grid.plt.close()
-    assert set(labels) == {*bases.FORMS, "frontier"}
 
 
 def test_results_are_those_of_the_records() -> None:

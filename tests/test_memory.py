@@ -1,9 +1,7 @@
 """Sharding, collectives and memory of a whole training step, by benchmarks/memory.py."""
 
 import functools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import compiled
@@ -34,10 +32,6 @@ ADAMW = "AdamW, bfloat16, float32 master copy"
 OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
-def mesh_of(params: Any) -> Mesh:
-    return params["embedding"].sharding.mesh
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_init_leaves_nothing_large_whole(name: str) -> None:
     """Everything that is shaped like a parameter is split like it."""
@@ -45,6 +39,7 @@ def test_init_leaves_nothing_large_whole(name: str) -> None:
     params = memory.split_params(TINY, dtype, jax.devices())
     state, whole = memory.split_state(tx, TINY, params)
     assert whole < 200  # scalars, and placeholders of a factored ν
+    assert memory.split_state(optax.adamw(1e-3), TINY, params)[1] > SIZE  # both moments
     of_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     split = [leaf for leaf in jax.tree.leaves(state) if leaf.shape in of_shape]
     assert len(split) >= len(jax.tree.leaves(params))
@@ -52,25 +47,19 @@ def test_init_leaves_nothing_large_whole(name: str) -> None:
         assert leaf.sharding.is_equivalent_to(of_shape[leaf.shape], leaf.ndim)
 
 
-def test_init_of_adamw_leaves_both_moments_whole() -> None:
-    """The positive control."""
-    params = memory.split_params(TINY, jnp.float32, jax.devices())
-    _, whole = memory.split_state(optax.adamw(1e-3), TINY, params)
-    assert whole >= 8 * SIZE
-
-
 def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Trainer:
     make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
+    mesh = params["embedding"].sharding.mesh
     if kind == "in the backward pass":
-        return memory.in_backward(make_tx, model, mesh_of(params))
-    return memory.ordinary(make_tx(0), model, mesh_of(params))
+        return memory.in_backward(make_tx, model, mesh)
+    return memory.ordinary(make_tx(0), model, mesh)
 
 
-KINDS = ["ordinary", "in the backward pass"]
+each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text by heart, on eight devices, from a loss of log(256), which chunks do not change."""
     shapes = memory.split_params(TINY, jnp.bfloat16, jax.devices())
@@ -78,7 +67,6 @@ def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state_shapes, _ = memory.split_state(made, TINY, shapes)
     start = lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
     tokens = jnp.arange(8 * 16).reshape(8, 16) * 37 % 256
-
     monkeypatch.setattr(one_card, "CHUNK", 4)
     step = memory.compile_step(made, shapes, state_shapes, length=16).compile()
     values = jax.tree.map(start, shapes)
@@ -102,7 +90,7 @@ def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @for_tpus
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     """With 20 layers more only their inputs take more; in an ordinary step gradients do."""
 
@@ -146,8 +134,8 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
     params = memory.split_params(TINY, dtype, compiled.devices_of("v5e"))
     state, whole = memory.split_state(tx, TINY, params)
     assert (whole < 200) == (name in OURS)
-    step = memory.compile_step(memory.ordinary(tx, TINY, mesh_of(params)), params, state, 128)
-    return memory.collectives(step.compile().as_text())
+    made = memory.ordinary(tx, TINY, params["embedding"].sharding.mesh)
+    return memory.collectives(memory.compile_step(made, params, state, 128).compile().as_text())
 
 
 @for_tpus
@@ -158,74 +146,18 @@ def test_no_collective_but_the_models(name: str) -> None:
     assert found["all-gather"] > 0
 
 
-# ------------------------------------------------------------------------------- tables
-
-
-def record(target: str, optimizer: str, **others: Any) -> dict[str, Any]:
-    found = {"bytes": 10.0, "whole": 0.5, "refused": False, "GiB": 12.345, "seconds": 61.2}
-    found["versions"] = "jax 1.2.3"
-    found["collectives"] = {"all-gather": 14, "all-reduce": 4}
-    return {"target": target, "optimizer": optimizer} | found | others
-
-
-def test_table_from_records(tmp_path: Path) -> None:
-    """Nothing that was compiled is compiled again."""
-    first, second = list(memory.BY_OPTIMIZER)[:2]
-    names = ["AdamW, float32", "spa_adamw, bfloat16"]
-    records = [
-        record(first, names[0], refused=True, GiB=15.77, collectives={}),
-        record(first, names[1]),
-        record(second, names[0], refused=True, GiB=None, collectives={}),
-        record(second, names[1], GiB=96.0),  # not refused, but too large
-    ]
-    out = tmp_path / "out"
-    out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    arguments = ["--target", first, second, "--optimizer", *names]
-    text = memory.main([*arguments, "--json", str(out)])
-    assert f"{first}; jax 1.2.3" in text
-    assert "| AdamW, float32 | 10.0 | 15.77 | out of memory | 0.50 |  | 61 |" in text
-    row = "| spa_adamw, bfloat16 | 10.0 | 12.35 |  | 0.50 | 14 all-gather, 4 all-reduce | 61 |"
-    assert row in text
-    assert "| AdamW, float32 | 10.0 |  | out of memory |" in text
-    assert "| spa_adamw, bfloat16 | 10.0 | 96.00 | out of memory |" in text
-
-
-def test_the_largest_model_on_each_card(tmp_path: Path) -> None:
-    """An H100 stands for an L40S, unless it is close, and 3B is not tried where 8B fits."""
-    eight, three, one = (f"{model} on one {{}}" for model in ("8B", "3B", "1B"))
-    near, own = 0.97 * memory.DEVICES["L40S"].limit, 0.99 * memory.DEVICES["L40S"].limit
-    records = []
-    for name in memory.OF_LARGEST:
-        for target in (eight, three, one):
-            records.append(record(target.format("H100"), name, GiB=10.0))
-        if name == "Lion, bfloat16":
-            records[-3:] = [
-                record(eight.format("H100"), name, refused=True, GiB=None),
-                record(three.format("H100"), name, GiB=near),
-                record(three.format("L40S"), name, GiB=own),
-            ]
-        if name == "Muon, bfloat16":
-            records[-3:] = [record(m.format("H100"), name, GiB=99.0) for m in (eight, three, one)]
-    out = tmp_path / "out"
-    out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    text = memory.main(["--largest", "L40S", "H100", "--json", str(out)])
-    assert "| optimizer | bytes/param | L40S, 42.2 | H100, 75.2 |" in text
-    assert "| AdamW, float32 | 10.0 | 8B, 10.0 | 8B, 10.0 |" in text
-    assert f"| Lion, bfloat16 | 10.0 | 3B, {own:.1f} | 3B, {near:.1f} |" in text
-    assert "| Muon, bfloat16 | 10.0 | – | – |" in text
-    assert "| spa_adamw, bfloat16 z, updated in the backward pass | 10.0 | 8B, 10.0 |" in text
-
-
-@pytest.mark.parametrize(
-    ("message", "size"),
-    [
+def test_what_xla_says_where_it_refuses() -> None:
+    for message, size in (
         ("the total memory required for HLO temporaries (129.83G) exceeds available HBM", 129.83),
         ("Ran out of memory in memory space hbm. Used 15.77G of 15.75G hbm.", 15.77),
         ("Ran out of memory", None),
-    ],
-)
-def test_what_xla_says_where_it_refuses(message: str, size: float | None) -> None:
-    assert memory.gigabytes(message) == size
+    ):
+        assert memory.gigabytes(message) == size
+
+
+def test_sizes_are_those_of_llama_3() -> None:
+    published = {"8B": 8_030_261_248, "70B": 70_553_706_496}
+    assert {name: size(memory.MODELS[name]) for name in published} == published
 
 
 def test_collectives_are_counted_once() -> None:
@@ -237,9 +169,3 @@ def test_collectives_are_counted_once() -> None:
         "  %r = f32[] all-reduce(%l), channel_id=5, to_apply=%add",
     ]
     assert memory.collectives("\n".join(lines)) == {"all-gather": 2, "all-reduce": 1}
-
-
-def test_sizes_are_those_of_llama_3() -> None:
-    sizes = {name: size(model) for name, model in memory.MODELS.items()}
-    published = {"8B": 8_030_261_248, "70B": 70_553_706_496}
-    assert sizes == {"1B": 1_104_218_112, "3B": 3_015_355_392} | published

@@ -1,6 +1,5 @@
 """The paper's theory: numerical proofs, against the inequalities rather than the formulas."""
 
-import re
 from typing import Any
 
 import hypothesis
@@ -33,19 +32,14 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
 
 
 def test_forward_recursion_multiplies_deviations() -> None:
+    eta, c = theory.forward_recursion([1, 1, 1], [0.9, 0.8, 0.0])
+    np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
+    np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
     # By 1/β a step, which is why no schedule can be run this way.
     drop = np.where(np.arange(1020) < 20, 1.0, 0.1)
     assert theory.forward_recursion(drop, 0.9)[0][1019] > 1e45
     near, far = (theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1))
     np.testing.assert_allclose((far - near)[1:] / (far - near)[:-1], 1 / 0.9, rtol=1e-6)
-
-
-def test_forward_recursion_on_arrays() -> None:
-    eta, c = theory.forward_recursion([1, 1, 1], [0.9, 0.8, 0.0])
-    np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
-    np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
-    assert (eta.dtype, c.dtype) == (np.float64, np.float64)
-    assert [a.shape for a in theory.forward_recursion([], 0.9)] == [(0,), (0,)]
 
 
 # The inequalities themselves, on a smooth non-convex finite sum of which all is known.
@@ -96,8 +90,7 @@ def test_the_finite_sum_is_what_it_says() -> None:
     assert concave
 
 
-def sq(v: np.ndarray) -> np.ndarray:
-    return np.sum(v**2, axis=-1)
+sq = lambda v: np.sum(v**2, axis=-1)
 
 
 def slack(
@@ -240,6 +233,8 @@ def test_the_printed_root_is_no_root() -> None:
     assert printed == pytest.approx(0.29, abs=0.005)  # no decay at all, says the print
     assert theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0  # constants may stay
     assert theory.max_decay_ratio(eta, c, 1.0, simplified=True) == pytest.approx(1.0101, abs=5e-5)
+    for simplified in (False, True):
+        assert theory.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
 
 
 @examples(30)
@@ -303,49 +298,11 @@ def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: 
         assert theory.sgdm_bound(num_steps, 1 / L, c, growth=1, grad_bound=G, **constants) == np.inf
 
 
-KNOWN: Any = {"smoothness": 3.0, "gap": 1.0, "grad_bound": 1.0}
-STEP: Any = {"eta": 0.5, "smoothness": 3.0}
-CALLS: dict[str, Any] = {
-    "lyapunov": lambda c: theory.lyapunov(2.0, 1.0, 1.0, c=c, c_next=c, **STEP),
-    "augmented": lambda c: theory.lyapunov(2.0, 1.0, 1.0, c=c, c_next=c, augmented=True, **STEP),
-    "remainder": lambda c: theory.remainder(2.0, 1.0, eta_prev=1.0, c=c, c_prev=c, **STEP),
-    "step_weight": lambda c: theory.step_weight(eta_prev=1.0, c=c, **STEP),
-    "noise_weight": lambda c: theory.noise_weight(0.5, c, 3.0),
-    "sgdm_bound": lambda c: theory.sgdm_bound(9, 0.1, c, **KNOWN),
-    "growth": lambda c: theory.sgdm_bound(9, 0.1, c, growth=1.0, **KNOWN),
-    "max_learning_rate": lambda c: theory.max_learning_rate(c, 3.0),
-    "max_decay_ratio": lambda c: theory.max_decay_ratio(0.5, c, 3.0),
-    "max_simplified": lambda c: theory.max_decay_ratio(0.5, c, 3.0, simplified=True),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_arrays_jit_vmap_and_no_nan(name: str) -> None:
-    call, c = CALLS[name], jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
-    values = call(c)
-    assert np.isfinite(values.ravel()[:-1]).all()
-    assert np.isposinf(values[-1, -1]) if "max" in name else np.isfinite(values[-1, -1])
-    np.testing.assert_allclose(jax.jit(call)(c), values, rtol=1e-5)
-    np.testing.assert_allclose(jax.vmap(jax.vmap(call))(c), values, rtol=1e-5)
-    np.testing.assert_allclose([call(float(v)) for v in c.ravel()], values.ravel(), rtol=1e-5)
-
-
 def test_arguments_out_of_range() -> None:
-    of = lambda params, n: theory.estimate_smoothness(
-        lambda p: p, params, key=jax.random.key(0), num_iterations=n
-    )
-    for call, message in (
-        (lambda: theory.max_learning_rate(2.0, 1.0), "`c` must be in [0, 1], got 2.0"),
-        (lambda: theory.noise_weight(0.1, 0.1, -1.0), "`smoothness` must be >= 0, got -1.0"),
-        (lambda: theory.noise_weight(np.nan, 0.1, 1.0), "`eta` must be >= 0, got nan"),
-        (lambda: theory.sgdm_bound(0, 0.1, 0.1, **KNOWN), "`num_steps` must be >= 1, got 0"),
-        (lambda: theory.step_weight(eta_prev=-1, c=1, **STEP), "`eta_prev` must be >= 0, got -1"),
-        (lambda: of(3, 9), "`params` must be real floating-point arrays, got int32 at its root"),
-        (lambda: of(3.0, 0), "`num_iterations` must be a concrete integer >= 1"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
-    assert np.isfinite(theory.lyapunov(-1.0, -1.0, 0.0, c=1.0, c_next=1.0, **STEP))
+    with pytest.raises(ValueError, match="`c` must be in"):
+        theory.max_learning_rate(2.0, 1.0)
+    with pytest.raises(ValueError, match="`eta` must be >= 0, got nan"):
+        theory.noise_weight(np.nan, 0.1, 1.0)
 
 
 def test_estimate_smoothness() -> None:

@@ -37,13 +37,10 @@ def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def make_init(mesh: Mesh, tx: Any, dtype: Any = jnp.float32) -> Any:
+def make_init(mesh: Mesh, tx: Any) -> Any:
     """Params and state, made where they belong."""
 
-    def params() -> Any:
-        made = nnx.to_pure_dict(nnx.state(make_network(nnx.Rngs(0)), nnx.Param))
-        return optax.tree.cast(made, dtype)
-
+    params = lambda: nnx.to_pure_dict(nnx.state(make_network(nnx.Rngs(0)), nnx.Param))
     of_params = jax.tree.map(lambda leaf: sharding(mesh, leaf), jax.eval_shape(params))
 
     def init() -> Any:
@@ -62,27 +59,22 @@ def batches(mesh: Mesh) -> Any:
     return jax.make_array_from_callback(tokens.shape, split, lambda index: tokens[index])
 
 
-def make_step(tx: Any) -> Any:
-    loss = make_loss(make_network)
-
-    @jax.jit
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        batch = tokens[:, :-1], tokens[:, 1:]
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
-def optimizer(**kwargs: Any) -> Any:
-    return spa_from_sgdm(optax.cosine_decay_schedule(0.05, NUM_STEPS), 0.9, **kwargs)
+def optimizer() -> Any:
+    return spa_from_sgdm(optax.cosine_decay_schedule(0.05, NUM_STEPS), 0.9)
 
 
 def train(mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NUM_STEPS) -> Any:
     """Params, state, and the losses of the steps from `start` to `stop`."""
     params, state = carry or make_init(mesh, tx)()
-    step, tokens, losses = make_step(tx), batches(mesh), []
+    loss_of, tokens, losses = make_loss(make_network), batches(mesh), []
+
+    @jax.jit
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        batch = tokens[:, :-1], tokens[:, 1:]
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
     for k in range(start, stop):
         params, state, loss = step(params, state, tokens[k])
         losses.append(float(loss))
@@ -103,9 +95,8 @@ def main(coordinator: str, num_processes: str, process_id: str, out: str) -> Non
         assert z.sharding == x.sharding
         assert not x.is_fully_addressable
         assert 8 * x.addressable_data(0).size == x.size
-    whole = on_host((params, state.z))
+    leaves = jax.tree.leaves(on_host((params, state.z)))
     if jax.process_index() == 0:
-        leaves = jax.tree.leaves(whole)
         np.savez(out, *leaves, losses=losses)
 
 
