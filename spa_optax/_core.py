@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
 from spa_optax._checks import KEY, STATE_DTYPE
@@ -97,8 +97,8 @@ Observe = Callable[[Step], None]
 
 def transformation(
     rule: Rule,
-    state_dtype: DTypeLike | None,
-    rounding_key: PRNGKeyArray | None,
+    state_dtype: Any,  # checked here, for all members
+    rounding_key: Any,
     *,
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
     rule_state: PyTree[Array] = (),

@@ -366,7 +366,7 @@ def test_of_momentum_refused() -> None:
         tx.init(params.astype(complex))
     with x64(), pytest.raises(ValueError, match=r"in 32 bits or fewer, got one of dtype float64"):
         tx.init(jnp.zeros(2, jnp.float64))
-    with pytest.raises(ValueError, match="must be a `Float8MomentumState`, got tuple"):
+    with pytest.raises(ValueError, match="must be of type `Float8MomentumState`, got tuple"):
         tx.update(params, sgd.init(params))
     with pytest.raises(ValueError, match="must not hold a `Float8MomentumState`: put it outside"):
         track_momentum(tx, averaging=0.1).init(params)
