@@ -24,12 +24,14 @@ class Rule(NamedTuple):
     is_number: bool = False  # of Python, NumPy or JAX
     may_be_schedule: bool = False
     may_be_none: bool = False
+    is_averaging: bool = False  # a c of 0.8 or more is probably meant as the momentum
+    needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
 
     def check(self, **arguments: Any) -> None:
         """Raises ValueError, with the argument, the rule and the value, unless each fits."""
         for name, value in arguments.items():
             self._check(name, value)
-            if self is AVERAGING and 0.8 <= _as_float(value) < 1:
+            if self.is_averaging and 0.8 <= _as_float(value) < 1:
                 warnings.warn(
                     f"`{name}` {value} means a momentum of {1 - value:g}. For a momentum of {value}"
                     f" pass {1 - value:g}.",
@@ -46,15 +48,21 @@ class Rule(NamedTuple):
         text, array = self.text, value if isinstance(value, jax.Array) else None
         if self.is_number and not _is_real(value):
             text = "a scalar or a schedule" if self.may_be_schedule else "a scalar"
-        elif self.is_number and array is not None and (self is not B2 or array.itemsize > 2):
-            return  # perhaps traced; but in bfloat16 a b2 of 0.999 is 1
+        elif (
+            array is not None
+            and self.is_number
+            and not (self.needs_32_bits and array.itemsize <= 2)
+        ):
+            return  # perhaps traced
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if self.holds(value):
                 return
         bits = value.bit_length() if isinstance(value, int) else 0  # Python may not print many
         got = f"an integer of {bits} bits" if bits > 100 else repr(value)
         if array is not None and array.shape == ():
-            how = "set `hyperparam_dtype=jnp.float32`" if self is B2 else "name it in `static_args`"
+            how = "name it in `static_args`"
+            if self.needs_32_bits:
+                how = "set `hyperparam_dtype=jnp.float32`"
             got += f": in `optax.inject_hyperparams`, {how}"
         if isinstance(value, MultiSteps):
             got = "`optax.MultiSteps`: put its `gradient_transformation()` around this"
@@ -146,11 +154,16 @@ def _integer(least: int) -> Rule:
 
 _SCHEDULE: Any = {"is_number": True, "may_be_schedule": True}
 RATE = _number("finite and >= 0", lambda v: 0 <= v < inf, **_SCHEDULE)
-AVERAGING = _number("in [0, 1]", lambda v: 0 <= v <= 1, **_SCHEDULE)
+AVERAGING = _number("in [0, 1]", lambda v: 0 <= v <= 1, is_averaging=True, **_SCHEDULE)
 INTERPOLATION = _number("in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, **_SCHEDULE)
 MOMENTUM = _number("in [0, 1)", lambda v: 0 <= v < 1, **_SCHEDULE)
 B1 = MOMENTUM._replace(may_be_schedule=False)
-B2 = _number("in [0, 1) as float32", lambda v: v >= 0 and np.float32(v) < 1, is_number=True)
+B2 = _number(
+    "in [0, 1) as float32",
+    lambda v: v >= 0 and np.float32(v) < 1,
+    is_number=True,
+    needs_32_bits=True,
+)
 EPS = RATE._replace(may_be_schedule=False)
 POWER = INTERPOLATION._replace(may_be_schedule=False).optional()
 DECAY = B1._replace(is_number=False)

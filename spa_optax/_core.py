@@ -224,7 +224,7 @@ def advance(
 
 
 def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:
-    """P and δ with which y follows x: y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k.
+    """The p and δ with which y follows x: y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k.
 
     z_k − y_k = μ (z_k − x_k) with the μ of y_k. If μ_y changes by a factor ρ, replace 1 − c by
     ρ (1 − c).
@@ -246,10 +246,9 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     check_same_tree("state.z", trees_of(state.z)[0], "params", params)
     _storage.check_readable("state.z", state.z, params)
     state = jax.tree.map(jnp.asarray, state)
-    y, form = _as_arrays(params, state.z), form_of(state.z)
+    y = _as_arrays(params, state.z)
     z = map_stored(_storage.z_of, y, state.z)
-    if not form.follows_params:
-        z = rescale(form, y, z, {}, is_at_start(state))
+    z = rescale(form_of(state.z), y, z, {}, is_at_start(state))
     return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
 
 

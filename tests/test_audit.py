@@ -25,6 +25,7 @@ from spa_optax import (
     theory,
 )
 from spa_optax._hyperparams import SGDMHyperparams
+from spa_optax.diagnostics import track_momentum
 
 _, SPIKE, BETA, NEGATIVE, FIRST, SECOND, WEIGHT, LIMIT = CONDITIONS = [
     "a hyper-parameter is NaN or out of range",
@@ -195,7 +196,8 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=f"`{name}`"):
             call()
-    for call in (lambda: audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9)):
+    gauge = lambda: track_momentum(optax.adamw(0.1), averaging=0.9)
+    for call in (lambda: audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9), gauge):
         with pytest.warns(UserWarning, match=r"0.9 means a momentum of 0.1"):
             call()
 

@@ -560,6 +560,7 @@ def test_bad_arguments() -> None:
         (sgd, {"every": 0}, "`every` must be a concrete integer >= 1"),
         (sgd, {"per_leaf": "w"}, "`per_leaf` must be a bool or a function, got 'w'"),
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
+        (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
         (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be a scalar, got <function"),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),

@@ -11,7 +11,15 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, POWER, TRANSFORMATION, Rule
+from spa_optax._checks import (
+    B2,
+    DECAY,
+    POSITIVE_INTEGER,
+    POWER,
+    TRANSFORMATION,
+    Rule,
+    is_surely,
+)
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
@@ -94,7 +102,9 @@ def track_momentum(
     DECAY.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
-    POWER.check(averaging=averaging)  # in (0, 1]
+    POWER._replace(is_averaging=True).check(averaging=averaging)  # in (0, 1]
+    if is_surely(averaging == 0):  # an array, which is not traced
+        raise ValueError(f"`averaging` must be in (0, 1], got {averaging!r}")
     B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
     is_member = isinstance(inner.update, Update)
