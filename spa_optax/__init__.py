@@ -7,6 +7,7 @@ from spa_optax._core import SPAState as SPAState
 from spa_optax._evaluate import eval_params as eval_params, reanchor as reanchor
 from spa_optax._family import spa as spa, spa_from_sgdm as spa_from_sgdm
 from spa_optax._schedules import (
+    ema_nesterov as ema_nesterov,
     hyperparams_from_sgdm as hyperparams_from_sgdm,
     hyperparams_to_sgdm as hyperparams_to_sgdm,
     momentum_drop as momentum_drop,

@@ -17,6 +17,14 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
+class GPAHyperparams(NamedTuple):
+    """Hyper-parameters of generalized primal averaging: `spa(*hyperparams)`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
+    interpolation: optax.ScalarOrSchedule  # μ_y of y_{k+1} at count k
+
+
 class SGDMHyperparams(NamedTuple):
     """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*hyperparams)`."""
 

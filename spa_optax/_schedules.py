@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from spa_optax._checks import (
     ABOVE_1,
     AVERAGING,
+    DECAY,
     MOMENTUM,
     NOT_NEGATIVE,
     NOT_NEGATIVE_INTEGER,
@@ -21,8 +22,16 @@ from spa_optax._checks import (
     RATE,
     one_of,
 )
-from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
+from spa_optax._hyperparams import (
+    GPAHyperparams,
+    Schedule,
+    SGDMHyperparams,
+    SPAHyperparams,
+    at_count,
+)
 from spa_optax._lookahead import eta_and_c, look_ahead
+
+_EXACT = 100  # from this count on, sums of powers by their expansion in 1/k are exact to 1e-13
 
 
 def hyperparams_from_sgdm(
@@ -278,17 +287,18 @@ def schedule_free_averaging(
     num_warmup_steps: int = 0,
     *,
     weight_power: float = 2.0,
+    count_power: float = 0.0,
+    num_unaveraged_steps: int = 0,
 ) -> optax.Schedule:
     """The averaging that makes `spa` Schedule-Free, for a rate with a warm-up.
 
-    x is the mean of all z so far, each weighted by the largest rate until then, to the power p
-    (Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4):
+    x is the mean of the z so far, weighted by the count and by the largest rate until then:
 
-        w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
+        w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    Without a warm-up c_{k+1} is 1/(k + 1). `optax.contrib.schedule_free` reads the rate for its
-    weights one count later than for its steps: to reproduce it, pass `lambda k: rate(k + 1)` here,
-    and `rate` to `spa`.
+    Without a warm-up and r, c_{k+1} is 1/(k + 1). `optax.contrib.schedule_free` reads the rate for
+    its weights one count later than for its steps: to reproduce it, pass `lambda k: rate(k + 1)`
+    here, and `rate` to `spa`.
 
     Args:
       learning_rate: a number γ, whose warm-up is taken as γ (k + 1)/`num_warmup_steps`; or γ_k ≥ 0,
@@ -296,6 +306,8 @@ def schedule_free_averaging(
         counts up to 10^6 are checked, so a short rise may pass.
       num_warmup_steps: the count ≥ 0 by which the rate is largest.
       weight_power: p ≥ 0.
+      count_power: r ≥ 0. ScheduleFree+ has up to 2, for long runs.
+      num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins after them.
 
     Returns:
       c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
@@ -313,21 +325,20 @@ def schedule_free_averaging(
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
       >>> tx = spa_adamw(rate, c, interpolation=0.9)
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4. ScheduleFree+,
+      2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
     RATE.check(learning_rate=learning_rate)
     NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
     NOT_NEGATIVE.check(weight_power=weight_power)
+    NOT_NEGATIVE.check(count_power=count_power)
+    NOT_NEGATIVE_INTEGER.check(num_unaveraged_steps=num_unaveraged_steps)
     end = num_warmup_steps
     rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):
-        ahead = end + np.unique(np.geomspace(1, 10**6, 700).astype(int))
-        with jax.ensure_compile_time_eval():
-            counts = jnp.asarray(np.append(np.arange(end + 1), ahead), jnp.int32)
-            values = jax.vmap(at_count("learning_rate", learning_rate))(counts)
-        try:
-            rates, later = np.split(np.asarray(values, np.float64), [end + 1])
-        except jax.errors.TracerArrayConversionError:
-            raise ValueError("`learning_rate` must not depend on traced values") from None
+        rates, later = _up_to_and_after("learning_rate", learning_rate, end)
         if not np.all(np.isfinite(rates) & (rates >= 0)):
             raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
         rises = later > (1 + 1e-6) * rates.max()  # up to rounding; past its end it may be NaN
@@ -335,14 +346,114 @@ def schedule_free_averaging(
             k = np.argmax(rises)
             raise ValueError(
                 f"`learning_rate` must be > 0 and largest by count {end}, `num_warmup_steps`, got"
-                f" {later[k]:g} at {ahead[k]} after {rates.max():g}"
+                f" {later[k]:g} at {end + _AHEAD[k]} after {rates.max():g}"
             )
-    weights = (np.maximum.accumulate(rates) / rates.max()) ** weight_power
-    # 1/c, in float64; inf as long as rates are 0.
-    inverse = np.divide(np.cumsum(weights), weights, np.full(end + 1, np.inf), where=weights > 0)
+    # 1/c, in float64; inf as long as weights are 0.
+    last, start, r = max(end, num_unaveraged_steps, _EXACT), num_unaveraged_steps, count_power
+    n = np.arange(1.0, last + 2)
+    largest = np.maximum.accumulate(np.append(rates, np.full(last - end, rates.max())))
+    weights = n**r * (largest / rates.max()) ** weight_power
+    weights[:start] = 0
+    inverse = np.divide(np.cumsum(weights), weights, np.full(last + 1, np.inf), where=weights > 0)
+    inverse[:start] = 1
+    # Afterwards Σ j^r grows as Euler and Maclaurin have it, from where the table ends.
+    power_sum = lambda n: n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
+    constant = inverse[-1] - power_sum(n[-1])
 
     def c(k: Array) -> Float[Array, ""]:
-        after = jnp.maximum(k - end, 0).astype(float)
-        return 1 / (jnp.asarray(inverse, float)[jnp.minimum(k, end)] + after)
+        n_k = jnp.maximum(k + 1, last + 1).astype(float)
+        later = power_sum(n_k) + constant * (n_k / n[-1]) ** -r
+        return 1 / jnp.where(k > last, later, jnp.asarray(inverse, float)[jnp.minimum(k, last)])
 
     return Schedule(c)
+
+
+def ema_nesterov(
+    learning_rate: optax.ScalarOrSchedule,
+    decay: float,
+    lookahead: optax.ScalarOrSchedule,
+    num_steps: int = 0,
+) -> GPAHyperparams:
+    """EMA-Nesterov (arXiv:2605.25395) as primal averaging.
+
+    With u the update of a base optimizer at the params y_k = θ_k + β_k m_k, EMA-Nesterov is
+
+        θ_{k+1} = y_k + u_k        m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
+
+    These y are those of primal averaging with the rate of the base times η_k, and
+
+        η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}     c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
+
+    for y_k; x is the moving average of θ, of decay γ. For a constant β, η is 1/(1 − β), c is
+    (1 − γ)(1 − β) and μ_y is β. Where all later β are 0, μ_y is 0: params are θ, and x is lost.
+
+    Args:
+      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k. Around a finished
+        optimizer, which has a rate, it is 1.
+      decay: γ in [0, 1), of the moving average m.
+      lookahead: β_k in [0, 1), a number, or a schedule of the count k that can be vmapped.
+      num_steps: the count ≥ 0 from which a schedule of β is constant.
+
+    Returns:
+      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`.
+
+    Raises:
+      ValueError: if an argument is out of range, or the schedule is traced or changes later.
+
+    Examples:
+      With γ = ½, β_2 = ½ and no other, η_1 = ½ + ¾ = 1.25, η_0 = ½ + ½ · 1.25 and c_2 = ½ / 1.25.
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import ema_nesterov, primal_averaging
+      >>> beta = lambda k: jnp.where(k == 2, 0.5, 0.0)
+      >>> eta, c, mu_y = ema_nesterov(1.0, decay=0.5, lookahead=beta, num_steps=3)
+      >>> print([f"{eta(k):.3f}" for k in range(3)], [f"{c(k):.3f}" for k in range(3)])
+      ['1.125', '1.250', '1.000'] ['0.444', '0.400', '0.500']
+      >>> muon = optax.chain(optax.contrib.muon(0.02), optax.scale_by_schedule(eta))
+      >>> tx = primal_averaging(muon, c, mu_y)
+    """
+    RATE.check(learning_rate=learning_rate)
+    DECAY.check(decay=decay)
+    MOMENTUM.check(lookahead=lookahead)
+    NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
+    beta, later = _up_to_and_after("lookahead", lookahead, num_steps)
+    if not np.all((beta >= 0) & (beta < 1)):
+        raise ValueError(f"`lookahead` must be in [0, 1) up to count {num_steps}, got {beta}")
+    changes = np.abs(later - beta[-1]) > 1e-6  # up to rounding; past its end it may be NaN
+    if changes.any():
+        k = np.argmax(changes)
+        raise ValueError(
+            f"`lookahead` must be constant from count {num_steps}, `num_steps`, got {later[k]:g} at"
+            f" {num_steps + _AHEAD[k]} after {beta[-1]:g}"
+        )
+    # η_k − 1, in float64, from the last to the first.
+    excess = np.full(num_steps + 1, beta[-1] / (1 - beta[-1]))
+    for k in reversed(range(num_steps)):
+        excess[k] = (1 - decay) * beta[k + 1] + (decay + (1 - decay) * beta[k + 1]) * excess[k + 1]
+    excess[: np.max(np.flatnonzero(excess), initial=0)] += 1e-30  # before β rises, μ_y is not 0
+    at = lambda values, k: jnp.asarray(values, float)[jnp.minimum(k, num_steps)]
+    alpha_at = at_count("learning_rate", learning_rate)
+    eta, c, mu_y = 1 + excess, (1 - decay) / (1 + excess), excess / (1 + excess)
+    return GPAHyperparams(
+        Schedule(lambda k: alpha_at(k) * at(eta, k)),
+        Schedule(lambda k: at(c, k)),
+        Schedule(lambda k: at(mu_y, k + 1)),
+    )
+
+
+_AHEAD = np.unique(np.geomspace(1, 10**6, 700).astype(int))  # 550 counts
+
+
+def _up_to_and_after(
+    name: str, hyperparam: optax.ScalarOrSchedule, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The values up to a count, and some of those after it; they must not be traced."""
+    counts = np.append(np.arange(count + 1), count + _AHEAD)
+    try:
+        with jax.ensure_compile_time_eval():
+            values = jax.vmap(at_count(name, hyperparam))(jnp.asarray(counts, jnp.int32))
+        first, later = np.split(np.asarray(values, np.float64), [count + 1])
+    except jax.errors.TracerArrayConversionError:
+        raise ValueError(f"`{name}` must not depend on traced values") from None
+    return first, later

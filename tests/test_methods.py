@@ -1,0 +1,196 @@
+"""Published methods, each in a line of this package, against the recursions of their papers.
+
+In float64, for 200 noisy steps around finished optimizers of Optax.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import x64
+
+from spa_optax import (
+    ema_nesterov,
+    eval_params,
+    primal_averaging,
+    schedule_free_averaging,
+    spa,
+)
+
+NUM_STEPS = 200
+BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "SGD": optax.sgd,
+    "SGD+M": lambda rate: optax.sgd(rate, 0.8),
+    "Adam": lambda rate: optax.adam(rate, 0.8),
+    "AdamW": lambda rate: optax.adamw(rate, 0.0, weight_decay=0.1),
+    "Muon": lambda rate: optax.contrib.muon(rate, weight_decay=0.1),
+}
+RATE = optax.warmup_cosine_decay_schedule(0.0, 0.05, 20, NUM_STEPS)
+START, HESSIAN = np.random.default_rng(0).normal(size=(2, 4, 3))
+
+
+def gradient(k: int, y: Any) -> jax.Array:
+    """Of a quadratic, with noise as large as it is."""
+    return jnp.asarray(HESSIAN**2 * y + np.random.default_rng(k).normal(size=y.shape))
+
+
+def ours(tx: optax.GradientTransformation) -> Iterator[tuple[Any, Any]]:
+    """y and the state after every step."""
+    y = jnp.asarray(START)
+    state = tx.init(y)
+    update = jax.jit(tx.update)
+    for k in range(NUM_STEPS):
+        u, state = update(gradient(k, y), state, y)
+        y = optax.apply_updates(y, u)
+        yield y, state
+
+
+def schedule(values: np.ndarray) -> optax.Schedule:
+    """In float64, as Optax's own would not be."""
+    return lambda k: jnp.asarray(values)[k]
+
+
+def equal(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+# As in the record at 124M params: 0 at first and at last, between them in proportion to the rate.
+RECORD = 0.6 * np.cos(np.arange(NUM_STEPS + 1) / NUM_STEPS * np.pi / 2) ** 2
+RECORD[:32] = RECORD[152:] = 0
+
+
+@pytest.mark.parametrize("betas", [np.full(NUM_STEPS + 1, 0.6), RECORD], ids=["constant", "record"])
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_ema_nesterov(base: Any, betas: np.ndarray) -> None:
+    """θ ← A(θ + β m), m ← γ m + (1 − γ)(θ' − θ); x is the average of θ."""
+    gamma = 0.9
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        eta, c, mu_y = ema_nesterov(1.0, gamma, schedule(betas), NUM_STEPS)
+        tx = optax.chain(base(RATE), optax.scale_by_schedule(eta))
+        steps = ours(primal_averaging(tx, c, mu_y))
+        a = base(RATE)
+        theta = average = jnp.asarray(START)
+        m, state = jnp.zeros_like(theta), a.init(theta)
+        update = jax.jit(a.update)
+        for k, (y, state_of_ours) in enumerate(steps):
+            y_k = theta + betas[k] * m
+            u, state = update(gradient(k, y_k), state, y_k)
+            theta, before = y_k + u, theta
+            m = gamma * m + (1 - gamma) * (theta - before)
+            average = gamma * average + (1 - gamma) * theta
+            equal(y, theta + betas[k + 1] * m)
+            if mu_y(k) > 0:
+                np.testing.assert_allclose(
+                    eval_params(state_of_ours, y), average, rtol=0, atol=1e-12 / mu_y(k)
+                )
+            else:
+                assert k >= 150
+
+
+def test_amuse() -> None:
+    """Schedule-Free around Muon, with weights η² and β_t rising to 1 (arXiv:2605.22432, Eq. 1)."""
+    n, first, rho = 20, 0.6, 0.8
+    t = np.arange(1, NUM_STEPS + 1)  # k + 1, as in the paper
+    etas = 0.05 * np.minimum(t / n, 1)
+    betas = 1 - (1 - first) * np.where(t > n, (n - 1) / np.maximum(t - 1, 1), 1) ** rho
+    cs = etas**2 / np.cumsum(etas**2)
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        muon = optax.contrib.muon(schedule(etas), weight_decay=0.1)
+        averaging = schedule_free_averaging(0.05, n)
+        tx = primal_averaging(muon, averaging, schedule(betas), params_of_base="z")
+        x = y = z = jnp.asarray(START)
+        state, update = muon.init(z), jax.jit(muon.update)
+        for k, (found, of_ours) in enumerate(ours(tx)):
+            u, state = update(gradient(k, y), state, z)  # the decay is that of z, as the authors'
+            z = z + u
+            x = (1 - cs[k]) * x + cs[k] * z
+            y = betas[k] * x + (1 - betas[k]) * z
+            equal(found, y)
+            equal(eval_params(of_ours, found), x)
+
+
+@pytest.mark.parametrize("r", [0.0, 0.5, 1.0, 2.0])
+def test_schedule_free_plus(r: float) -> None:
+    """Weights (k + 1)^r γ^p after n steps at z, and μ_y annealed (arXiv:2605.19095)."""
+    start, first, last = 30, 0.9, 0.965
+    k = np.arange(NUM_STEPS)
+    gammas = 0.05 * np.minimum((k + 1) / 20, 1)
+    weights = np.where(k < start, 0, (k + 1) ** r * gammas**2)
+    cs = np.where(k < start, 1, weights / np.maximum(np.cumsum(weights), 1e-9))
+    progress = np.minimum(k / 120, 1)
+    betas = 1 - (1 - first) ** (1 - progress) * (1 - last) ** progress
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        c = schedule_free_averaging(0.05, 20, count_power=r, num_unaveraged_steps=start)
+        adam = optax.scale_by_adam(0.9, 0.95)
+        x = y = z = jnp.asarray(START)
+        state, update = adam.init(y), jax.jit(adam.update)
+        tx = optax.chain(adam, spa(schedule(gammas), c, schedule(betas)))
+        for k, (found, of_ours) in enumerate(ours(tx)):
+            d, state = update(gradient(k, y), state)
+            z = z - gammas[k] * d
+            x = (1 - cs[k]) * x + cs[k] * z
+            y = betas[k] * x + (1 - betas[k]) * z
+            equal(found, y)
+            equal(eval_params(of_ours, found), x)
+
+
+def test_weights_by_powers_of_the_count() -> None:
+    """(k + 1)^r over their sum, to the last count of a long run."""
+    with x64():
+        for r in (0.0, 0.3, 1.0, 1.7, 3.0):
+            weights = np.arange(1.0, 100_001) ** r
+            expected = weights / np.cumsum(weights)
+            found = schedule_free_averaging(1.0, count_power=r)(np.arange(100_000))
+            np.testing.assert_allclose(found, expected, rtol=1e-11)  # of a sum of 10^5 terms
+
+
+def test_diloco_with_one_worker() -> None:
+    """H steps of AdamW, then one of Nesterov momentum along the way that they went."""
+    h, rate, momentum = 7, 0.7, 0.6
+    outer = primal_averaging(optax.sgd(rate / (1 - momentum)), 1 - momentum, momentum)
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        ends = []
+        for tx in (optax.sgd(rate, momentum, nesterov=True), outer):
+            start, inner = jnp.asarray(START), optax.adamw(0.01)
+            state, of_inner = tx.init(start), inner.init(start)
+            for k in range(0, NUM_STEPS, h):
+                y = start
+                for j in range(k, k + h):
+                    u, of_inner = inner.update(gradient(j, y), of_inner, y)
+                    y = optax.apply_updates(y, u)
+                u, state = tx.update(start - y, state, start)
+                start = optax.apply_updates(start, u)
+            ends.append(start)
+        equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((1.0, 1.0, 0.5), "`decay` must be"),
+        ((1.0, 0.9, 1.0), "`lookahead` must be"),
+        ((-1.0, 0.9, 0.5), "`learning_rate` must be"),
+        ((1.0, 0.9, 0.5, -1), "`num_steps` must be"),
+        ((1.0, 0.9, lambda k: 0.1 * k.astype(float), 20), r"in \[0, 1\) up to count 20"),
+        ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0), 5), "constant from count 5, .* 0 at 9"),
+        ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0)), "constant from count 0, .* 0 at 9"),
+    ],
+)
+def test_bad_arguments_of_ema_nesterov(arguments: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ema_nesterov(*arguments)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_ema_nesterov_in_float32(decay: float) -> None:
+    """After long without a look-ahead η is 1 and momentum is forgotten, but nothing is 0 or NaN."""
+    beta = lambda k: jnp.where((k > 5_000) & (k < 6_000), 0.5, 0.0)
+    eta, c, mu_y = ema_nesterov(1.0, decay, beta, 10_000)
+    counts = np.arange(10_000)
+    assert all(np.isfinite(h(counts)).all() for h in (eta, c, mu_y))
+    assert decay == 0 or (mu_y(counts[:5_998]) > 0).all()
+    spa(eta, c, mu_y)
