@@ -128,7 +128,6 @@ def test_breaches_of_figure_1() -> None:
     # η falling by 10 where 1.06 is allowed; above the limit for constants, and at it.
     audit = theory.audit(*stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1)
     assert (steps_of(audit, WEIGHT), steps_of(audit, LIMIT)) == ([20], [])
-    assert "η_(k−1)/η_k is 10 there, 1.05694 is" in audit.report()
     audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
     assert steps_of(audit, WEIGHT) == steps_of(audit, LIMIT) == list(range(10))
     for audit in (
@@ -177,7 +176,7 @@ def test_plot() -> None:
     audit = theory.audit(*stagewise(9.0, 0.1, [40], averaging_rule="constant"), 99)
     figure = audit.plot()
     assert figure.get_suptitle().replace("\n", " ") == verdict(audit)
-    (dot,) = (line for line in figure.axes[4].lines if line.get_marker() == "o")
+    (dot,) = (line for line in figure.axes[6].lines if line.get_marker() == "o")
     assert (*dot.get_xdata(), *dot.get_ydata()) == pytest.approx((40, 9))
     figures.plt.close(figure)
 
@@ -269,9 +268,9 @@ MOMENTA = {  # of the others 0.9
     "triangle, as airbench": 0.85,
 }
 JUMPS = {  # of the others neither α nor α/(1 − β) jumps
-    "step decay, as ResNet": r"Nothing .* 10-fold at step 3,000 and at 2 others.* to 0\.526 .*",
+    "step decay, as ResNet": r"Nothing .* drops from 0\.1 to 0\.01 at step 3,000 and at 2 others\.",
     "cosine with restarts": r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\..*",
-    "halved on a plateau": r"Nothing .* 2-fold at step 1,500 and at 5 others.* to 0\.182 over .*",
+    "halved on a plateau": r"Nothing .* drops from 0\.1 to 0\.05 at step 1,500 and at 5 others\.",
 }
 
 
@@ -345,7 +344,7 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
     of_recipe = lambda rate: verdict(theory.audit_sgdm(rate, 0.9, 100))
     jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
     assert "α rises from 1e-05 to 0.11 at step 50" in of_recipe(step_at(50, 1e-5, 0.11))
-    assert "α falls to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
+    assert "α drops from 0.1 to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
     # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.
     for length, low, high in itertools.product((4, 5, 30), (0, 0.1), (0, 0.1)):
         ramp = line((0, low), (10, low), (10 + length, high), (99, high))

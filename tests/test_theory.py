@@ -301,7 +301,7 @@ def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: 
 def test_arguments_out_of_range() -> None:
     with pytest.raises(ValueError, match="`c` must be in"):
         theory.max_learning_rate(2.0, 1.0)
-    with pytest.raises(ValueError, match="`eta` must be >= 0, got nan"):
+    with pytest.raises(ValueError, match=r"`eta` must be in \[0, inf\], got nan"):
         theory.noise_weight(np.nan, 0.1, 1.0)
 
 
