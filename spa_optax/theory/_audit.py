@@ -30,6 +30,10 @@ _REMEDY = (
     " give the recipe as SGD+M, to `spa_from_sgdm`."
 )
 
+_previous = lambda values: np.append(values[:1], values[:-1])  # at k − 1; at k = 0, the first
+_steps = lambda where: np.flatnonzero(where).tolist()
+_from_to = lambda values, k: f"from {values[k - 1]:.3g} to {values[k]:.3g}"
+
 
 class Finding(NamedTuple):
     """An observation on a schedule: where, how large, and the remedy."""
@@ -116,7 +120,7 @@ class Audit(NamedTuple):
             found.append(Finding("beta", _steps(high), f"{text} {100 * c[k - 1]:.3g} %. {_REMEDY}"))
         if (spike := breaches[_SPIKE]).any():
             k, rest = spike.argmax(), "Make the change gradual."
-            text = f"α spikes {_from_to(alpha, spike)}"
+            text = f"α spikes {_from_to(alpha, k)} {_at(spike)}"
             if c[k] > c[k - 1] and eta[k + 1] < eta[k] and not self._is_sgdm():
                 text, rest = f"{text}, as in Figure 1(e): c rises a step before η falls", _REMEDY
             found.append(Finding("spike", _steps(spike), f"{text}. {rest}"))
@@ -128,7 +132,8 @@ class Audit(NamedTuple):
         for kind, sign, rest in (("rise", 1, check), ("drop", -1, "")):
             for name, values, jumps in (("α", alpha, of_alpha), (symbol, total, of_total)):
                 if (where := jumps == sign).any():
-                    text = f"{name} {kind}s {_from_to(values, where)}.{rest}"
+                    change = _from_to(values, where.argmax())
+                    text = f"{name} {kind}s {change} {_at(where)}.{rest}"
                     found.append(Finding(kind, _steps(where), text, needs_change=False))
         return found
 
@@ -165,30 +170,16 @@ class Audit(NamedTuple):
         return ("α/(1 − β)", self.alpha / (1 - self.beta)) if self._is_sgdm() else ("η", self.eta)
 
 
-def _steps(where: np.ndarray) -> list[int]:
-    return np.flatnonzero(where).tolist()
-
-
 def _at(where: np.ndarray) -> str:
     others = where.sum() - 1
     more = f" and at {others:,} other{'s' if others > 1 else ''}" if others else ""
     return f"at step {where.argmax():,}{more}"
 
 
-def _from_to(values: np.ndarray, where: np.ndarray) -> str:
-    k = where.argmax()
-    return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_at(where)}"
-
-
 def _interval(values: np.ndarray) -> str:
     known = values[~np.isnan(values)]
     ends = [f"{f(known):.4g}" for f in (np.min, np.max)] if len(known) else ["undefined"]
     return " to ".join(dict.fromkeys(ends))
-
-
-def _previous(values: np.ndarray) -> np.ndarray:
-    """The values at k − 1; at k = 0, the first."""
-    return np.append(values[:1], values[:-1])
 
 
 def _jumps(values: np.ndarray) -> np.ndarray:
