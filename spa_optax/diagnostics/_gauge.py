@@ -82,7 +82,7 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.saturated)
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Sums))
     by_path = {keystr(path): sums for path, sums in leaves}
-    zero = Sums(*jnp.zeros(4), saturated=jnp.zeros([], jnp.int32))
+    zero = Sums(*[jnp.zeros([], jnp.float32)] * 4, saturated=jnp.zeros([], jnp.int32))
     total = lambda of: functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), of, zero)
     whole = total(by_path.values())
     if labels is None:

@@ -22,7 +22,7 @@ from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
 PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
-AVERAGING = Rule(  # of Optax's momentum, whose c is not 0; a concrete array is checked too
+AVERAGING_OF_OPTAX = Rule(  # not 0; unlike other rules it reads arrays that are not traced
     "in (0, 1]",
     lambda v: not isinstance(v, bool) and not is_surely(~(jnp.float32(v) > 0) | (v > 1)),
     may_be_none=True,
@@ -100,7 +100,7 @@ def track_momentum(
     DECAY.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
-    AVERAGING.check(averaging=averaging)
+    AVERAGING_OF_OPTAX.check(averaging=averaging)
     B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
     is_member = isinstance(inner.update, Update)
