@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,6 @@ def test_breaches_of_figure_1() -> None:
     # η falling by 10 where 1.06 is allowed; above the limit for constants, and at it.
     audit = theory.audit(*stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1)
     assert (steps_of(audit, WEIGHT), steps_of(audit, LIMIT)) == ([20], [])
-    assert "η_(k−1)/η_k is 10 there, 1.05694 is" in audit.report()
     audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
     assert steps_of(audit, WEIGHT) == steps_of(audit, LIMIT) == list(range(10))
     for audit in (
@@ -153,7 +151,10 @@ def test_breaches_of_figure_1() -> None:
 )
 def test_nan_and_out_of_range(make: Any, hyperparams: Any, first: int, others: int) -> None:
     audit = make(*hyperparams, 100, smoothness=1.0)
-    assert verdict(audit).endswith(f"out of range at step {first} and at {others} others.")
+    assert [(f.kind, f.steps[0], len(f.steps) - 1) for f in audit.findings()] == [
+        ("range", first, others)
+    ]
+    assert "By the bound" not in audit.report()
     assert np.isfinite(audit.eta[:first]).all()
     if make is theory.audit_sgdm and first == 61:
         recipe = hyperparams_from_sgdm(*hyperparams)
@@ -177,7 +178,7 @@ def test_plot() -> None:
     audit = theory.audit(*stagewise(9.0, 0.1, [40], averaging_rule="constant"), 99)
     figure = audit.plot()
     assert figure.get_suptitle().replace("\n", " ") == verdict(audit)
-    (dot,) = (line for line in figure.axes[4].lines if line.get_marker() == "o")
+    (dot,) = (line for line in figure.axes[6].lines if line.get_marker() == "o")
     assert (*dot.get_xdata(), *dot.get_ydata()) == pytest.approx((40, 9))
     figures.plt.close(figure)
 
@@ -269,9 +270,9 @@ MOMENTA = {  # of the others 0.9
     "triangle, as airbench": 0.85,
 }
 JUMPS = {  # of the others neither α nor α/(1 − β) jumps
-    "step decay, as ResNet": r"Nothing .* 10-fold at step 3,000 and at 2 others.* to 0\.526 .*",
-    "cosine with restarts": r"α rises from 3\.\d+e-08 to 0\.1 at step 2,500 and at 2 others\..*",
-    "halved on a plateau": r"Nothing .* 2-fold at step 1,500 and at 5 others.* to 0\.182 over .*",
+    "step decay, as ResNet": [("drop", [3_000, 6_000, 9_000])],
+    "cosine with restarts": [("rise", [2_500, 5_000, 7_500])],
+    "halved on a plateau": [("drop", list(range(1_500, N, 1_500)))],
 }
 
 
@@ -279,8 +280,9 @@ JUMPS = {  # of the others neither α nor α/(1 − β) jumps
 def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
         audit = theory.audit_sgdm(RECIPES[name], MOMENTA.get(name, 0.9), N)
-    assert re.fullmatch(JUMPS.get(name, "Nothing to change: neither .* jumps .*"), verdict(audit))
+    assert [finding[:2] for finding in audit.findings()] == JUMPS.get(name, [])
     assert not any(finding.needs_change for finding in audit.findings())
+    assert verdict(audit).startswith("Nothing to change") == ("restarts" not in name)
 
 
 def test_the_remedy_helps() -> None:
@@ -345,7 +347,7 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
     of_recipe = lambda rate: verdict(theory.audit_sgdm(rate, 0.9, 100))
     jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
     assert "α rises from 1e-05 to 0.11 at step 50" in of_recipe(step_at(50, 1e-5, 0.11))
-    assert "α falls to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
+    assert "α drops from 0.1 to 0 at step 50." in of_recipe(step_at(50, 0.1, 0.0))
     # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.
     for length, low, high in itertools.product((4, 5, 30), (0, 0.1), (0, 0.1)):
         ramp = line((0, low), (10, low), (10 + length, high), (99, high))

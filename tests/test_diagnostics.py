@@ -412,13 +412,11 @@ REPORT: Any = MomentumReport(
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
         ({"t": 2.9}, "No difference from pure noise"),
-        ({"gain": 0.5, "t": 3.0}, "No difference from pure noise"),
         ({"gain": 1.5, "t": -3.0}, "No difference from pure noise"),
         ({"num_measured": 9}, "10 measured steps are needed, got 9"),
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
-        ({"gain": math.nan, "num_skipped": 3, "num_zero": 2}, "3 of the measured steps were not"),
-        ({"gain": math.nan, "num_skipped": 1, "num_zero": 2}, "2 of the measured steps were 0"),
-        ({"gain": math.nan, "num_rounded": 2}, "2 of the measured steps were within the rounding"),
+        ({"gain": math.nan, "num_skipped": 1, "num_zero": 2}, "2 measured steps were 0"),
+        ({"gain": math.nan, "num_rounded": 2}, "2 measured steps were within"),
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
@@ -435,13 +433,9 @@ def test_verdict(changes: dict[str, Any], says: str) -> None:
 def test_what_a_report_says_of_the_run() -> None:
     """Its length, that of the average, and why steps do not count."""
     params, grads = {"w": jnp.ones(1_000)}, [{"w": jnp.asarray(g)} for g in normal(20, 1_000)]
-    for averaging, length in ((0.1, 10), (0.01, 100), (schedule_free_averaging(1.0), 20)):
-        for by_label in (False, True):
-            tx = track_momentum(spa(1.0, averaging, 0.9), per_leaf=by_label)
-            state = run(tx, params, grads)[1]
-            assert state.gauge.noise.shape == tx.init(params).gauge.noise.shape == (2,) * by_label
-            report = momentum_report(state, by_label=by_label)
-            report = report["w"] if isinstance(report, dict) else report
+    for averaging, length in ((0.1, 10), (schedule_free_averaging(1.0), 20)):
+        state = run(track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads)[1]
+        for report in (momentum_report(state), momentum_report(state, by_label=True)["w"]):
             assert (report.num_steps, report.num_measured) == (20, 20)
             np.testing.assert_allclose(report.average_length, length, rtol=1e-6)
             iterate_term = report.gain * report.gradient_term
@@ -539,14 +533,8 @@ def test_plot() -> None:
     assert len(widths) == len(gains) + 1  # and the level of noise
     plt.close("all")
     batch = unchecked(MomentumReport)(*np.ones((14, 4)))
-    for wrong, message in (
-        ({}, "the same labels at every step, got [] first"),
-        ({0: REPORT, 1: {"w": REPORT}}, "at every step, got [''] first"),
-        ({0: batch}, "of one run, got a batch of shape (4,)"),
-        ([1], "`reports` must be a mapping from steps to reports, got [1]"),
-        ({1: {"w": 2}}, "steps to reports, got {1: {'w': 2}}"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
+    for wrong in ({}, {0: {}}, {0: REPORT, 1: {"w": REPORT}}, {0: batch}, {1: {"w": 2}}):
+        with pytest.raises(ValueError, match="`reports` must map steps to reports of one run"):
             unchecked(plot_momentum)(wrong)
 
 
@@ -561,7 +549,8 @@ def test_bad_arguments() -> None:
         (sgd, {"per_leaf": "w"}, "`per_leaf` must be a bool or a function, got 'w'"),
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
         (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
-        (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be a scalar, got <function"),
+        (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be in (0, 1], got <function"),
+        (sgd, {"averaging": True}, "`averaging` must be in (0, 1], got True"),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),
         (optax.masked(spa(1.0), one_of_two), {}, "must hold a momentum of all 2 arrays, got 1"),
@@ -586,10 +575,7 @@ def test_bad_state() -> None:
     dropping = optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
     flat, tree = track_momentum(optax.flatten(spa(1.0)), per_leaf=True), {"w": params}
     for call, message in (
-        (
-            lambda: tx.update(params, state.inner, params),
-            "`state` must be of type `TrackMomentumState`",
-        ),
+        (lambda: tx.update(params, state.inner, params), "be of type `TrackMomentumState`"),
         (lambda: tx.update(params, state), "`params` must be passed to `update`, got None"),
         (lambda: by_leaf.update(params, state), "passed to `update` under `per_leaf`, got None"),
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),

@@ -203,11 +203,6 @@ def test_the_largest_learning_rate_is_where_the_step_weight_changes_sign(
         # As printed in Section 6 and in Section 4.
         for printed in ((2 - c) / (L * c * (1 - c)), 2 * c * (2 - c) / (L * (1 - c))):
             assert weight(printed) > 0
-        # There the augmented function is the plain one.
-        known: Any = {"eta": limit, "c": c, "c_next": c, "smoothness": L}
-        plain, other = (theory.lyapunov(0, 0, 1, **known, augmented=a) for a in (False, True))
-        assert abs(other - plain) < 1e-9 * scale
-        np.testing.assert_allclose(theory.noise_weight(limit, c, L), L, rtol=1e-9)
 
 
 @examples(100)
@@ -232,7 +227,6 @@ def test_the_printed_root_is_no_root() -> None:
     printed = (-linear + np.sqrt(linear**2 + 4 * (1 - c) * c)) / (2 * (1 - c))
     assert printed == pytest.approx(0.29, abs=0.005)  # no decay at all, says the print
     assert theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0  # constants may stay
-    assert theory.max_decay_ratio(eta, c, 1.0, simplified=True) == pytest.approx(1.0101, abs=5e-5)
     for simplified in (False, True):
         assert theory.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
 
@@ -301,7 +295,7 @@ def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: 
 def test_arguments_out_of_range() -> None:
     with pytest.raises(ValueError, match="`c` must be in"):
         theory.max_learning_rate(2.0, 1.0)
-    with pytest.raises(ValueError, match="`eta` must be >= 0, got nan"):
+    with pytest.raises(ValueError, match=r"`eta` must be in \[0, inf\], got nan"):
         theory.noise_weight(np.nan, 0.1, 1.0)
 
 
@@ -326,23 +320,6 @@ def test_estimate_smoothness() -> None:
 
 
 # The other slips of the paper that change a value: the printed form fails, the corrected one holds.
-
-
-def test_z_starts_at_x_and_not_at_0() -> None:
-    """Appendix theorem: printed z_0 = 0."""
-    grads = np.random.default_rng(0).normal(size=(5, 3))
-
-    def iterate(z: Any) -> Any:
-        x = np.ones(3)
-        for g in grads:
-            z = z - g
-            x = 0.9 * x + 0.1 * z
-        return x
-
-    with x64():
-        reference, _ = apply(optax.sgd(0.1, 0.9), jnp.ones(3), list(jnp.asarray(grads)))
-        np.testing.assert_allclose(iterate(np.ones(3)), reference, rtol=1e-12)
-        assert not np.allclose(iterate(np.zeros(3)), reference)
 
 
 def test_the_base_case_of_the_telescope() -> None:

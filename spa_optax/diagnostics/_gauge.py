@@ -79,22 +79,20 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
         dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
         return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), saturated)
 
-    by_leaf = jax.tree_util.tree_leaves_with_path(
-        map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.saturated),
-        is_leaf=lambda node: isinstance(node, Sums),
-    )
+    tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.saturated)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Sums))
+    by_path = {keystr(path): sums for path, sums in leaves}
     zero = Sums(*[jnp.zeros([], jnp.float32)] * 4, saturated=jnp.zeros([], jnp.int32))
-    add = lambda a, b: jax.tree.map(jnp.add, a, b)
-    whole = functools.reduce(add, (sums for _, sums in by_leaf), zero)
+    total = lambda of: functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), of, zero)
+    whole = total(by_path.values())
     if labels is None:
         return whole
-    totals = dict.fromkeys(sorted(set(labels.values())), zero)
-    for path, sums in by_leaf:
-        if (label := labels.get(keystr(path))) is None:
-            at = keystr(path) or "its root"
-            raise ValueError(f"`per_leaf` must be False if `inner` changes the tree, got {at}")
-        totals[label] = add(totals[label], sums)
-    return jax.tree.map(lambda *sums: jnp.stack(sums), *totals.values(), whole)
+    if odd := by_path.keys() - labels.keys():
+        at = min(odd) or "its root"
+        raise ValueError(f"`per_leaf` must be False if `inner` changes the tree, got {at}")
+    names = sorted(set(labels.values()))
+    groups = [total(by_path[path] for path in by_path if labels[path] == name) for name in names]
+    return jax.tree.map(lambda *sums: jnp.stack(sums), *groups, whole)
 
 
 def update_gauge(

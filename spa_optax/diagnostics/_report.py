@@ -1,5 +1,6 @@
 """The gauge in numbers, in words and in a picture."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from spa_optax._checks import Rule, check_one_run
+from spa_optax._checks import check_one_run
 from spa_optax._core import SPAState
 from spa_optax._trees import find, find_one, scalar_of
 from spa_optax.diagnostics._gauge import new_gauge
@@ -45,16 +46,16 @@ class MomentumReport(NamedTuple):
         if shape := np.shape(self.gain):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
         times, t, length = map(float, (self.gain / self.noise_level, self.t, self.average_length))
-        of_noise = f"the gain is {times:.2f} times that of pure noise"
-        if not np.isfinite(times):
-            reasons = (
-                (int(self.num_skipped), "were not finite, or their squares overflow float32"),
-                (int(self.num_zero), "were 0, or their squares underflow float32"),
-                (int(self.num_rounded), "were within the rounding error of params and z"),
+        of_noise, is_known = f"the gain is {times:.2f} times that of pure noise", np.isfinite(times)
+        if not is_known:
+            number, why = max(
+                (0, "two steps are needed"),
+                (int(self.num_rounded), "steps were within the rounding error of params and z"),
+                (int(self.num_zero), "steps were 0, or their squares underflow float32"),
+                (int(self.num_skipped), "steps were not finite, or their squares overflow float32"),
+                key=lambda reason: reason[0],
             )
-            number, why = max(reasons, key=lambda reason: reason[0])
-            found = f"{number} of the measured steps {why}" if number else "two steps are needed"
-            text = f"Nothing to report: {found}."
+            text = f"Nothing to report: {f'{number} measured ' if number else ''}{why}."
         elif self.num_measured < 10:  # |t| is at most √n
             text = f"Nothing to report yet: 10 measured steps are needed, got {self.num_measured}."
         elif t >= 3 and times > 1:
@@ -63,9 +64,9 @@ class MomentumReport(NamedTuple):
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
             text = f"No difference from pure noise: {of_noise}, with t = {t:.2f}."
-        if np.isfinite(times) and np.isnan(self.alignment):
+        if is_known and np.isnan(self.alignment):
             text += " Alignment is unknown: z − x may be rounding error, or steps are Nesterov's."
-        if np.isfinite(times) and length > 1.01 * int(self.num_steps):
+        if is_known and length > 1.01 * int(self.num_steps):
             text += f" The average, {length:.0f} steps, is longer than the run, {self.num_steps}."
         if number := int(self.num_saturated):
             text += f" Up to {number} elements of z were at the limit of its dtype. Use bfloat16."
@@ -93,11 +94,10 @@ def momentum_report(
 
     Args:
       opt_state: a state that holds one `TrackMomentumState`, in any chain or wrapper.
-      by_label: under `per_leaf`, whether to return a report for each label.
+      by_label: under `per_leaf`, whether to return a dict of reports, one for each label.
 
     Returns:
-      One report over all params, under `jax.jit` too. With `by_label` a dict of reports, sorted by
-      label; an array's label is its path.
+      The report over all params, or reports sorted by label; an array's label is its path.
 
     Raises:
       ValueError: if `opt_state` does not hold one `TrackMomentumState`, or `by_label` no labels.
@@ -105,8 +105,7 @@ def momentum_report(
     Examples:
       If all gradients are equal, the gain tends to 2/c, which is 19 times 2/(2 − c):
 
-      >>> import jax
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from spa_optax import spa
       >>> from spa_optax.diagnostics import momentum_report, track_momentum
       >>> tx, params = track_momentum(spa(1.0, averaging=0.1), decay=0.9), jnp.zeros(1)
@@ -121,19 +120,18 @@ def momentum_report(
     check_one_run("opt_state", state.count)
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
     gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
-    means, alignment = gauge.means, gauge.alignment
-    cosine = -alignment.inner_product / jnp.sqrt(alignment.step) / jnp.sqrt(alignment.gradient)
+    means, aligned = gauge.means, gauge.alignment
     error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
-    lengths = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)]
+    lengths = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)] or [jnp.nan]
     report = MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=means.noise / means.gradient,
-        alignment=cosine,
-        inner_product=alignment.inner_product / alignment.weight,
+        alignment=-aligned.inner_product / jnp.sqrt(aligned.step) / jnp.sqrt(aligned.gradient),
+        inner_product=aligned.inner_product / aligned.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
         t=jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
-        average_length=jnp.asarray(lengths[0] if lengths else jnp.nan),
+        average_length=jnp.asarray(lengths[0]),
         num_steps=scalar_of(state.count),
         **{name: getattr(gauge, name) for name in gauge._fields if name.startswith("num_")},
     )
@@ -154,9 +152,6 @@ def plot_momentum(
       reports: results of `momentum_report` by step. A label "all" is drawn thick. Of the others
         the five that differ most from pure noise are named.
 
-    Returns:
-      A figure of matplotlib, for `figure.savefig("momentum.png")`.
-
     Raises:
       ValueError: if there is no report, or one of a batch, or labels differ from step to step.
     """
@@ -164,28 +159,25 @@ def plot_momentum(
     from matplotlib.ticker import LogLocator
 
     labelled = lambda of: {"": of} if isinstance(of, MomentumReport) else dict(of)
-    in_all = lambda v: [report for of in dict(v).values() for report in labelled(of).values()]
-    are_reports = lambda v: all(isinstance(report, MomentumReport) for report in in_all(v))
-    Rule("a mapping from steps to reports", are_reports).check(reports=reports)
+    are_fit = lambda of: all(isinstance(r, MomentumReport) and not np.ndim(r.gain) for r in of)
     by_step = {step: labelled(of) for step, of in sorted(reports.items())}
-    labels = list(next(iter(by_step.values()), ()))
-    if not labels or any(list(of_step) != labels for of_step in by_step.values()):
-        raise ValueError(f"`reports` must hold the same labels at every step, got {labels} first")
-    values = np.array([list(of_step.values()) for of_step in by_step.values()], float)
-    if shape := values.shape[3:]:
-        raise ValueError(f"`reports` must be of one run, got a batch of shape {shape}")
-    gain, level, alignment, *_ = values.T  # each of shape (labels, steps)
+    labels = next(map(list, by_step.values()), [])
+    if not labels or any(list(of) != labels or not are_fit(of.values()) for of in by_step.values()):
+        rule = "must map steps to reports of one run, with the same labels at every step"
+        raise ValueError(f"`reports` {rule}, got {reprlib.repr(reports)}")
+    fields = np.array([list(of.values()) for of in by_step.values()], float).T
+    gain, level, alignment, *_ = fields  # each of shape (labels, steps)
     ratios = np.divide(gain, level, out=np.full_like(gain, np.nan), where=level > 0)
     from_noise = np.nansum(np.abs(ratios - 1), axis=1)
     others = [i for i, label in enumerate(labels) if label not in ("", "all")]
     named = sorted(others, key=lambda i: -from_noise[i])[:5]
     figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
     for i, label in enumerate(labels):
-        style: dict[str, Any] = {"linewidth": 1.2, "label": label}
-        if i not in others:
-            style |= {"color": "black", "linewidth": 2.5}
-        elif i not in named:
-            style = {"color": "0.75", "linewidth": 0.8, "zorder": 1}
+        style: dict[str, Any] = {"color": "0.75", "linewidth": 0.8, "zorder": 1}
+        if i in named:
+            style = {"linewidth": 1.2, "label": label}
+        elif i not in others:
+            style = {"color": "black", "linewidth": 2.5, "label": label}
         top.plot(list(by_step), ratios[i], **style)
         bottom.plot(list(by_step), alignment[i], **style)
     top.set(ylabel="gain / noise level", yscale="log", title="Steps add up above 1")

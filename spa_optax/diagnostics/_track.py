@@ -11,15 +11,7 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import (
-    B2,
-    DECAY,
-    POSITIVE_INTEGER,
-    POWER,
-    TRANSFORMATION,
-    Rule,
-    is_surely,
-)
+from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, TRANSFORMATION, Rule, is_surely
 from spa_optax._core import SPAState, Update
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
 from spa_optax._storage import trees_of
@@ -30,6 +22,12 @@ from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
 PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
+AVERAGING_OF_OPTAX = Rule(  # not 0; unlike other rules it reads arrays that are not traced
+    "in (0, 1]",
+    lambda v: not isinstance(v, bool) and not is_surely(~(jnp.float32(v) > 0) | (v > 1)),
+    may_be_none=True,
+    is_averaging=True,
+)
 
 
 class TrackMomentumState(NamedTuple):
@@ -102,9 +100,7 @@ def track_momentum(
     DECAY.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
-    POWER._replace(is_averaging=True).check(averaging=averaging)  # in (0, 1]
-    if is_surely(averaging == 0):  # an array, which is not traced
-        raise ValueError(f"`averaging` must be in (0, 1], got {averaging!r}")
+    AVERAGING_OF_OPTAX.check(averaging=averaging)
     B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
     is_member = isinstance(inner.update, Update)
@@ -117,8 +113,7 @@ def track_momentum(
         for wrapper in find(state, refused):
             raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
         tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
-        got, num = (len(jax.tree.leaves(tree)) for tree in (tree, params))
-        if got != num:
+        if (got := len(jax.tree.leaves(tree))) != (num := len(jax.tree.leaves(params))):
             raise ValueError(f"`inner` must hold a momentum of all {num} arrays, got {got}")
         if is_spa and averaging is not None:
             raise ValueError(f"`averaging` must be None, as `inner` has its own c, got {averaging}")
@@ -177,12 +172,11 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
         are_unique = len(set(map(simple, paths))) == len(paths)
         return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
-    tree, found = per_leaf(params), {}
+    tree, labels = per_leaf(params), {}
     with contextlib.suppress(ValueError):  # `tree` is no prefix
         labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
-        found = dict(leaves_with_path(labelled))
-    labels: dict[str, Any] = {keystr(path): found.get(keystr(path)) for path in paths}
-    if not all(isinstance(label, str) for label in labels.values()):
+        labels = dict(leaves_with_path(labelled))
+    if not all(isinstance(labels.get(keystr(path)), str) for path in paths):
         got = reprlib.repr(tree)
         raise ValueError(f"`per_leaf` must return strings for params or their nodes, got {got}")
-    return labels
+    return {keystr(path): labels[keystr(path)] for path in paths}

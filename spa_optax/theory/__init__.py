@@ -6,6 +6,7 @@ check the inequalities themselves. The notation is at the top of `spa_optax.theo
 
 from spa_optax.theory._audit import Audit as Audit, audit as audit, audit_sgdm as audit_sgdm
 from spa_optax.theory._formulas import (
+    estimate_smoothness as estimate_smoothness,
     forward_recursion as forward_recursion,
     lyapunov as lyapunov,
     max_decay_ratio as max_decay_ratio,
@@ -15,4 +16,3 @@ from spa_optax.theory._formulas import (
     sgdm_bound as sgdm_bound,
     step_weight as step_weight,
 )
-from spa_optax.theory._smoothness import estimate_smoothness as estimate_smoothness

@@ -1,4 +1,4 @@
-"""The audit of a schedule: its values in both forms, a verdict, and the conditions it breaks."""
+"""The audit of a schedule: its values in both forms, what it does, and the conditions it breaks."""
 
 import textwrap
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,33 +9,39 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
-from spa_optax._checks import AVERAGING, FLAG, POSITIVE_INTEGER, RATE
+from spa_optax._checks import AVERAGING, FLAG, POSITIVE_INTEGER, RATE, Rule
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
 from spa_optax.theory import _formulas
-from spa_optax.theory._findings import (
-    OUT_OF_RANGE,
-    SPIKE,
-    Finding,
-    find,
-    is_sgdm,
-    previous,
-    rise_begins,
-    total_effect,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FIRST = "R_k's first coefficient is positive"
-_SECOND = "R_k's second coefficient (SGD's too) is positive"
-_STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
-_LIMIT = "η is over the limit for constants"
-_BOUND = (
-    "By the bound, with this smoothness. Its conditions are sufficient, for the worst",
-    "case: recipes that train well have had 3 to 77 times the limit on η.",
+_is_real = lambda v: np.ndim(v) == 0 and np.asarray(v).dtype.kind in "iuf"
+SMOOTHNESS = Rule("finite and > 0", lambda v: _is_real(v) and 0 < v < np.inf).optional()
+
+_OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
+_SPIKE = "α spikes to over twice its neighbours"
+_BOUND = """By the bound, with this smoothness. Its conditions are sufficient, for the worst
+case: recipes that train well have had 3 to 77 times the limit on η."""
+_REMEDY = (
+    "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
+    " give the recipe as SGD+M, to `spa_from_sgdm`."
 )
+
+_previous = lambda values: np.append(values[:1], values[:-1])  # at k − 1; at k = 0, the first
+_steps = lambda where: np.flatnonzero(where).tolist()
+_from_to = lambda values, k: f"from {values[k - 1]:.3g} to {values[k]:.3g}"
+
+
+class Finding(NamedTuple):
+    """An observation on a schedule: where, how large, and the remedy."""
+
+    kind: str  # "range", "average", "beta", "spike", "rise" or "drop"
+    steps: list[int]
+    text: str
+    needs_change: bool = True
 
 
 class Audit(NamedTuple):
@@ -55,106 +61,135 @@ class Audit(NamedTuple):
         """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
         findings, breaches = self.findings(), self.breaches()
         lines = [finding.text for finding in findings] or [
-            f"neither α nor {total_effect(self)[0]} jumps (a factor of 1.5 or more, in no ramp,"
+            f"neither α nor {self._total_effect()[0]} jumps (a factor of 1.5 or more, in no ramp,"
             " above 1e-4 of the largest)."
         ]
         if all(finding.kind == "drop" for finding in findings):
             lines[0] = f"Nothing to change: {lines[0]}"
-        lines += [
-            f"{len(self.eta):,} steps as SPA: η {_interval(self.eta)}, c {_interval(self.c)}",
-            f"and as SGD+M: α {_interval(self.alpha)}, β {_interval(self.beta)}",
-        ]
-        broken = {
-            name: f"{name}: first at step {steps.argmax():,}, {steps.sum():,} in all"
-            for name, steps in breaches.items()
-            if steps.any()
-        }
+        eta, c, alpha, beta = map(_interval, self[:4])
+        lines.append(f"{len(self.eta):,} steps as SPA: η {eta}, c {c}")
+        lines.append(f"and as SGD+M: α {alpha}, β {beta}")
+        broken = [f"{name} {_at(steps)}" for name, steps in breaches.items() if steps.any()]
         if verbose:
-            lines += [broken[name] for name in (_FIRST, _SECOND) if name in broken]
-        if self.max_decay_ratio is None or OUT_OF_RANGE in broken:
-            return "\n".join(lines)
-        if _STEP_WEIGHT in broken:
-            k = breaches[_STEP_WEIGHT].argmax()
-            ratio, allowed = previous(self.eta)[k] / self.eta[k], self.max_decay_ratio[k]
-            broken[_STEP_WEIGHT] += f"; η_(k−1)/η_k is {ratio:.6g} there, {allowed:.6g} is allowed"
-        bound = [f"- {broken[name]}" for name in (_STEP_WEIGHT, _LIMIT) if name in broken]
-        return "\n".join([*lines, *_BOUND, *(bound or ["- they hold at every step"])])
+            lines += [text for text in broken if text.startswith("R_k")]
+        if self.step_weight is not None and not breaches[_OUT_OF_RANGE].any():
+            of_bound = [f"- {text}" for text in broken if text.startswith(("the weight", "η"))]
+            lines += [_BOUND, *(of_bound or ["- they hold at every step"])]
+        return "\n".join(lines)
 
     def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
         """The steps that break each condition; those that rest on the bound come last."""
-        in_range = (self.eta >= 0) & (self.eta < np.inf) & (self.c >= 0) & (self.c <= 1)  # not NaN
-        in_range[1:] &= self.beta[1:] >= 0  # β_0 is free
-        if is_sgdm(self):
-            in_range &= (self.beta >= 0) & (self.beta < 1)
-        around = np.pad(self.alpha, 1, constant_values=np.inf)  # no spike at either end
+        eta, c, alpha, beta = self[:4]
+        in_range = (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1)  # not NaN
+        of_sgdm = (beta >= 0) & (beta < 1)
+        in_range &= of_sgdm if self._is_sgdm() else np.append(True, beta[1:] >= 0)  # β_0 is free
+        around = np.pad(alpha, 1, constant_values=np.inf)  # no spike at either end
         breaches = {
-            OUT_OF_RANGE: ~in_range,
-            SPIKE: self.alpha > 2 * np.maximum(around[:-2], around[2:]),
-            "β is 1 or more": self.beta >= 1,
-            "β is negative": self.beta < 0,
-            _FIRST: self.remainder_x > 0,
-            _SECOND: self.remainder_z > 0,
+            _OUT_OF_RANGE: ~in_range,
+            _SPIKE: alpha > 2 * np.maximum(around[:-2], around[2:]),
+            "β is 1 or more": beta >= 1,
+            "β is negative": beta < 0,
+            "R_k's first coefficient is positive": self.remainder_x > 0,
+            "R_k's second coefficient (SGD's too) is positive": self.remainder_z > 0,
         }
         if self.step_weight is not None:
-            breaches[_STEP_WEIGHT] = self.step_weight > 0
-            breaches[_LIMIT] = self.eta > self.max_learning_rate
+            breaches["the weight of ‖x_k − x_{k−1}‖² is positive"] = self.step_weight > 0
+            breaches["η is over the limit for constants"] = eta > self.max_learning_rate
         return breaches
 
     def findings(self) -> list[Finding]:
         """The findings; those that need a change come first."""
-        return find(self)
+        (eta, c, alpha, beta), breaches = self[:4], self.breaches()
+        if (out := breaches[_OUT_OF_RANGE]).any():  # other findings would be consequences
+            return [Finding("range", _steps(out), f"{_OUT_OF_RANGE} {_at(out)}.")]
+        if not alpha.any():
+            text = "α is 0 at every step: the params do not move."
+            return [Finding("range", _steps(alpha == 0), text)]
+        found, n, left = [], len(c), np.prod(1 - c)  # of x_0 in x_n
+        if left > 0.01:
+            text = f"Averages over 1/c steps are too long for {n:,}: x ends with {100 * left:.2g} %"
+            text += f" of x_0. With a constant c of {min(5 / n, 1):.2g} it would be less than 1 %."
+            found.append(Finding("average", [n - 1], text))
+        # β ≥ 1 is harmless in the tail of a decay to 0, and at c = 0, where x stands still.
+        high = (beta >= 1) & ((_previous(eta) > 1e-2 * eta.max()) | (_jumps(eta) < 0))
+        high[1:] &= c[:-1] > 0
+        if high.any():
+            k = high.argmax()  # β_k = (η_{k−1}/η_k)(1 − c_k)
+            text = f"β is {beta[k]:.3g} {_at(high)}: no SGD+M has that. η falls by"
+            text += f" {100 * (1 - eta[k] / eta[k - 1]):.3g} % there, where c is"
+            found.append(Finding("beta", _steps(high), f"{text} {100 * c[k - 1]:.3g} %. {_REMEDY}"))
+        if (spike := breaches[_SPIKE]).any():
+            k, rest = spike.argmax(), "Make the change gradual."
+            text = f"α spikes {_from_to(alpha, k)} {_at(spike)}"
+            if c[k] > c[k - 1] and eta[k + 1] < eta[k] and not self._is_sgdm():
+                text, rest = f"{text}, as in Figure 1(e): c rises a step before η falls", _REMEDY
+            found.append(Finding("spike", _steps(spike), f"{text}. {rest}"))
+        symbol, total = self._total_effect()
+        of_alpha, of_total = _jumps(alpha), _jumps(total)
+        of_total[of_total == of_alpha] = 0  # one event
+        of_alpha[spike | np.roll(spike, 1)] = 0
+        check = " Check that it is meant, as in a restart."
+        for kind, sign, rest in (("rise", 1, check), ("drop", -1, "")):
+            for name, values, jumps in (("α", alpha, of_alpha), (symbol, total, of_total)):
+                if (where := jumps == sign).any():
+                    change = _from_to(values, where.argmax())
+                    text = f"{name} {kind}s {change} {_at(where)}.{rest}"
+                    found.append(Finding(kind, _steps(where), text, needs_change=False))
+        return found
 
     def plot(self) -> "Figure":
-        """Plots η, c, α and β, and α with c or β close to the first finding. Needs matplotlib.
+        """Plots η, c, α and β, and beside them the steps close to the first finding.
 
         The title is the verdict. The steps of findings are marked, in red if they need a change.
         """
         import matplotlib.pyplot as plt
 
         values = {"η": self.eta, "c": self.c, "α = ηc": self.alpha, "β": self.beta}
-        some = slice(None, None, max(1, len(self.eta) // 50_000))  # fewer than 100,000
-        panels = [(name, some, "") for name in values]
         findings = [finding for finding in self.findings() if finding.kind != "range"]
-        close = ""
-        if findings:
-            k = findings[0].steps[0]
-            near = slice(max(rise_begins(self.c, k) - 20, 0), k + 20)
-            other = "β" if findings[0].kind == "beta" else "c"
-            panels += [("α = ηc", near, "."), (other, near, ".")]
-            close = f"close to step {k:,}"
-        cols = len(panels) // 2
-        size = (4 * cols + 1, 5)
-        figure, axes = plt.subplots(2, cols, sharex="col", figsize=size, layout="constrained")
-        figure.suptitle(textwrap.fill(self.report().splitlines()[0], 110), fontsize=10)
-        axes[0, -1].set_title(close, fontsize=10)
-        for axis, (name, shown, marker) in zip(axes.T.ravel(), panels, strict=True):
-            value = values[name][shown]
-            axis.plot(np.arange(len(self.eta))[shown], value, marker=marker, color="C0")
-            positive = value[(value > 0) & (value < np.inf)]
-            low, high = positive.min(initial=np.inf), positive.max(initial=0)
-            is_log = high > 20 * low
-            bottom = max(low / 1.5, high / 2_000) if is_log else 0
-            axis.set(ylabel=name, yscale="log" if is_log else "linear", ylim=(bottom, None))
-        for finding in findings:
-            row, value = (1, self.beta) if finding.kind == "beta" else (0, self.alpha)
-            color = "C3" if finding.needs_change else "C2"
-            axes[row, 1].plot(finding.steps, value[finding.steps], "o", color=color, clip_on=False)
-        plt.setp(axes[1], xlabel="step")
+        columns = [slice(None, None, max(1, len(self.eta) // 50_000))]  # fewer than 100,000
+        columns += [slice(max(of.steps[0] - 50, 0), of.steps[0] + 20) for of in findings[:1]]
+        options = {"figsize": (6 * len(columns), 9), "layout": "constrained", "sharex": "col"}
+        figure, axes = plt.subplots(4, len(columns), squeeze=False, **options)
+        figure.suptitle(textwrap.fill(self.report().splitlines()[0], 60 * len(columns)))
+        for row, (name, value) in zip(axes, values.items(), strict=True):
+            scale = "log" if 0 < 20 * value.min() < value.max() else "linear"
+            for axis, steps in zip(row, columns, strict=True):
+                axis.plot(np.arange(len(value))[steps], value[steps])
+                axis.set(ylabel=name, yscale=scale)
+        for kind, steps, _, needs_change in findings:
+            axis, value = (axes[3, 0], self.beta) if kind == "beta" else (axes[2, 0], self.alpha)
+            axis.plot(steps, value[steps], "o", color="C3" if needs_change else "C2")
+        plt.setp(axes[-1], xlabel="step")
         return figure
+
+    def _is_sgdm(self) -> bool:  # then β_0 is known
+        return not np.isnan(self.beta[0])
+
+    def _total_effect(self) -> tuple[str, np.ndarray]:
+        """How far a gradient moves the params in the end. At once it moves them by α."""
+        return ("α/(1 − β)", self.alpha / (1 - self.beta)) if self._is_sgdm() else ("η", self.eta)
+
+
+def _at(where: np.ndarray) -> str:
+    others = where.sum() - 1
+    more = f" and at {others:,} other{'s' if others > 1 else ''}" if others else ""
+    return f"at step {where.argmax():,}{more}"
 
 
 def _interval(values: np.ndarray) -> str:
     known = values[~np.isnan(values)]
-    if not len(known):
-        return "undefined"
-    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
-    return low if low == high else f"between {low} and {high}"
+    ends = [f"{f(known):.4g}" for f in (np.min, np.max)] if len(known) else ["undefined"]
+    return " to ".join(dict.fromkeys(ends))
 
 
-def _change(new: np.ndarray, old: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """A difference; 0 where it is within float32 rounding of the hyper-parameters, or not known."""
-    rounding = np.abs(new - old) <= 1e-6 * np.maximum(np.abs(new), np.abs(old))
-    return np.where(known & ~rounding, new - old, 0)
+def _jumps(values: np.ndarray) -> np.ndarray:
+    """1 where a value jumps up, −1 where it jumps down, else 0; `audit` defines a jump."""
+    before = _previous(values)
+    low, high, size = np.minimum(values, before), np.maximum(values, before), abs(values - before)
+    # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
+    is_jump = size > 0.22 * np.convolve(size, np.ones(9))[4:-4]
+    is_jump &= (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
+    return np.sign(values - before) * is_jump
 
 
 def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[np.ndarray]:
@@ -210,40 +245,37 @@ def audit(
       >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
       ...     print(line[:58])
       α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      100 steps as SPA: η between 1 and 10, c between 0.1 and 1
-      and as SGD+M: α between 1 and 10, β between 0 and 0.9
+      100 steps as SPA: η 1 to 10, c 0.1 to 1
+      and as SGD+M: α 1 to 10, β 0 to 0.9
     """
     RATE.check(learning_rate=learning_rate)
     AVERAGING.check(averaging=averaging)
     POSITIVE_INTEGER.check(num_steps=num_steps)
-    if smoothness is not None:
-        value = np.asarray(smoothness)
-        if value.shape != () or value.dtype.kind not in "iuf" or not 0 < value < np.inf:
-            raise ValueError(f"`smoothness` must be None or finite and > 0, got {smoothness!r}")
-        smoothness = float(value)
+    SMOOTHNESS.check(smoothness=smoothness)
     sgdm = getattr(learning_rate, "sgdm", None)
     if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
         eta, c, alpha, beta = _from_sgdm(sgdm, num_steps, nesterov=False)
     else:
         eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
         alpha, beta = eta * c, None
-    eta_prev, c_now, c_prev = previous(eta), previous(c), previous(previous(c))  # c_0 = c_1
+    eta_prev, c_now, c_prev = _previous(eta), _previous(c), _previous(_previous(c))  # c_0 = c_1
+    known = (eta > 0) & (eta_prev > 0) & (c_now > 0) & (c_prev > 0)
+    # Rounding of 0 is not a breach: of float32 hyper-parameters, or of c = 1 or η at the limit.
+    unless_rounding = lambda value, size: np.where(known & (np.abs(value) > size), value, 0)
+    change = lambda new, old: unless_rounding(new - old, 1e-6 * np.maximum(abs(new), abs(old)))
+    weight_of_f_x = _formulas._weight_of_f_x
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
             beta[0] = np.nan
-        known = (eta > 0) & (eta_prev > 0) & (c_now > 0) & (c_prev > 0)
-        weight_of_f_x = _formulas._weight_of_f_x
-        of_x = _change(weight_of_f_x(eta, c_now), weight_of_f_x(eta_prev, c_prev), known)
-        of_z = _change(1 / eta**2, 1 / eta_prev**2, known)
-        found = Audit(eta, c, alpha, beta, of_x, of_z, None, None, None)
+        of_x = change(weight_of_f_x(eta, c_now), weight_of_f_x(eta_prev, c_prev))
+        found = Audit(eta, c, alpha, beta, of_x, change(1 / eta**2, 1 / eta_prev**2), *[None] * 3)
         if smoothness is None:
             return found
+        smoothness = float(smoothness)
         weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
-        # Rounding of 0, as at c = 1 or at the limit, is not a breach.
-        rounding = np.abs(weight) < 1e-9 * smoothness / (eta_prev * c_now) ** 2
         return found._replace(
-            step_weight=np.where(known & ~rounding, weight, 0),
+            step_weight=unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
             max_learning_rate=_formulas._max_learning_rate(c, smoothness),
             max_decay_ratio=_formulas._max_decay_ratio(eta_prev, c_now, smoothness),
         )
@@ -266,8 +298,8 @@ def audit_sgdm(
       >>> import jax.numpy as jnp
       >>> from spa_optax import theory
       >>> schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
-      >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report()[:52])
-      Nothing to change: α falls 10-fold at step 500. As p
+      >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
+      Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
     FLAG.check(nesterov=nesterov)
     hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
@@ -276,7 +308,5 @@ def audit_sgdm(
     POSITIVE_INTEGER.check(num_steps=num_steps)
     if smoothness is not None:
         raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
-    unknown = np.full(num_steps, np.nan)
-    recipe = SGDMHyperparams(learning_rate, momentum)
-    eta, c, alpha, beta = _from_sgdm(recipe, num_steps, nesterov=True)
-    return Audit(eta, c, alpha, beta, unknown, unknown, None, None, None)
+    recipe, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)
+    return Audit(*_from_sgdm(recipe, num_steps, nesterov=True), *[unknown] * 2, *[None] * 3)

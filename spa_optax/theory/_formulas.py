@@ -16,14 +16,19 @@
 limits are inf, not NaN. Arrays broadcast; all but `forward_recursion` can be jitted and vmapped.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Array, ArrayLike, Float
+import optax
+from jaxtyping import Array, ArrayLike as Real, Float, PyTree
+from numpy.typing import ArrayLike
 
-from spa_optax._checks import is_surely
+from spa_optax._checks import POSITIVE_INTEGER, check_floats, is_surely
+
+Reals = Float[Array, "..."]
 
 # Arithmetic alone, for JAX here and for NumPy's float64 in the audit. The ratio is the conjugate.
 _weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
@@ -36,30 +41,28 @@ def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
     return L / 2 * ((m + eta * L) * m / eta**2 + L / eta * m**2 - 1 / (eta_prev**2 * c**2))
 
 
-def _arrays(**values: ArrayLike) -> list[Float[Array, "..."]]:
+def _arrays(**values: Real) -> list[Reals]:
     """Raises ValueError where a value that is not traced is out of its range."""
     arrays = {name: jnp.asarray(value, float) for name, value in values.items()}
     for name, array in arrays.items():
-        symbol = name.removesuffix("_prev").removesuffix("_next")
-        low = {"num_steps": 1, "f_x": -np.inf, "f_z": -np.inf, "sq_step": -np.inf}.get(symbol, 0)
-        high = 1 if symbol == "c" else np.inf
+        low = {"num_steps": 1}.get(name, -np.inf if name.startswith(("f_", "sq_")) else 0)
+        high = 1 if name in ("c", "c_prev", "c_next") else np.inf
         if is_surely(jnp.any(~((array >= low) & (array <= high)))):
-            rule = f">= {low}" if high > 1 else f"in [{low}, {high}]"
-            raise ValueError(f"`{name}` must be {rule}, got {values[name]!r}")
+            raise ValueError(f"`{name}` must be in [{low}, {high}], got {values[name]!r}")
     return list(arrays.values())
 
 
 def lyapunov(
-    f_z: ArrayLike,
-    f_x: ArrayLike,
-    sq_step: ArrayLike,
+    f_z: Real,
+    f_x: Real,
+    sq_step: Real,
     *,
-    eta: ArrayLike,
-    c: ArrayLike,
-    c_next: ArrayLike,
-    smoothness: ArrayLike,
+    eta: Real,
+    c: Real,
+    c_next: Real,
+    smoothness: Real,
     augmented: bool = False,
-) -> Float[Array, "..."]:
+) -> Reals:
     """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}), and the step equation, for k ≥ 1.
 
         Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*] + w ‖x_{k+1} − x_k‖²
@@ -71,12 +74,11 @@ def lyapunov(
     Section 3. If augmented (Insight 1; constant η and c), the last term is 0 and `noise_weight`
     replaces L. The paper's base case divides f(x_0) − E f(z_1) by η_0, and should divide by η_0².
 
-    Examples:
-      3/½² + (1/½)(2 − 1)·3 + 3w, where w = 1/(2·¼·¼) = 8, augmented ½/(2·½·⅛·1½) = 2⅔:
-
-      >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
-      >>> print(*[lyapunov(3.0, 3.0, 3.0, **known, augmented=a) for a in (False, True)])
-      42.0 26.0
+    >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
+    >>> print(lyapunov(3.0, 3.0, 3.0, **known))  # 3/½² + (1/½)(2 − 1)·3 + 3/(2·¼·¼)
+    42.0
+    >>> print(lyapunov(3.0, 3.0, 3.0, **known, augmented=True))  # w is ½/(2·½·⅛·1½) = 2⅔
+    26.0
     """
     f_z, f_x, sq_step = _arrays(f_z=f_z, f_x=f_x, sq_step=sq_step)
     eta, c, c_next, L = _arrays(eta=eta, c=c, c_next=c_next, smoothness=smoothness)
@@ -87,15 +89,8 @@ def lyapunov(
 
 
 def remainder(
-    f_x_prev: ArrayLike,
-    f_z: ArrayLike,
-    *,
-    eta: ArrayLike,
-    eta_prev: ArrayLike,
-    c: ArrayLike,
-    c_prev: ArrayLike,
-    smoothness: ArrayLike,
-) -> Float[Array, "..."]:
+    f_x_prev: Real, f_z: Real, *, eta: Real, eta_prev: Real, c: Real, c_prev: Real, smoothness: Real
+) -> Reals:
     """The error R_k that a change of η or c adds to the step equation (Section 3.1).
 
         R_k = [(L/η_k)(1/c_k − 1) − (L/η_{k−1})(1/c_{k−1} − 1)] [f(x_{k−1}) − f*]
@@ -104,10 +99,9 @@ def remainder(
     SGD's R_k is the second term, of f(x_k), for which Section 3 prints f(z_k). Section 5's title
     (Insight 2) should read "Increase c_k": the first term is 0 if (1/c_k − 1)/η_k is constant.
 
-    Examples:
-      >>> known = {"eta": 0.5, "eta_prev": 1, "c": 0.5, "c_prev": 0.5, "smoothness": 1}
-      >>> print(remainder(1, 2, **known))  # (2·1 − 1·1)·1 + (4 − 1)·2
-      7.0
+    >>> known = {"eta": 0.5, "eta_prev": 1, "c": 0.5, "c_prev": 0.5, "smoothness": 1}
+    >>> print(remainder(1, 2, **known))  # (2·1 − 1·1)·1 + (4 − 1)·2
+    7.0
     """
     f_x_prev, f_z, L = _arrays(f_x_prev=f_x_prev, f_z=f_z, smoothness=smoothness)
     eta, eta_prev, c, c_prev = _arrays(eta=eta, eta_prev=eta_prev, c=c, c_prev=c_prev)
@@ -115,52 +109,45 @@ def remainder(
     return of_x * f_x_prev + (1 / eta**2 - 1 / eta_prev**2) * f_z
 
 
-def step_weight(
-    *, eta: ArrayLike, eta_prev: ArrayLike, c: ArrayLike, smoothness: ArrayLike
-) -> Float[Array, "..."]:
+def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Reals:
     """The weight of ‖x_k − x_{k−1}‖² in the step equation (Section 3.1); it should be ≤ 0.
 
         (L/2) [(1/c_k − 1 + η_k L)(1/c_k − 1)/η_k² + (L/η_k)(1/c_k − 1)² − 1/(η_{k−1}² c_k²)]
 
-    Examples:
-      >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))  # ½ [(1 + 1)·1 + 1·1² − 4]
-      -0.5
+    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))  # ½ [(1 + 1)·1 + 1·1² − 4]
+    -0.5
     """
     return _step_weight(*_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness))
 
 
-def noise_weight(eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."]:
+def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
     """The weight of E‖g_k‖² with the augmented function, if E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0.
 
         (1 + ηL(1 − c)/(c(2 − c))) L/2
 
     For small η momentum adds −L/2 to L; Section 4 (Insight 1) prints L/2.
 
-    Examples:
-      >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾·½/(½·1½))·½
-      0.75
+    >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾·½/(½·1½))·½
+    0.75
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
     return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
 
 
-def max_learning_rate(c: ArrayLike, smoothness: ArrayLike) -> Float[Array, "..."]:
+def max_learning_rate(c: Real, smoothness: Real) -> Reals:
     """The largest constant η with `step_weight` ≤ 0. Runs that train well are often far above it.
 
         η ≤ c (2 − c) / (L (1 − c))
 
     Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 − c)/(L(1 − c)).
 
-    Examples:
-      >>> print(max_learning_rate(0.5, 1.0), max_learning_rate(1.0, 1.0))
-      1.5 inf
+    >>> print(max_learning_rate(0.5, 1.0), max_learning_rate(1.0, 1.0))
+    1.5 inf
     """
     return _max_learning_rate(*_arrays(c=c, smoothness=smoothness))
 
 
-def max_decay_ratio(
-    eta: ArrayLike, c: ArrayLike, smoothness: ArrayLike, *, simplified: bool = False
-) -> Float[Array, "..."]:
+def max_decay_ratio(eta: Real, c: Real, smoothness: Real, *, simplified: bool = False) -> Reals:
     """The largest r by which one step may divide η: `step_weight` ≤ 0 at η_k = η/r, η = η_{k−1}.
 
         r = (√(η²L² + 4) − ηL) / (2 (1 − c))
@@ -168,9 +155,8 @@ def max_decay_ratio(
 
     Section 6 (Insight 3) simplifies by η_k L ≤ 1. Under the root it prints 4(1 − c)c: 0.29 below.
 
-    Examples:
-      >>> print(*[f"{max_decay_ratio(0.1, 0.1, 1, simplified=s):.4f}" for s in (False, True)])
-      1.0569 1.0101
+    >>> print(*[f"{max_decay_ratio(0.1, 0.1, 1, simplified=s):.4f}" for s in (False, True)])
+    1.0569 1.0101
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
     linear = eta * L * (1 - c) ** 2
@@ -179,15 +165,15 @@ def max_decay_ratio(
 
 
 def sgdm_bound(
-    num_steps: ArrayLike,
-    eta: ArrayLike,
-    c: ArrayLike,
+    num_steps: Real,
+    eta: Real,
+    c: Real,
     *,
-    smoothness: ArrayLike,
-    gap: ArrayLike,
-    grad_bound: ArrayLike,
-    growth: ArrayLike = 0.0,
-) -> Float[Array, "..."]:
+    smoothness: Real,
+    gap: Real,
+    grad_bound: Real,
+    growth: Real = 0.0,
+) -> Reals:
     """A bound on the mean of ½(‖∇f(x_k)‖² + ‖∇f(z_k)‖²) over T steps; η ≤ `max_learning_rate`.
 
         [Δ/(ηT) + (L/T)(1/c − 1)Δ + ηLG²] / (1 − 2κηL)      if E‖g_k‖² ≤ G² + κ‖∇f(x_k)‖²
@@ -196,9 +182,8 @@ def sgdm_bound(
     is least at η = √(Δ/(TLG²)). For SGD's bound pass c = 1 and G/√2. (Appendix "Telescoping"; "SGD
     reference proof" prints the noise of T steps for a sum over T + 1.)
 
-    Examples:
-      >>> sgdm_bound(4, 0.25, 0.5, smoothness=1, gap=1, grad_bound=1).item()  # 1 + (2 − 1)/4 + ¼
-      1.5
+    >>> sgdm_bound(4, 0.25, 0.5, smoothness=1, gap=1, grad_bound=1).item()  # 1 + (2 − 1)/4 + ¼
+    1.5
     """
     T, eta, c, L = _arrays(num_steps=num_steps, eta=eta, c=c, smoothness=smoothness)
     gap, G, growth = _arrays(gap=gap, grad_bound=grad_bound, growth=growth)
@@ -208,7 +193,7 @@ def sgdm_bound(
 
 
 def forward_recursion(
-    alphas: npt.ArrayLike, betas: npt.ArrayLike, *, eta0: float | None = None
+    alphas: ArrayLike, betas: ArrayLike, *, eta0: float | None = None
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
     """The paper's own map from SGD+M to SPA, forward in k, in float64: all η_k and all c_{k+1}.
 
@@ -217,19 +202,44 @@ def forward_recursion(
     Theorem 1; its appendix prints z_0 = 0 for z_0 = x_0, and c_0 for c_1. The default of η_0 is for
     constants. Only Σ_j α_j β_1⋯β_j, as in `hyperparams_from_sgdm`, keeps η bounded in general.
 
-    Examples:
-      >>> eta, c = forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)  # η_{k+1} = (η_k − α_k)·2
-      >>> print(eta, c.round(3))
-      [2. 2. 3. 5.] [0.5   0.25  0.167 0.1  ]
+    >>> eta, c = forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)  # η_{k+1} = (η_k − α_k)·2
+    >>> print(eta, c.round(3))
+    [2. 2. 3. 5.] [0.5   0.25  0.167 0.1  ]
     """
     alpha, beta = np.asarray(alphas, np.float64), np.asarray(betas, np.float64)
-    if alpha.ndim != 1:
-        raise ValueError(f"`alphas` must have shape (n,), got {alpha.shape}")
-    if beta.shape not in ((), alpha.shape):
-        raise ValueError(f"`betas` must be a number or have shape {alpha.shape}, got {beta.shape}")
-    beta = np.broadcast_to(beta, alpha.shape)
+    if alpha.ndim != 1 or beta.shape not in ((), alpha.shape):
+        got = f"{alpha.shape} and {beta.shape}"
+        raise ValueError(f"`alphas` must have shape (n,), `betas` that or none, got {got}")
     with np.errstate(all="ignore"):  # deviations grow as 1/β^k, which may overflow
+        beta = np.broadcast_to(beta, alpha.shape)
         eta = alpha / (1 - beta) if eta0 is None else np.full_like(alpha, eta0)
         for k in range(1, len(alpha)):
             eta[k] = (eta[k - 1] - alpha[k - 1]) / beta[k]
         return eta, alpha / eta
+
+
+def estimate_smoothness(
+    loss: Callable[[PyTree], Real], params: PyTree, *, key: Array, num_iterations: int = 100
+) -> Float[Array, ""]:
+    """The largest |eigenvalue| of the Hessian of a loss at real `params`, from below.
+
+        v ← Hv/‖Hv‖      |λ| ≈ ‖Hv‖
+
+    Power iteration from a random v (`key`). The paper's L bounds the curvature everywhere, and for
+    the loss of a network there is often no such L.
+
+    >>> loss = lambda p: (3 * p["x"] ** 2 - 5 * p["y"] ** 2) / 2
+    >>> print(f"{estimate_smoothness(loss, {'x': 1.0, 'y': 1.0}, key=jax.random.key(0)):.3f}")
+    5.000
+    """
+    POSITIVE_INTEGER.check(num_iterations=num_iterations)
+    params = jax.tree.map(jnp.asarray, params)
+    check_floats("params", params)
+
+    def iterate(v: PyTree, _: None) -> tuple[PyTree, Float[Array, ""]]:
+        norm = optax.tree.norm(v)
+        v = jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), v)
+        hessian_v = jax.jvp(jax.grad(loss), (params,), (v,))[1]
+        return hessian_v, jnp.asarray(optax.tree.norm(hessian_v))
+
+    return jax.lax.scan(iterate, optax.tree.random_like(key, params), length=num_iterations)[1][-1]
