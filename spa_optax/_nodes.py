@@ -1,4 +1,4 @@
-"""Matches the nodes of two optimizer states; whatever is not in the registry is refused."""
+"""Matches the nodes of two optimizer states; whatever is not in these tables is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,24 +9,42 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
-from spa_optax import _optax_states as known
+from spa_optax._optax_states import MOMENTUM, SECOND_MOMENTS, SKIPS_UPDATES
 from spa_optax._trees import find, is_array, replace
 from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState, StochasticRoundingState
 from spa_optax.diagnostics._track import TrackMomentumState
 
-# The registry, with our own states.
-_BASES = {optax.contrib.ScheduleFreeState: "base_optimizer_state", PrimalAveragingState: "base"}
-_INNER = {
-    **known.INNER,
-    optax.contrib.ScheduleFreeState: ("base_optimizer_state",),
-    PrimalAveragingState: ("base", "average"),
-    StochasticRoundingState: ("base",),
-    TrackMomentumState: ("inner",),  # whose gauge starts anew
+# Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
+_WRAPPERS: dict[Any, tuple[str, str | None]] = {
+    optax.MaskedState: ("inner_state", None),
+    optax.PartitionState: ("inner_states", None),
+    optax.InjectHyperparamsState: ("inner_state", "count"),
+    optax.InjectStatefulHyperparamsState: ("hyperparams_states inner_state", "count"),
+    optax.MultiStepsState: ("inner_opt_state", "gradient_step"),
+    optax.ApplyIfFiniteState: ("inner_state", None),
+    optax.ConditionallyTransformState: ("inner_state", "step"),
+    optax.ConditionallyMaskState: ("inner_state", "step"),
+    optax.contrib.ScheduleFreeState: ("base_optimizer_state", None),
+    PrimalAveragingState: ("base average", None),
+    StochasticRoundingState: ("base", "count"),
+    TrackMomentumState: ("inner", None),  # whose gauge starts anew
 }
-_COUNTS = {**known.COUNTS, StochasticRoundingState: "count"}
-_DIRECTIONS = (*known.DIRECTIONS, Float8MomentumState)  # both runs must have the same
-# These go on as they are if both runs have the same.
-_KEPT = (*_DIRECTIONS, *known.SECOND_MOMENTS, *known.SKIPS_UPDATES, *known.MONITORS)
+_BASES = {optax.contrib.ScheduleFreeState: "base_optimizer_state", PrimalAveragingState: "base"}
+# Some are newer than the oldest Optax.
+_named = lambda module, names: [getattr(module, n) for n in names.split() if hasattr(module, n)]
+# Transforms whose states depend on the incoming updates alone, not on where the params are.
+_DIRECTIONS = (
+    *MOMENTUM,
+    Float8MomentumState,
+    *_named(optax, "AddNoiseState ApplyEvery ScaleByAdaDeltaState ScaleByAdanState"),
+    *_named(optax, "ScaleByAmsgradState ScaleByBeliefState ScaleByNovogradState ScaleByRmsState"),
+    *_named(optax, "ScaleByRpropState ScaleByRssState ScaleByRStdDevState ScaleBySM3State"),
+    *_named(optax.contrib, "DifferentiallyPrivateAggregateState ReduceLROnPlateauState"),
+    *_named(optax.contrib, "ScaleByAdemamixState ScaleBySimplifiedAdEMAMixState"),
+)
+_MONITORS = _named(optax, "MonitorState SnapshotState ZeroNansState")  # no update depends on them
+# These go on as they are if both runs have the same; both must have the same directions.
+_KEPT = (*_DIRECTIONS, *SECOND_MOMENTS, *SKIPS_UPDATES, *_MONITORS)
 
 
 def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
@@ -36,7 +54,7 @@ def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = ""
     """
 
     def replaced(keys: Any, node: Any) -> Any:
-        here, fields = path + keystr(keys), _INNER.get(type(node), ())
+        here, fields = path + keystr(keys), _WRAPPERS.get(type(node), ("", None))[0].split()
         inner = {f: map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields}
         own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
         return own._replace(**inner) if fields else own
@@ -44,33 +62,49 @@ def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = ""
     return tree_map_with_path(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
-def is_momentum(node: Any, momentum: Any) -> bool:
-    """Whether a node is the one with the momentum; of Schedule-Free there is only one."""
-    return node is momentum or isinstance(node, optax.contrib.ScheduleFreeState)
-
-
 def count_field(node: Any) -> str | None:
-    return "count" if getattr(node, "_fields", 0) == ("count",) else _COUNTS.get(type(node))
+    """The field that counts the steps taken. States with `count` alone belong to schedules."""
+    is_of_schedule = getattr(node, "_fields", 0) == ("count",)
+    return "count" if is_of_schedule else _WRAPPERS.get(type(node), ("", None))[1]
 
 
-def nodes_of(name: str, state: PyTree, momentum: Any) -> list[Any]:
-    """The nodes of a state, None for the momentum. Raises ValueError at an unknown one."""
+def nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
+    """The nodes of a state, without the momentum. Raises ValueError at an unknown one."""
     nodes = []
 
     def add(path: str, node: Any) -> Any:
-        is_known = isinstance(node, (*_KEPT, *_INNER)) or count_field(node)
-        nodes.append(None if is_momentum(node, momentum) else node)
-        if nodes[-1] is not None and not is_known and any(map(is_array, jax.tree.leaves(node))):
+        is_known = type(node) in (momentum, *_KEPT, *_WRAPPERS) or count_field(node)
+        if not is_known and any(map(is_array, jax.tree.leaves(node))):
             at = f"`{type(node).__name__}` at {path or 'its root'}"
             raise ValueError(f"`{name}` must hold only states that `convert` knows, got a {at}")
+        nodes.extend([] if type(node) is momentum else [node])
         return node
 
     map_nodes(add, state)
     return nodes
 
 
-def signature(nodes: list[Any]) -> Any:
-    return jax.tree.structure(nodes), list(map(np.shape, jax.tree.leaves(nodes)))
+def matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
+    """By their type, the old nodes that go on; and the other old and new ones that might."""
+    kept, dropped, added = {}, [], []
+    for kind in _KEPT:
+        olds, news = ([node for node in of if type(node) is kind] for of in (old, new))
+        if same_form(olds, news):
+            kept[kind] = olds
+        elif kind in _DIRECTIONS:
+            raise ValueError(
+                "`into` must have the other directions of `old_state`, in the same shapes, got"
+                f" {len(news)} `{kind.__name__}` for {len(olds)}"
+            )
+        else:
+            dropped, added = dropped + olds, added + news
+    return kept, dropped, added
+
+
+def same_form(*trees: PyTree) -> bool:
+    """Whether two trees have the same structure and shapes."""
+    one, other = ((jax.tree.structure(t), *map(np.shape, jax.tree.leaves(t))) for t in trees)
+    return one == other
 
 
 def base_of(state: PyTree) -> PyTree:
@@ -79,23 +113,5 @@ def base_of(state: PyTree) -> PyTree:
 
 
 def with_base(state: PyTree, base: PyTree) -> PyTree:
+    """A state with another one of the base optimizer."""
     return replace(state, tuple(_BASES), lambda node: node._replace(**{_BASES[type(node)]: base}))
-
-
-def matched(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
-    """For each new node the old one that goes on in its place or None, and the other old ones."""
-    kept, others = [None] * len(new), []
-    for kind in _KEPT:
-        olds = [node for node in old if type(node) is kind]
-        places = [place for place, node in enumerate(new) if type(node) is kind]
-        if signature(olds) == signature([new[place] for place in places]):
-            for place, node in zip(places, olds, strict=True):
-                kept[place] = node
-        elif kind in _DIRECTIONS:
-            raise ValueError(
-                f"`into` must have the other directions of `old_state`, in the same shapes, got"
-                f" {len(places)} `{kind.__name__}` for {len(olds)}"
-            )
-        else:
-            others += olds
-    return kept, others

@@ -156,15 +156,6 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in fields)
 
 
-def test_adamw_does_not_become_a_base_optimizer() -> None:
-    """Nothing is advised that is refused too."""
-    x, adam = jnp.ones(2), optax.adamw(0.1)
-    for mu_y in (0.9, 1.0):
-        into = primal_averaging(adam, 0.1, mu_y).init(x)
-        with pytest.raises(ValueError, match="`into` must have the other directions of"):
-            convert(adam.init(x), x, into=into, adam=adam, learning_rate=0.1)
-
-
 def test_a_member_keeps_the_scalars_of_its_rule() -> None:
     def rule(state: Any, _: Any) -> Scalars:
         one, own = jnp.ones([]), {"s": state.rule_state["s"] + 1}
@@ -176,7 +167,7 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
     assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2}
     plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
     for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
-        with pytest.raises(ValueError, match="`into` must have the `rule_state` of `old_state`"):
+        with pytest.raises(ValueError, match=r"`into.rule_state` must have the structure of"):
             convert(old, x, into=into, learning_rate=0.1, momentum=0.9, count=0)
 
 
@@ -192,13 +183,6 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     chex.assert_trees_all_equal(as_sgdm, state)
     back = convert(moved, x, into=old.init(x))
     np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
-
-
-def test_integers_of_8_bits_are_no_momentum_of_8_bits() -> None:
-    sgd, tx = optax.sgd(0.1, 0.5), spa_from_sgdm(0.1, 0.5)
-    x = {"w": jnp.ones(2), "i": jnp.ones(2, jnp.int8)}
-    moved = convert(sgd.init(x), x, into=tx.init(x), learning_rate=0.1, momentum=0.5, count=0)
-    chex.assert_trees_all_equal(moved.z, x)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
@@ -232,7 +216,7 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     assert move(state, count=7).count == 7
     with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
         move(state, count=0)
-    chex.assert_trees_all_equal(move(state, sgd), state)  # where nothing counts
+    chex.assert_trees_all_equal(move(state, sgd, count=7), state)  # where nothing counts
     # Wrappers count too.
     for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
         _, state = _way_of(wrap(sgd), x, wrap(sgd).init(x), [x] * 3)
@@ -285,7 +269,7 @@ def test_directions_in_a_chain_are_kept(name: str) -> None:
     moved = convert(state, x, into=tx.init(x))
     chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
     for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
-        with pytest.raises(ValueError, match=r"must have the other directions of|a second moment"):
+        with pytest.raises(ValueError, match=r"must have the other directions of|second moment"):
             convert(old, x, into=into)
 
 
@@ -312,7 +296,6 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         "`ArrayImpl` at [0]",
     ),
     "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
-    "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
     "inside": (
         optax.masked(optax.lookahead(optax.sgd(0.1), 2, 0.5), True),
         "`LookaheadState` at [0].inner_state",
