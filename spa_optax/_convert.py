@@ -1,11 +1,10 @@
 """Moves a run in the middle: from one optimizer's state into another's.
 
-Any momentum is read as an `SPAState`, and written from one. Every other node of a state is copied,
-counts on from k, starts anew, or is refused.
+Any momentum is read as an `SPAState`, and written from one. Every other node that both states hold
+is copied, or counts on from k.
 """
 
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,9 +62,9 @@ def convert(
     its form is copied: both runs must have the same kind of optimizer, which is not checked.
 
     Second moments may change their form. Counts become k. Injected hyper-parameters and gauges are
-    those of `into`. Directions, which both runs must have, are copied. So are a base optimizer,
-    `optax.MultiSteps` (of the same length) and others that skip updates, if both have them. Any
-    other state, such as that of L-BFGS or a line search, is refused.
+    those of `into`. `optax.MultiSteps` and other wrappers that skip updates may be in one state or
+    in both, of the same length. Every other state, of a direction or a base optimizer, is copied,
+    and both runs must have the same.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`, or of Flax nnx.
@@ -92,8 +91,8 @@ def convert(
 
     Raises:
       ValueError: if an argument is missing or out of range, or `adam` is not Adam; if the states do
-        not match, or hold another momentum or a state that is not known; if accumulated gradients
-        would be lost, or only one run trains at y. (Under `jax.jit` the last two give NaN.)
+        not match, or hold none of these momenta or several; if accumulated gradients would be lost,
+        or only one run trains at y. (Under `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -130,11 +129,6 @@ def convert(
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
     own = [getattr(momentum, "rule_state", ()) for momentum in (new, old)]
     trees.check_same_tree("into.rule_state", own[0], "old_state.rule_state", own[1])
-    # The same base optimizer goes on as it is. Every other state must be known.
-    base, new_base = nodes.base_of(old_state), nodes.base_of(into)
-    keeps_base = base is not None and nodes.same_form(base, new_base)
-    if keeps_base:
-        old_state, into = nodes.with_base(old_state, None), nodes.with_base(into, None)
     old_nodes = nodes.nodes_of("old_state", old_state, type(old))
     new_nodes = nodes.nodes_of("into", into, type(new))
     kept, dropped, added = nodes.matched(old_nodes, new_nodes)
@@ -155,13 +149,13 @@ def convert(
             _warn_of_narrow_params(old, x)
         run = _MOMENTA[type(old)][0](old, job)
 
-    def moved(_: str, node: Any) -> Any:
-        kind, field, new_node = type(node), nodes.count_field(node), node
+    def moved(node: Any) -> Any:
+        kind, new_node = nodes.kind_of(node), node
         if kept.get(kind):
             new_node = list(map(by_path(kept[kind].pop(0)).__getitem__, by_path(node)))
         elif kind in _WRITERS:
             new_node = _WRITERS[kind](node, run, job)
-        elif field:
+        elif field := nodes.count_field(kind):
             new_node = node._replace(**{field: job.k})
         return with_leaves(node, new_node)
 
@@ -169,7 +163,7 @@ def convert(
     if not is_surely(~is_lost):
         nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
         state = jax.tree.map(nan, state)
-    return trees.copy(nodes.with_base(state, with_leaves(new_base, base)) if keeps_base else state)
+    return trees.copy(state)
 
 
 def _momentum_of(name: str, state: PyTree, params: PyTree) -> Any:
@@ -216,7 +210,7 @@ def _steps_taken(old: Any, old_nodes: list[Any], job: Job, count: int | None) ->
     if not isinstance(old, optax.TraceState):
         return scalar_of(old.count)
     # The `step` of a wrapper that skips updates counts those too.
-    fields = [(node, nodes.count_field(node)) for node in old_nodes]
+    fields = [(node, nodes.count_field(type(node))) for node in old_nodes]
     counts = [getattr(node, field) for node, field in fields if field not in (None, "step")]
     checks.check_one_run("old_state", counts)
     k, *others = map(scalar_of, counts or [0]) if count is None else [jnp.asarray(count)]
@@ -289,8 +283,7 @@ def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
 
     def m(x: Array, z: Array) -> Array:
         dtype = wide_dtype(x, z)
-        distance = x.astype(dtype) - z.astype(dtype)
-        return jnp.where(job.k > 0, _over(distance, scale.astype(distance.dtype)), 0)
+        return _over(x.astype(dtype) - z.astype(dtype), jnp.where(job.k > 0, scale, 0))
 
     return {key: m(x, run.z[key]) for key, x in job.x.items()}
 
@@ -324,7 +317,7 @@ def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
     rate = at_count("learning_rate", _required(job, "learning_rate"))
     largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
     max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
-    total = _over(max_lr**job.weight_power, run.c.astype(max_lr.dtype))
+    total = _over(max_lr**job.weight_power, run.c)
     z, k = _filled(new.z, run.z), job.k + 1
     return new._replace(b1=run.mu_y, weight_sum=total, step_count=k, max_lr=max_lr, z=z)
 
@@ -353,7 +346,7 @@ def _filled(tree: PyTree, values: ByPath) -> list[Any]:
 
 def _over(a: Array, b: Array) -> Array:
     """The quotient a / b, or 0 where b is 0."""
-    return jnp.where(b != 0, a / jnp.where(b != 0, b, 1), 0)
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b).astype(a.dtype))
 
 
 # --------------------------------------------------------------------------------- second moments
@@ -405,7 +398,7 @@ def _write_factored(new: Any, _: Any, job: Job) -> Any:
 
 
 # Readers and writers. A `ScheduleFreeState` counts before what its base optimizer has.
-_MOMENTA: dict[Any, tuple[Callable[..., SPAState], Callable[..., Any]]] = {
+_MOMENTA: dict[Any, Any] = {
     optax.contrib.ScheduleFreeState: (_read_schedule_free, _write_schedule_free),
     SPAState: (_read_spa, _write_spa),
     optax.ScaleByAdamState: (_read_adam, _write_adam),

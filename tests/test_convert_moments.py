@@ -426,7 +426,7 @@ def test_what_does_not_fit() -> None:
         (adam, new, {"into": new}, "`into` must .* got GradientTransformation"),
         (adam, spa(0.1), {}, second_moment + "got 1 and 0"),
         (adam, two_nus, {}, second_moment + "got 1 and 2"),
-        (adam, primal_averaging(adam, 0.1), {}, "`into` must have the other directions of"),
+        (adam, primal_averaging(adam, 0.1), {}, "`into` must have the other states of"),
         (sgd, new, {"momentum": 0.9}, second_moment + "got 0 and 1"),
         (sf, at_y, {}, second_moment + "got 0 and 1"),
         (at_y, sf, {}, second_moment + "got 1 and 0"),
