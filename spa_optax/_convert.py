@@ -27,8 +27,8 @@ from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# The hyper-parameters given to `convert`; k; y, the params that the run goes on with; x, those that
-# are trained, in 32 bits or more; and ν without bias.
+# The arguments of `convert`; k; y, the params that the run goes on with; x, those that are trained,
+# in 32 bits or more; and ν without bias.
 Job = SimpleNamespace
 
 
@@ -120,8 +120,8 @@ def convert(
     checks.EPS.check(eps=eps, weight_power=weight_power)
     checks.FLAG.check(nesterov=nesterov)
     checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
-    given = {"learning_rate": learning_rate, "momentum": momentum, "averaging": averaging}
-    given |= {"b1": b1, "b2": b2, "eps": eps, "nesterov": nesterov, "weight_power": weight_power}
+    given = {"adam": adam, "learning_rate": learning_rate, "momentum": momentum, "b1": b1, "b2": b2}
+    given |= {"averaging": averaging, "nesterov": nesterov, "eps": eps, "power": weight_power}
     new_params = params if new_params is None else new_params
     trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     old, new = _momentum_of("old_state", old_state, params), _momentum_of("into", into, params)
@@ -144,7 +144,7 @@ def convert(
         kept[type(new)] = [old]
     else:
         if optax.ScaleByAdamState in (type(old), type(new)):
-            check_adam(adam, params, b1, b2, eps)
+            check_adam(_required(job, "adam"), params, b1, b2, eps)
         if isinstance(old, ADAM_OR_TRACE) and not trees.find(old_state, StochasticRoundingState):
             _warn_of_narrow_params(old, x)
         run = _MOMENTA[type(old)][0](old, job)
@@ -305,7 +305,7 @@ def _divisor(key: str, job: Job) -> Array:
 
 def _read_schedule_free(old: Any, job: Job) -> SPAState:
     eta, total, z = scalar_of(old.max_lr), scalar_of(old.weight_sum), by_path(old.z)
-    c = _over(eta**job.weight_power, total)
+    c = _over(eta**job.power, total)
     return SPAState(job.k, z, eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
 
 
@@ -317,7 +317,7 @@ def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
     rate = at_count("learning_rate", _required(job, "learning_rate"))
     largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
     max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
-    total = _over(max_lr**job.weight_power, run.c)
+    total = _over(max_lr**job.power, run.c)
     z, k = _filled(new.z, run.z), job.k + 1
     return new._replace(b1=run.mu_y, weight_sum=total, step_count=k, max_lr=max_lr, z=z)
 

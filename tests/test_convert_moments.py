@@ -223,11 +223,9 @@ NOT_ADAM: dict[str, Any] = {
         name: getattr(optax, name)(0.1)
         for name in ("adamax", "lamb", "nadamw", "optimistic_adam_v2", "yogi")
     },
-    "radam": optax.radam(0.1),
     "radam at once": optax.radam(0.1, threshold=-100.0),
     "adopt": optax.contrib.adopt(0.1),
     "galore": optax.contrib.galore(0.1),
-    "clipped nadam": optax.chain(optax.centralize(), optax.nadam(0.1)),
     "b1": optax.adam(0.1, b1=0.91),
     "b2": optax.adam(0.1, b2=0.9985),
     "eps": optax.adam(0.1, eps=2e-8),
@@ -237,7 +235,6 @@ NOT_ADAM: dict[str, Any] = {
     "two rates": optax.chain(optax.adam(0.1), optax.masked(optax.scale(0.1), MASK)),
     "rate of 0": optax.adam(0.0),
     "sgd": optax.sgd(0.1),
-    "None": None,
 }
 
 
@@ -260,7 +257,6 @@ IS_ADAM: dict[str, Any] = {
     "L2": optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.55, 0), optax.adam(0.1)),
     "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
-    "late": optax.adamw(late),
     "injected": optax.inject_hyperparams(optax.adamw)(late),
     "accumulated": optax.MultiSteps(optax.adamw(0.1), 4),
     "apply_if_finite": optax.apply_if_finite(optax.adamw(late), 3),
@@ -287,29 +283,25 @@ def test_adam_is_accepted_with_any_hyperparams(b1: float, b2: float, eps: float)
     convert(adam.init(x), x, into=new, adam=adam, **given)
 
 
-def test_a_run_of_nnx_moves() -> None:
-    """There and back, as the same run without nnx does."""
+def test_states_of_nnx_move() -> None:
+    """There and back, as those without nnx do."""
     old, new = optax.adamw(RATE, **ADAM), spa_adamw(RATE, 0.1, **ADAM)
     model = nnx.Linear(20, 10, rngs=nnx.Rngs(0))
-    graphdef, state_of_model = nnx.split(model)
-    params = nnx.to_pure_dict(state_of_model)
     loss = lambda model: jnp.mean((model(jnp.ones((2, 20))) - 1) ** 2)
-    gradient = jax.grad(lambda params: loss(nnx.merge(graphdef, nnx.State(params))))
-    optimizer, state = nnx.Optimizer(model, old, wrt=nnx.Param), old.init(params)
-    for tx, moves in ((old, False), (new, True), (old, True)):
-        if moves:
-            state = moved(state, params, tx, old)
-            before, of_model = optimizer.opt_state, nnx.state(model, nnx.Param)
-            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-            given: Any = {"adam": old, "learning_rate": RATE, **ADAM}
-            optimizer.opt_state = convert(before, of_model, into=optimizer.opt_state, **given)
-        for _ in range(3):
-            with jax.numpy_dtype_promotion("standard"):  # for optax's
-                optimizer.update(model, nnx.grad(loss)(model))
-                updates, state = tx.update(gradient(params), state, params)
-            params = optax.apply_updates(params, updates)
-    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    chex.assert_trees_all_close(found, params, rtol=1e-4, atol=1e-6)
+    optimizer, other = (nnx.Optimizer(model, tx, wrt=nnx.Param) for tx in (old, new))
+    with jax.numpy_dtype_promotion("standard"):  # for optax's
+        optimizer.update(model, nnx.grad(loss)(model))
+    of_model = nnx.state(model, nnx.Param)
+    params = nnx.to_pure_dict(of_model)
+    without = jax.tree.unflatten(
+        jax.tree.structure(old.init(params)), jax.tree.leaves(optimizer.opt_state)
+    )
+    given: Any = {"adam": old, "learning_rate": RATE, **ADAM}
+    there = convert(optimizer.opt_state, of_model, into=other.opt_state, **given)
+    expected = moved(without, params, new, old)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (there, expected)))
+    back = convert(there, of_model, into=optimizer.opt_state, **given)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, moved(expected, params, old, old))))
 
 
 @pytest.mark.parametrize("num_warmup_steps", [slow(0), 40])
@@ -436,6 +428,7 @@ def test_what_does_not_fit() -> None:
         (adam, new, {"averaging": lambda k: jnp.zeros([])}, "`averaging` must be > 0 .* got 0.0"),
         (adam, new, {"weight_power": -1.0}, "`weight_power` must be finite and >= 0, got -1.0"),
         (sgd, spa(0.1), {}, "`momentum` must be given for these states, got None"),
+        (adam, new, {"adam": None}, "`adam` must be given for these states, got None"),
         *(
             (old, into, {"learning_rate": None}, "`learning_rate` must be given for these states")
             for old, into in ((sgd, spa(0.1)), (adam, new), (new, adam), (at_y, sf_adamw))
