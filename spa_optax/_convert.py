@@ -62,9 +62,9 @@ def convert(
     its form is copied: both runs must have the same kind of optimizer, which is not checked.
 
     Second moments may change their form. Counts become k. Injected hyper-parameters and gauges are
-    those of `into`. `optax.MultiSteps` and other wrappers that skip updates may be in one state or
-    in both, of the same length. Every other state, of a direction or a base optimizer, is copied,
-    and both runs must have the same.
+    those of `into`. Wrappers that skip updates may be in one state or in both; the length of an
+    `optax.MultiSteps`, then the same, is not checked. Every other state, of a direction or a base
+    optimizer, is copied, and both runs must have the same.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`, or of Flax nnx.
