@@ -1,4 +1,4 @@
-"""Matches the nodes of two optimizer states; whatever is not in the registry is refused."""
+"""Matches the nodes of two optimizer states. What both hold goes on as it is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,96 +6,83 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
-from spa_optax import _optax_states as known
-from spa_optax._trees import find, is_array, replace
-from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState, StochasticRoundingState
+from spa_optax._optax_states import SECOND_MOMENTS, SKIPS_UPDATES
+from spa_optax._trees import kinds_of
+from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
 from spa_optax.diagnostics._track import TrackMomentumState
 
-# The registry, with our own states.
-_BASES = {optax.contrib.ScheduleFreeState: "base_optimizer_state", PrimalAveragingState: "base"}
-_INNER = {
-    **known.INNER,
-    optax.contrib.ScheduleFreeState: ("base_optimizer_state",),
-    PrimalAveragingState: ("base", "average"),
-    StochasticRoundingState: ("base",),
-    TrackMomentumState: ("inner",),  # whose gauge starts anew
+# Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
+# Other fields are of `into`: injected hyper-parameters, gauges.
+_WRAPPERS: dict[Any, tuple[str, str | None]] = {
+    optax.MaskedState: ("inner_state", None),
+    optax.PartitionState: ("inner_states", None),
+    optax.InjectHyperparamsState: ("inner_state", "count"),
+    optax.InjectStatefulHyperparamsState: ("hyperparams_states inner_state", "count"),
+    optax.MultiStepsState: ("inner_opt_state", "gradient_step"),
+    optax.ApplyIfFiniteState: ("inner_state", None),
+    optax.ConditionallyTransformState: ("inner_state", "step"),
+    optax.ConditionallyMaskState: ("inner_state", "step"),
+    optax.contrib.ScheduleFreeState: ("base_optimizer_state", None),
+    PrimalAveragingState: ("base average", None),
+    StochasticRoundingState: ("base", "count"),
+    TrackMomentumState: ("inner", None),
 }
-_COUNTS = {**known.COUNTS, StochasticRoundingState: "count"}
-_DIRECTIONS = (*known.DIRECTIONS, Float8MomentumState)  # both runs must have the same
-# These go on as they are if both runs have the same.
-_KEPT = (*_DIRECTIONS, *known.SECOND_MOMENTS, *known.SKIPS_UPDATES, *known.MONITORS)
+_MAY_DIFFER = (*SECOND_MOMENTS, *SKIPS_UPDATES)
 
 
-def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
-    """A state with a function of the path and the value of each node, inner states first.
+def map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """A state with a function of each node, inner states first.
 
     Wrappers are passed without the states inside them.
     """
 
-    def replaced(keys: Any, node: Any) -> Any:
-        here, fields = path + keystr(keys), _INNER.get(type(node), ())
-        inner = {f: map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields}
-        own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
+    def replaced(node: Any) -> Any:
+        fields = _WRAPPERS.get(type(node), ("", None))[0].split()
+        inner = {field: map_nodes(function, getattr(node, field)) for field in fields}
+        own = function(node._replace(**dict.fromkeys(fields)) if fields else node)
         return own._replace(**inner) if fields else own
 
-    return tree_map_with_path(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
+    return jax.tree.map(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
-def is_momentum(node: Any, momentum: Any) -> bool:
-    """Whether a node is the one with the momentum; of Schedule-Free there is only one."""
-    return node is momentum or isinstance(node, optax.contrib.ScheduleFreeState)
+def nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
+    """The nodes of a state, without the momentum. Raises ValueError if that is out of reach."""
+    nodes: list[Any] = []
+    map_nodes(lambda node: nodes.append(node) or node, state)
+    if momentum not in map(type, nodes):
+        rule = "must hold its momentum in wrappers that `convert` knows"
+        raise ValueError(f"`{name}` {rule}, got one in {kinds_of(state)}")
+    return [node for node in nodes if type(node) is not momentum]
 
 
-def count_field(node: Any) -> str | None:
-    return "count" if getattr(node, "_fields", 0) == ("count",) else _COUNTS.get(type(node))
+def kind_of(node: Any) -> Any:
+    """The type of a node; one for all arrays, JAX's and NumPy's."""
+    return type(node) if hasattr(node, "_fields") else jax.Array
 
 
-def nodes_of(name: str, state: PyTree, momentum: Any) -> list[Any]:
-    """The nodes of a state, None for the momentum. Raises ValueError at an unknown one."""
-    nodes = []
-
-    def add(path: str, node: Any) -> Any:
-        is_known = isinstance(node, (*_KEPT, *_INNER)) or count_field(node)
-        nodes.append(None if is_momentum(node, momentum) else node)
-        if nodes[-1] is not None and not is_known and any(map(is_array, jax.tree.leaves(node))):
-            at = f"`{type(node).__name__}` at {path or 'its root'}"
-            raise ValueError(f"`{name}` must hold only states that `convert` knows, got a {at}")
-        return node
-
-    map_nodes(add, state)
-    return nodes
+def count_field(kind: Any) -> str | None:
+    """The field that counts the steps taken. States with `count` alone belong to schedules."""
+    is_of_schedule = getattr(kind, "_fields", ()) == ("count",)
+    return "count" if is_of_schedule else _WRAPPERS.get(kind, ("", None))[1]
 
 
-def signature(nodes: list[Any]) -> Any:
-    return jax.tree.structure(nodes), list(map(np.shape, jax.tree.leaves(nodes)))
-
-
-def base_of(state: PyTree) -> PyTree:
-    """The state of a base optimizer, if there is one."""
-    return next((getattr(node, _BASES[type(node)]) for node in find(state, tuple(_BASES))), None)
-
-
-def with_base(state: PyTree, base: PyTree) -> PyTree:
-    return replace(state, tuple(_BASES), lambda node: node._replace(**{_BASES[type(node)]: base}))
-
-
-def matched(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
-    """For each new node the old one that goes on in its place or None, and the other old ones."""
-    kept, others = [None] * len(new), []
-    for kind in _KEPT:
-        olds = [node for node in old if type(node) is kind]
-        places = [place for place, node in enumerate(new) if type(node) is kind]
-        if signature(olds) == signature([new[place] for place in places]):
-            for place, node in zip(places, olds, strict=True):
-                kept[place] = node
-        elif kind in _DIRECTIONS:
+def matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
+    """By their kind, the old nodes that go on; and other old and new ones, which may differ."""
+    kept, dropped, added = {}, [], []
+    form = lambda nodes: (jax.tree.structure(nodes), list(map(np.shape, jax.tree.leaves(nodes))))
+    for kind in dict.fromkeys(map(kind_of, [*old, *new])):
+        olds, news = ([node for node in of if kind_of(node) is kind] for of in (old, new))
+        if kind not in _MAY_DIFFER and (kind in _WRAPPERS or count_field(kind)):
+            continue
+        if form(olds) == form(news):
+            kept[kind] = olds
+        elif kind in _MAY_DIFFER:
+            dropped, added = dropped + olds, added + news
+        elif jax.tree.leaves([olds, news]):
             raise ValueError(
-                f"`into` must have the other directions of `old_state`, in the same shapes, got"
-                f" {len(places)} `{kind.__name__}` for {len(olds)}"
+                "`into` must have the other states of `old_state`, in the same shapes, got"
+                f" {len(news)} `{kind.__name__}` for {len(olds)}"
             )
-        else:
-            others += olds
-    return kept, others
+    return kept, dropped, added

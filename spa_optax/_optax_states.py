@@ -1,16 +1,24 @@
-"""What the package knows of Optax's states; what is not known is refused where it matters."""
+"""What the package knows of Optax's states: which there are, and momentum as that of SPA.
+
+What is not known is refused where it matters.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from spa_optax._trees import find
+from spa_optax._checks import is_surely
+from spa_optax._core import Step
+from spa_optax._precision import scaled, wide_dtype
+from spa_optax._probe import concrete, has_other_moments, steps_of
+from spa_optax._trees import find, map_trained
 
 # Optax does not export it. (To call `init` here would start JAX at import.)
 RMSState: Any = type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ()))
-
+SECOND_MOMENTS = (RMSState, optax.FactoredState)
 # The momentum of Optax's optimizers: a state and its field.
 MOMENTUM: dict[Any, str] = {
     optax.TraceState: "trace",
@@ -19,51 +27,67 @@ MOMENTUM: dict[Any, str] = {
     optax.ScaleByLionState: "mu",
     optax.contrib.MuonState: "mu",
 }
-SECOND_MOMENTS = (RMSState, optax.FactoredState)
+# The momentum that `track_momentum` can measure and `convert` can move.
+ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-_MAY_SKIP = (
+# Wrappers that skip updates, or keep gradients of several batches.
+SKIPS_UPDATES = (
+    optax.MultiStepsState,
     optax.ApplyIfFiniteState,
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
-# Wrappers that skip updates, or keep gradients of several batches.
-SKIPS_UPDATES = (optax.MultiStepsState, *_MAY_SKIP)
-# Wrappers, and their fields that hold the states of what they wrap.
-INNER: dict[Any, tuple[str, ...]] = {
-    **dict.fromkeys((optax.MaskedState, *INJECTED, *_MAY_SKIP), ("inner_state",)),
-    optax.PartitionState: ("inner_states",),
-    optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
-    optax.MultiStepsState: ("inner_opt_state",),
-}
-# Fields that count the steps taken. (States with `count` alone belong to schedules.)
-COUNTS: dict[Any, str] = {
-    **dict.fromkeys(INJECTED, "count"),
-    optax.MultiStepsState: "gradient_step",
-    optax.ConditionallyTransformState: "step",
-    optax.ConditionallyMaskState: "step",
-}
-# The momentum that `track_momentum` can measure and `convert` can move.
-ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
-# Transforms whose states depend on the incoming updates alone, not on where the params are.
-_of_optax = lambda names: [getattr(optax, f"{name}State") for name in names.split()]
-DIRECTIONS = (
-    *MOMENTUM,
-    *_of_optax("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
-    *_of_optax("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
-    optax.ApplyEvery,
-    optax.contrib.DifferentiallyPrivateAggregateState,
-    optax.contrib.ReduceLROnPlateauState,
-    optax.contrib.ScaleByAdemamixState,
-    optax.contrib.ScaleBySimplifiedAdEMAMixState,
-)
-# Measurements, on which no update depends; some are newer than the oldest Optax.
-_NAMES = ("MonitorState", "SnapshotState", "ZeroNansState")
-MONITORS = tuple(getattr(optax, name) for name in _NAMES if hasattr(optax, name))
 
 
-def visible_sam(state: PyTree) -> list[Any]:
-    """The nodes of `optax.contrib.sam` whose updates move params aside, and later back.
+def c_and_b2(state: PyTree, averaging: float | None, b2: float) -> tuple[Any, Any]:
+    """The c = 1 − β and the β₂ of Optax's own momentum, as given or injected."""
+    found = {name: v for node in find(state, INJECTED) for name, v in node.hyperparams.items()}
+    beta = found.get("momentum", found.get("b1"))
+    if averaging is None and beta is None:
+        raise ValueError("`averaging` must be 1 − β if `inner` does not hold β, got None")
+    return 1 - jnp.asarray(beta) if averaging is None else averaging, found.get("b2", b2)
 
-    They keep these params. With `opaque_mode=True` they do not, and only its real steps are seen.
+
+def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: float) -> Step:
+    """The step of `optax.trace` or `optax.scale_by_adam` as one of SPA with η = 1.
+
+    From m_{k+1} = (1 − c) m_k + g_k, which is −u_k/c. Under Adam m_{k+1} = (1 − c) m_k + c g_k, and
+    all is divided by √ν̂_{k+1}. (Adam's ε is left out.)
     """
-    return [node for node in find(state, optax.contrib.SAMState) if node.cache is not None]
+    old, new = (next(iter(find(of, ADAM_OR_TRACE)), None) for of in (before, after))
+    if old is None or new is None:
+        raise ValueError("`inner` must pass extra arguments to its member, got one that does not")
+    c, beta2 = (jnp.asarray(value, jnp.float32) for value in c_and_b2(after, averaging, b2))
+    wide = lambda leaf: jnp.asarray(leaf).astype(wide_dtype(leaf))
+    m, m_next = (map_trained(wide, getattr(of, MOMENTUM[type(of)])) for of in (old, new))
+    if isinstance(new, optax.TraceState):
+        scale = map_trained(lambda _: jnp.ones([]), m)
+    else:  # 1/(c √ν̂)
+        bias = 1 - beta2 ** jnp.asarray(new.count).astype(jnp.float32)
+        rsqrt = lambda v: jnp.where(v > 0, v, jnp.inf) ** -0.5
+        nu_hat = map_trained(lambda v: wide(v) / bias.astype(wide(v).dtype), new.nu)
+        scale = map_trained(lambda v: scaled(1 / c, rsqrt(v), v.dtype), nu_hat)
+    kept = map_trained(lambda m: scaled(1 - c, m, m.dtype), m)
+    g = map_trained(lambda s, m, kept: scaled(s, m - kept, m.dtype), scale, m_next, kept)
+    d = map_trained(lambda s, kept: scaled(-s, kept, kept.dtype), scale, kept)
+    # m is stored, not a difference: it is neither rounding error nor saturated.
+    zeros = lambda dtype: map_trained(lambda m: jnp.zeros([], dtype), m)
+    return Step(g, d, zeros(jnp.float32), zeros(jnp.int32), jnp.ones([]), c, None, {}, c)
+
+
+@concrete()
+def check_moments(inner: Any, params: PyTree, averaging: float | None, b2: float) -> None:
+    """Raises unless μ' = β₁μ + (1 − β₁)g and ν' = β₂ν + (1 − β₂)g², in a step of tiny params.
+
+    Adamax, Yogi and others keep something else in the state of Adam.
+    """
+    try:
+        steps = steps_of(inner, params)
+        c, b2 = c_and_b2(steps[0].state, averaging, b2)
+    except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
+        return
+    if is_surely(has_other_moments(steps, 1 - c, b2)):
+        raise ValueError(
+            "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
+            " `averaging` and `b2`, got others"
+        )

@@ -5,7 +5,7 @@ Adamax, Adopt, RAdam, Yogi, NAdam(W) and LAMB keep a state of the same type.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,14 @@ _BEFORE = (
 )
 
 
-class Trial(NamedTuple):
-    """A step of an optimizer: Adam's states before and after, the updates and the whole state."""
+class Step(NamedTuple):
+    """Adam's ν before a step; its moments and the updates after, as vectors; and the states."""
 
-    old: Any
-    new: Any
-    updates: PyTree
+    old_nu: Array
+    mu: Array
+    nu: Array
+    updates: Array
+    adam: Any
     state: PyTree
 
 
@@ -47,85 +49,68 @@ def concrete() -> Iterator[None]:
         yield
 
 
-@concrete()
-def trials(tx: Any, params: PyTree, count: int = 0) -> list[Trial]:
+def steps_of(tx: Any, params: PyTree, count: int = 0) -> list[Step]:
     """A step from each of some moments, and a second step. `count` is the count of schedules."""
-    full = lambda tree, value: jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
+    full = optax.tree.full_like
     is_count = lambda path: keystr(path).endswith((".count", ".gradient_step", ".step"))
-    at_count = lambda path, leaf: jnp.full_like(leaf, count) if is_count(path) else leaf
+    at_count = lambda path, leaf: full(leaf, count) if is_count(path) else leaf
     tiny = lambda x: jnp.ones([min(n, 2) for n in jnp.shape(x)], wide_dtype(jnp.asarray(x)))
     params = jax.tree.map(tiny, params)
     ramp = jax.tree.map(lambda x: jnp.cumsum(x).reshape(x.shape) / x.size, params)
     update = jax.jit(optax.with_extra_args_support(tx).update)
-
-    def step(state: PyTree, adam: Any, g: float) -> Trial:
-        state = tree_map_with_path(at_count, state)
-        state = replace(state, optax.ScaleByAdamState, lambda _: adam)
-        grads = jax.tree.map(lambda x: g * x, ramp)
-        for _ in range(_MAX_BATCHES):
-            updates, state = update(grads, state, params, value=jnp.zeros([]))
-            new = find_one(state, "adam", optax.ScaleByAdamState)
-            if new.count != adam.count:
-                return Trial(adam, new, updates, state)
-        raise ValueError(f"no step in {_MAX_BATCHES} batches")
-
     start = tx.init(params)
     adam = find_one(start, "adam", optax.ScaleByAdamState)
+    wide = lambda x: jnp.ravel(x).astype(wide_dtype(x))
+    vector = lambda tree: jnp.concatenate([wide(by_path(tree)[key]) for key in by_path(adam.mu)])
+
+    def step(state: PyTree, old: Any, g: float) -> Step:
+        state = tree_map_with_path(at_count, state)
+        state = replace(state, optax.ScaleByAdamState, lambda _: old)
+        for _ in range(_MAX_BATCHES):
+            grads = optax.tree.scale(g, ramp)
+            u, state = update(grads, state, params, value=jnp.zeros([]))
+            new = find_one(state, "adam", optax.ScaleByAdamState)
+            if new.count != old.count:
+                return Step(*map(vector, (old.nu, new.mu, new.nu, u)), adam=new, state=state)
+        raise ValueError(f"no step in {_MAX_BATCHES} batches")
+
     steps = []
     for k, mu, root_nu, g in _BEFORE:
-        mu, nu = full(adam.mu, mu), full(adam.nu, root_nu**2)
-        steps.append(step(start, adam._replace(count=full(adam.count, k), mu=mu, nu=nu), g))
-    return [*steps, step(steps[3].state, steps[3].new, -_S)]
+        moments = {"mu": full(adam.mu, mu), "nu": full(adam.nu, root_nu**2)}
+        steps.append(step(start, adam._replace(count=full(adam.count, k), **moments), g))
+    return [*steps, step(steps[3].state, steps[3].adam, -_S)]
 
 
-@concrete()
-def has_other_moments(steps: list[Trial], b1: ArrayLike, b2: ArrayLike) -> Bool[Array, ""]:
+def has_other_moments(steps: list[Step], b1: ArrayLike, b2: ArrayLike) -> Bool[Array, ""]:
     """Whether ν' is not β₂ν + (1 − β₂)g², with the g of μ' = (1 − β₁)g."""
-    fits = []
-    for step in steps[1:3]:  # where μ = 0
-        nu, old_nu = by_path(step.new.nu), by_path(step.old.nu)
-        for key, m in by_path(step.new.mu).items():
-            square = jnp.square(jnp.abs(m.astype(wide_dtype(m)) / (1 - b1)))
-            error = jnp.abs(nu[key] - b2 * old_nu[key] - (1 - b2) * square)
-            limit = 0.1 * (1 - b2) * jnp.maximum(jnp.abs(old_nu[key]), square)
-            fits.append(jnp.all(error <= limit))
-    return ~jnp.all(jnp.array(fits, bool))
+    old_nu, mu, nu, _ = map(jnp.stack, zip(*(step[:4] for step in steps[1:3]), strict=True))
+    square = jnp.square(jnp.abs(mu / (1 - b1)))  # of g, since μ was 0
+    error = jnp.abs(nu - b2 * old_nu - (1 - b2) * square)
+    return ~jnp.all(error <= 0.1 * (1 - b2) * jnp.maximum(jnp.abs(old_nu), square))
 
 
 @concrete()
 def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> None:
     """Raises unless the moments are Adam's, and the updates m̂/(√ν̂ + ε) times one rate."""
-
-    def refuse(got: str, cause: Exception | None = None) -> NoReturn:
+    bias = lambda b, step: 1 - jnp.asarray(b, jnp.float32) ** step.adam.count
+    root = lambda step: jnp.sqrt(step.nu / bias(b2, step))
+    direction = lambda step: step.mu / bias(b1, step) / (root(step) + eps)
+    try:
+        for count in _COUNTS:
+            steps = steps_of(adam, params, count)
+            if is_surely(has_other_moments(steps, b1, b2)):
+                raise ValueError("other moments")
+            d, u = jnp.stack([jnp.stack([direction(step), step.updates]) for step in steps], 1)
+            decay, d, u = u[0], d - d[0], u - u[0]
+            rate = jnp.sum(u[3]) / jnp.sum(d[3])
+            limit = 0.02 * jnp.abs(rate * d) + 1e-6 * jnp.abs(decay)
+            if is_surely(~jnp.all(jnp.abs(u - rate * d) <= limit)):
+                raise ValueError("other updates")
+            if not is_surely(rate == 0):
+                return
+        raise ValueError("updates of 0")
+    except Exception as error:
         raise ValueError(
             "`adam` must be the optimizer of the run, `optax.adam` or `optax.adamw` with the given"
-            f" `b1`, `b2` and `eps`, got {got}"
-        ) from cause
-
-    def directions(step: Trial) -> Array:
-        """Adam's, and the updates."""
-        mu, nu, u = map(by_path, (step.new.mu, step.new.nu, step.updates))
-        bias = lambda b: 1 - jnp.asarray(b, jnp.float32) ** step.new.count
-        m_hat = {key: m.astype(wide_dtype(m)) / bias(b1) for key, m in mu.items()}
-        d = {key: m / (jnp.sqrt(nu[key] / bias(b2)) + eps) for key, m in m_hat.items()}
-        vector = lambda tree: jnp.concatenate([jnp.ravel(tree[key]) for key in mu])
-        return jnp.stack([vector(d), vector(u)])
-
-    if adam is None:
-        refuse("None")
-    for count in _COUNTS:
-        try:
-            steps = trials(adam, params, count)
-            d, u = jnp.stack([directions(step) for step in steps], axis=1)
-        except Exception as error:
-            refuse(f"a {type(error).__name__} in a step of tiny params", error)
-        if is_surely(has_other_moments(steps, b1, b2)):
-            refuse("one with other moments")
-        decay, d, u = u[0], d - d[0], u - u[0]
-        rate = jnp.sum(u[3]) / jnp.sum(d[3])
-        limit = 0.02 * jnp.abs(rate * d) + 1e-6 * jnp.abs(decay)
-        if is_surely(~jnp.all(jnp.abs(u - rate * d) <= limit)):
-            refuse("one with other updates")
-        if not is_surely(rate == 0):
-            return
-    refuse("updates of 0")
+            f" `b1`, `b2` and `eps`, got in a step of tiny params: {error}"
+        ) from error

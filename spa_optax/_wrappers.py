@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 from spa_optax._checks import KEY, TRANSFORMATION, one_of
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
-from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
+from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES
 from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
 from spa_optax._trees import (
     check_kind,
@@ -167,7 +167,9 @@ def primal_averaging(
                 "`base` must neither average, round nor skip updates, got a"
                 f" `{type(node).__name__}`, which {does}"
             )
-        for node in [*visible_sam(state), *find(state, optax.LookaheadState)]:
+        # In its opaque mode SAM keeps no params, and only its real steps are seen.
+        sam = [node for node in find(state, optax.contrib.SAMState) if node.cache is not None]
+        for node in [*sam, *find(state, optax.LookaheadState)]:
             raise ValueError(
                 f"`base` must not move params aside or back, got a `{type(node).__name__}`: for"
                 " `optax.contrib.sam` set `opaque_mode=True`"

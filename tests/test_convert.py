@@ -1,6 +1,5 @@
 """Runs of SGD with momentum and of the family that move, and what else states may hold."""
 
-import re
 from typing import Any, NamedTuple
 
 import chex
@@ -100,10 +99,8 @@ INTO = {
     "partition": lambda tx: optax.partition(
         {"it": tx, "other": optax.set_to_zero()}, {"a": "it", "b": "other"}
     ),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e3)), ("it", tx)),
-    "flatten inside": lambda tx: optax.chain(optax.flatten(optax.clip(1e3)), tx),
 }
 
 
@@ -134,11 +131,9 @@ def test_whole_states_move(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (spa(0.1), spa(0.1, 0.05, 0.9)),
         (optax.sgd(0.1, 0.9), spa(0.1, 0.05, 0.9)),
         (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9)),
         (optax.adam(0.1), spa_adamw(0.1, 0.05, 0.9)),
-        (spa_adamw(0.1, 0.05, 0.9), optax.adam(0.1)),
         (optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1)),
         (spa_adamw(0.1), optax.contrib.schedule_free_adamw(0.1)),
         (spa_adamw(0.1, 0.05, 0.7), optax.contrib.schedule_free_adamw(0.1)),  # whose b1 is 0.9
@@ -156,15 +151,6 @@ def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in fields)
 
 
-def test_adamw_does_not_become_a_base_optimizer() -> None:
-    """Nothing is advised that is refused too."""
-    x, adam = jnp.ones(2), optax.adamw(0.1)
-    for mu_y in (0.9, 1.0):
-        into = primal_averaging(adam, 0.1, mu_y).init(x)
-        with pytest.raises(ValueError, match="`into` must have the other directions of"):
-            convert(adam.init(x), x, into=into, adam=adam, learning_rate=0.1)
-
-
 def test_a_member_keeps_the_scalars_of_its_rule() -> None:
     def rule(state: Any, _: Any) -> Scalars:
         one, own = jnp.ones([]), {"s": state.rule_state["s"] + 1}
@@ -176,7 +162,7 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
     assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2}
     plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
     for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
-        with pytest.raises(ValueError, match="`into` must have the `rule_state` of `old_state`"):
+        with pytest.raises(ValueError, match=r"`into.rule_state` must have the structure of"):
             convert(old, x, into=into, learning_rate=0.1, momentum=0.9, count=0)
 
 
@@ -192,13 +178,6 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     chex.assert_trees_all_equal(as_sgdm, state)
     back = convert(moved, x, into=old.init(x))
     np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
-
-
-def test_integers_of_8_bits_are_no_momentum_of_8_bits() -> None:
-    sgd, tx = optax.sgd(0.1, 0.5), spa_from_sgdm(0.1, 0.5)
-    x = {"w": jnp.ones(2), "i": jnp.ones(2, jnp.int8)}
-    moved = convert(sgd.init(x), x, into=tx.init(x), learning_rate=0.1, momentum=0.5, count=0)
-    chex.assert_trees_all_equal(moved.z, x)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
@@ -232,7 +211,7 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     assert move(state, count=7).count == 7
     with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
         move(state, count=0)
-    chex.assert_trees_all_equal(move(state, sgd), state)  # where nothing counts
+    chex.assert_trees_all_equal(move(state, sgd, count=7), state)  # where nothing counts
     # Wrappers count too.
     for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
         _, state = _way_of(wrap(sgd), x, wrap(sgd).init(x), [x] * 3)
@@ -257,18 +236,12 @@ def test_spa_states_convert_too() -> None:
 DIRECTIONS: dict[str, Any] = {
     "trace": lambda: optax.trace(0.9),
     "float8": lambda: float8_momentum(optax.trace(0.9), jax.random.key(0)),
-    "rms": lambda: optax.scale_by_rms(0.9),
     "adam": optax.scale_by_adam,
     "outside a base": lambda: optax.chain(optax.ema(0.9), optax.clip(1.0)),
     "unbiased rms": lambda: optax.scale_by_rms(0.9, bias_correction=True),
     "factored": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
     "in_float32": lambda: in_float32(scale_by_second_moment(0.9)),
     "noise": lambda: optax.add_noise(0.1, 0.55, jax.random.key(1)),
-    "plateau": lambda: optax.chain(optax.zero_nans(), optax.scale_by_belief()),
-    **{
-        name: getattr(optax, f"scale_by_{name}")
-        for name in ("amsgrad", "rss", "sm3", "stddev", "adan", "novograd", "adadelta", "yogi")
-    },
 }
 
 
@@ -285,7 +258,7 @@ def test_directions_in_a_chain_are_kept(name: str) -> None:
     moved = convert(state, x, into=tx.init(x))
     chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
     for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
-        with pytest.raises(ValueError, match=r"must have the other directions of|a second moment"):
+        with pytest.raises(ValueError, match=r"must have the other states of|second moment"):
             convert(old, x, into=into)
 
 
@@ -302,40 +275,27 @@ class Custom(NamedTuple):
     buffer: Any
 
 
-UNKNOWN: dict[str, tuple[Any, str]] = {
-    "custom": (
-        optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
-        "`Custom` at [0]",
-    ),
-    "bare array": (
-        optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
-        "`ArrayImpl` at [0]",
-    ),
-    "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
-    "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
-    "inside": (
-        optax.masked(optax.lookahead(optax.sgd(0.1), 2, 0.5), True),
-        "`LookaheadState` at [0].inner_state",
-    ),
+STATES: dict[str, Any] = {
+    "custom": optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
+    "bare array": optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
+    "wrapper": optax.contrib.mechanize(optax.sgd(0.1)),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_states_are_refused(name: str) -> None:
-    """In both states, with type and path; but a base optimizer may hold them."""
-    (unknown, at), x = UNKNOWN[name], jnp.ones(3)
-    params = optax.LookaheadParams(x, x) if name == "inside" else x
-    full, plain = (unknown.init(params), spa(0.1).init(x)), spa(0.1).init(x)
-    for old, into, which in ((full, full, "old_state"), (plain, full, "into")):
-        match = re.escape(f"`{which}` must hold only states that `convert` knows, got a {at}")
-        with pytest.raises(ValueError, match=match):
-            convert(old, x, into=into)
-    if name != "inside":
-        state = optax.contrib.schedule_free(unknown, 0.1, b1=0.9).init(x)
-        base = optax.tree.ones_like(state.base_optimizer_state)
-        state = state._replace(base_optimizer_state=base)
-        moved = convert(state, x, into=primal_averaging(unknown, 0.1, 0.9).init(x))
-        chex.assert_trees_all_equal(moved.base, base)
+@pytest.mark.parametrize("name", STATES)
+def test_other_states_go_on(name: str) -> None:
+    """Also of a base optimizer, and of NumPy arrays, as checkpoints may have them."""
+    tx, x = optax.chain(STATES[name], spa(0.1)), jnp.ones(3)
+    old = jax.tree.map(np.asarray, optax.tree.ones_like(tx.init(x)))
+    chex.assert_trees_all_equal(convert(old, x, into=tx.init(x)), old)
+    for one, other in ((tx, spa(0.1)), (spa(0.1), tx)):
+        with pytest.raises(ValueError, match="`into` must have the other states of `old_state`"):
+            convert(one.init(x), x, into=other.init(x))
+    state = optax.contrib.schedule_free(STATES[name], 0.1, b1=0.9).init(x)
+    base = optax.tree.ones_like(state.base_optimizer_state)
+    state = state._replace(base_optimizer_state=base)
+    moved = convert(state, x, into=primal_averaging(STATES[name], 0.1, 0.9).init(x))
+    chex.assert_trees_all_equal(moved.base, base)
 
 
 ACCUMULATING = lambda step: jnp.where(step < 2, 1, 3)  # steps end at batches 1, 2, 5, 8, 11

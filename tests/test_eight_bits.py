@@ -374,5 +374,5 @@ def test_of_momentum_refused() -> None:
     for measured in (inside, track_momentum(primal_averaging(tx, 0.5))):
         _, state = run(measured, params, [jnp.ones(2)] * 3)
         assert momentum_report(state).num_measured == 3
-    with pytest.raises(ValueError, match="`into` must hold its momentum in 16 bits or more"):
+    with pytest.raises(ValueError, match="`into` must hold its momentum in wrappers"):
         convert(spa(0.1).init(params), params, into=tx.init(params))

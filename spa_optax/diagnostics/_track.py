@@ -13,13 +13,19 @@ from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, TRANSFORMATION, Rule, is_surely
 from spa_optax._core import SPAState, Update
-from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
+from spa_optax._optax_states import (
+    ADAM_OR_TRACE,
+    MOMENTUM,
+    SKIPS_UPDATES,
+    c_and_b2,
+    check_moments,
+    step_of_optax,
+)
 from spa_optax._storage import trees_of
 from spa_optax._trees import check_kind, find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
-from spa_optax.diagnostics._optax import averaging_of, check_adam, step_of_optax
 
 PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
 AVERAGING_OF_OPTAX = Rule(  # not 0; unlike other rules it reads arrays that are not traced
@@ -118,9 +124,9 @@ def track_momentum(
         if is_spa and averaging is not None:
             raise ValueError(f"`averaging` must be None, as `inner` has its own c, got {averaging}")
         if not is_spa:
-            averaging_of(state, averaging)
+            c_and_b2(state, averaging, b2)
         if isinstance(momentum, optax.ScaleByAdamState):
-            check_adam(inner, params, averaging, b2)
+            check_moments(inner, params, averaging, b2)
         labels = _labels(per_leaf, params)
         groups = {name: optax.EmptyState() for name in sorted(set((labels or {}).values()))}
         gauge = new_gauge(() if labels is None else (len(groups) + 1,))
