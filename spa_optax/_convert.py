@@ -63,8 +63,8 @@ def convert(
 
     Second moments may change their form. Counts become k. Injected hyper-parameters and gauges are
     those of `into`. Wrappers that skip updates may be in one state or in both; the length of an
-    `optax.MultiSteps`, then the same, is not checked. Every other state, of a direction or a base
-    optimizer, is copied, and both runs must have the same.
+    `optax.MultiSteps`, then the same, is not checked. Directions and base optimizers that both runs
+    hold go on. Any other state, of which is not known on what it depends, is refused.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`, or of Flax nnx.
@@ -149,7 +149,7 @@ def convert(
             _warn_of_narrow_params(old, x)
         run = _MOMENTA[type(old)][0](old, job)
 
-    def moved(node: Any) -> Any:
+    def moved(_: str, node: Any) -> Any:
         kind, new_node = nodes.kind_of(node), node
         if kept.get(kind):
             new_node = list(map(by_path(kept[kind].pop(0)).__getitem__, by_path(node)))

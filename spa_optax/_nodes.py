@@ -6,11 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
-from spa_optax._optax_states import SECOND_MOMENTS, SKIPS_UPDATES
-from spa_optax._trees import kinds_of
-from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
+from spa_optax._core import SPAState
+from spa_optax._optax_states import DIRECTIONS, MOMENTUM, MONITORS, SECOND_MOMENTS, SKIPS_UPDATES
+from spa_optax._trees import is_array, kinds_of
+from spa_optax._wrappers import (
+    Float8MomentumState,
+    PrimalAveragingState,
+    StochasticRoundingState,
+)
 from spa_optax.diagnostics._track import TrackMomentumState
 
 # Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
@@ -30,27 +36,49 @@ _WRAPPERS: dict[Any, tuple[str, str | None]] = {
     TrackMomentumState: ("inner", None),
 }
 _MAY_DIFFER = (*SECOND_MOMENTS, *SKIPS_UPDATES)
+_KNOWN = (
+    *_WRAPPERS,
+    *_MAY_DIFFER,
+    *MOMENTUM,
+    *DIRECTIONS,
+    *MONITORS,
+    SPAState,
+    Float8MomentumState,
+)
 
 
-def map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
-    """A state with a function of each node, inner states first.
+def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
+    """A state with a function of the path and the value of each node, inner states first.
 
     Wrappers are passed without the states inside them.
     """
 
-    def replaced(node: Any) -> Any:
-        fields = _WRAPPERS.get(type(node), ("", None))[0].split()
-        inner = {field: map_nodes(function, getattr(node, field)) for field in fields}
-        own = function(node._replace(**dict.fromkeys(fields)) if fields else node)
+    def replaced(keys: Any, node: Any) -> Any:
+        here, fields = path + keystr(keys), _WRAPPERS.get(type(node), ("", None))[0].split()
+        inner = {f: map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields}
+        own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
         return own._replace(**inner) if fields else own
 
-    return jax.tree.map(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
+    return tree_map_with_path(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
 def nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
-    """The nodes of a state, without the momentum. Raises ValueError if that is out of reach."""
+    """The nodes of a state, without the momentum.
+
+    Raises ValueError if that is out of reach, and at a state of which is not known on what it
+    depends. Inside a base optimizer it may go on with that.
+    """
     nodes: list[Any] = []
-    map_nodes(lambda node: nodes.append(node) or node, state)
+
+    def add(path: str, node: Any) -> Any:
+        is_known = isinstance(node, _KNOWN) or count_field(type(node)) or ".base" in path
+        if not is_known and any(map(is_array, jax.tree.leaves(node))):
+            got = f"a `{type(node).__name__}` at {path or 'its root'}"
+            raise ValueError(f"`{name}` must hold only states that `convert` knows, got {got}")
+        nodes.append(node)
+        return node
+
+    map_nodes(add, state)
     if momentum not in map(type, nodes):
         rule = "must hold its momentum in wrappers that `convert` knows"
         raise ValueError(f"`{name}` {rule}, got one in {kinds_of(state)}")

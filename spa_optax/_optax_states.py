@@ -37,6 +37,20 @@ SKIPS_UPDATES = (
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
+# Directions, whose states depend on the updates alone.
+_of_optax = lambda names: [getattr(optax, f"{name}State") for name in names.split()]
+DIRECTIONS = (
+    *_of_optax("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
+    *_of_optax("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
+    optax.ApplyEvery,
+    optax.contrib.DifferentiallyPrivateAggregateState,
+    optax.contrib.ReduceLROnPlateauState,
+    optax.contrib.ScaleByAdemamixState,
+    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+)
+# Measurements, on which no update depends; some are newer than the oldest Optax.
+_NAMES = ("MonitorState", "SnapshotState", "ZeroNansState")
+MONITORS = tuple(getattr(optax, name) for name in _NAMES if hasattr(optax, name))
 
 
 def c_and_b2(state: PyTree, averaging: float | None, b2: float) -> tuple[Any, Any]:

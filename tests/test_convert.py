@@ -1,5 +1,6 @@
 """Runs of SGD with momentum and of the family that move, and what else states may hold."""
 
+import re
 from typing import Any, NamedTuple
 
 import chex
@@ -275,27 +276,40 @@ class Custom(NamedTuple):
     buffer: Any
 
 
-STATES: dict[str, Any] = {
-    "custom": optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
-    "bare array": optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
-    "wrapper": optax.contrib.mechanize(optax.sgd(0.1)),
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "custom": (
+        optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
+        "`Custom` at [0]",
+    ),
+    "bare array": (
+        optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
+        "`ArrayImpl` at [0]",
+    ),
+    "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
+    "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
+    "inside": (
+        optax.masked(optax.lookahead(optax.sgd(0.1), 2, 0.5), True),
+        "`LookaheadState` at [0].inner_state",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_other_states_go_on(name: str) -> None:
-    """Also of a base optimizer, and of NumPy arrays, as checkpoints may have them."""
-    tx, x = optax.chain(STATES[name], spa(0.1)), jnp.ones(3)
-    old = jax.tree.map(np.asarray, optax.tree.ones_like(tx.init(x)))
-    chex.assert_trees_all_equal(convert(old, x, into=tx.init(x)), old)
-    for one, other in ((tx, spa(0.1)), (spa(0.1), tx)):
-        with pytest.raises(ValueError, match="`into` must have the other states of `old_state`"):
-            convert(one.init(x), x, into=other.init(x))
-    state = optax.contrib.schedule_free(STATES[name], 0.1, b1=0.9).init(x)
-    base = optax.tree.ones_like(state.base_optimizer_state)
-    state = state._replace(base_optimizer_state=base)
-    moved = convert(state, x, into=primal_averaging(STATES[name], 0.1, 0.9).init(x))
-    chex.assert_trees_all_equal(moved.base, base)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_states_are_refused(name: str) -> None:
+    """In both states, with type and path; but a base optimizer may hold them."""
+    (unknown, at), x = UNKNOWN[name], jnp.ones(3)
+    params = optax.LookaheadParams(x, x) if name == "inside" else x
+    full, plain = (unknown.init(params), spa(0.1).init(x)), spa(0.1).init(x)
+    for old, into, which in ((full, full, "old_state"), (plain, full, "into")):
+        match = re.escape(f"`{which}` must hold only states that `convert` knows, got a {at}")
+        with pytest.raises(ValueError, match=match):
+            convert(old, x, into=into)
+    if name != "inside":
+        state = optax.contrib.schedule_free(unknown, 0.1, b1=0.9).init(x)
+        base = optax.tree.ones_like(state.base_optimizer_state)
+        state = state._replace(base_optimizer_state=base)
+        moved = convert(state, x, into=primal_averaging(unknown, 0.1, 0.9).init(x))
+        chex.assert_trees_all_equal(moved.base, base)
 
 
 ACCUMULATING = lambda step: jnp.where(step < 2, 1, 3)  # steps end at batches 1, 2, 5, 8, 11
