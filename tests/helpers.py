@@ -88,28 +88,19 @@ def sgdm(learning_rate: Any, momentum: Any, nesterov: bool = False) -> Any:
     return factory(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov)
 
 
-def apply(
-    tx: optax.GradientTransformation, params: PyTree, grads: list[PyTree]
-) -> tuple[PyTree, Any]:
-    """The params and the state after one update for each gradient."""
-    state = tx.init(params)
-    for g in grads:
-        updates, state = jax.jit(tx.update)(g, state, params)
-        # `optax.apply_updates`, but a parameter without an update stays.
-        params = jax.tree.map(
-            lambda u, p: p if u is None else p + u, updates, params, is_leaf=lambda u: u is None
-        )
-    return params, state
-
-
 def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
     """The params and the state after an update for each gradient, from a state or from `init`."""
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
+    update = jax.jit(tx.update)  # once: a method of optax's would be traced again
+    # A parameter without an update stays.
+    add = lambda u, p: p if u is None else optax.apply_updates(p, u)
     for g in grads:
         updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(add, updates, params, is_leaf=lambda u: u is None)
     return params, state
+
+
+apply = run
 
 
 def spa_state(state: Any) -> SPAState:

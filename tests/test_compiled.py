@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
 EIGHT = NARROW | {"state_dtype": jnp.float8_e4m3fn}
-SHAPES = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
+SHAPES = [(1024, 768), (3, 3, 256, 512)]
 SIZE = sum(map(math.prod, SHAPES))
 every_transform = pytest.mark.parametrize("name", FACTORIES)
 

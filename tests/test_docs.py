@@ -88,6 +88,8 @@ def test_code_for_trainers_is_what_their_scripts_run() -> None:
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, except for digits."""
     stored, notebook = (nbformat.read(path, as_version=4) for _ in range(2))
+    for cell in notebook.cells:  # four_bytes.ipynb trains for long
+        cell.source = cell.source.replace("STEPS = 500", "STEPS = 20")
     NotebookClient(notebook, timeout=300).execute()
     without_digits = lambda cells: "".join(
         re.sub(r"[-\d.]+", "", output.get("text", ""))

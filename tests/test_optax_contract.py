@@ -22,8 +22,8 @@ from helpers import (
     COLLECTIVE,
     FLOAT16,
     UNIFORM,
-    apply,
     lenient,
+    run,
     slow,
     spa_state,
     table,
@@ -141,9 +141,7 @@ WATCHED = lambda **kwargs: track_momentum(
 adamw = functools.partial(Transform, linear=False)
 # A new member of the family goes here.
 FACTORIES: dict[str, Transform] = {
-    "spa": Transform(partial(spa, 0.1, 0.1)),
     "spa, schedules": Transform(partial(spa, COSINE, UNIFORM)),
-    "sgdm": Transform(partial(spa_from_sgdm, 0.01, 0.9)),
     "sgdm, schedule": Transform(partial(spa_from_sgdm, COSINE, 0.9)),
     "sgdm, nesterov": Transform(partial(spa_from_sgdm, COSINE, 0.9, True), quick=True),
     "stochastic": Transform(partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY)),
@@ -178,7 +176,6 @@ ROUNDED = {
     for name, base in {
         "sgd": optax.sgd(0.1, 0.9),
         "adamw": optax.adamw(0.1, mu_dtype=jnp.bfloat16),
-        "lion": optax.lion(0.1),
         "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
         "muon": optax.contrib.muon(0.5),
         "float8_sgd": float8_momentum(optax.sgd(0.1, 0.9), KEY),
@@ -241,11 +238,11 @@ def test_types_stay_and_nothing_recompiles(it: Transform, dtype: Any) -> None:
 
 
 @every_member
-@pytest.mark.parametrize("state_dtype", [jnp.bfloat16, FLOAT16, jnp.float32])
+@pytest.mark.parametrize("state_dtype", [jnp.bfloat16, FLOAT16])
 def test_state_dtype(it: Transform, state_dtype: Any) -> None:
-    x, state = apply(it(state_dtype=state_dtype), PARAMS, [GRADS] * 10)
+    x, state = run(it(state_dtype=state_dtype), PARAMS, [GRADS] * 10)
     chex.assert_type(jax.tree.leaves(optax.tree.get(state, "z")), state_dtype)
-    expected, _ = apply(it(), PARAMS, [GRADS] * 10)
+    expected, _ = run(it(), PARAMS, [GRADS] * 10)
     assert float(jnp.abs(expected["w"] - PARAMS["w"]).max()) > 0.05
     # Each of 10 steps rounds z, of up to 2, by half an ulp at most (with a key, by an ulp).
     has_key = it in (FACTORIES["stochastic"], FACTORIES["16 bits"])
@@ -265,15 +262,15 @@ def test_state_dtype(it: Transform, state_dtype: Any) -> None:
 )
 def test_hyperparameters_that_are_schedules_injected_or_traced(make: Any) -> None:
     numbers, grads = make.keywords, [GRADS] * 3
-    expected, state = apply(make(), PARAMS, grads)
+    expected, state = run(make(), PARAMS, grads)
     schedules = {name: lambda _, n=n: n for name, n in numbers.items() if name != "b2"}
-    found, _ = apply(make(**schedules), PARAMS, grads)
+    found, _ = run(make(**schedules), PARAMS, grads)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
     injected = optax.inject_hyperparams(make.func)(*make.args, **numbers)
-    found, injected_state = apply(injected, PARAMS, grads)
+    found, injected_state = run(injected, PARAMS, grads)
     chex.assert_trees_all_close((found, injected_state.inner_state), (expected, state), rtol=1e-5)
     name = next(iter(numbers))
-    train = lambda number: apply(make(**{name: number}), PARAMS, grads)[0]
+    train = lambda number: run(make(**{name: number}), PARAMS, grads)[0]
     batch = jax.vmap(train)(numbers[name] * jnp.array([0.5, 1.0]))
     for i, one in enumerate((train(0.5 * numbers[name]), expected)):
         of_one = jax.tree.map(lambda x, i=i: x[i], batch)
@@ -281,17 +278,17 @@ def test_hyperparameters_that_are_schedules_injected_or_traced(make: Any) -> Non
 
 
 @every_transform
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_multi_steps(it: Transform, dtype: Any) -> None:
+def test_multi_steps(it: Transform) -> None:
     """Two half batches are one batch; and the types fit the `lax.cond` inside."""
-    params, grads = optax.tree.cast((PARAMS, GRADS), dtype)
-    expected, _ = apply(it(), params, [grads] * 3)
+    expected, _ = run(it(), it.params, [it.grads] * 3)
+    tx = optax.MultiSteps(it(), 2)
     with jax.numpy_dtype_promotion("standard"):
-        found, _ = apply(optax.MultiSteps(it(), 2), params, [grads] * 6)
-    chex.assert_trees_all_equal_dtypes(found, params)
-    found, expected = optax.tree.cast((found, expected), jnp.float32)
-    rtol = 1e-6 if dtype == jnp.float32 else 1e-2
-    chex.assert_trees_all_close(found, expected, rtol=rtol, atol=3 * it.atol)
+        found, _ = run(tx, it.params, [it.grads] * 6)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            params = optax.tree.cast(PARAMS, dtype)
+            updates, _ = jax.eval_shape(tx.update, params, tx.init(params), params)
+            chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    it.assert_close(found, expected, 3)
 
 
 @every_transform
@@ -306,7 +303,7 @@ def test_scan_and_cond(it: Transform) -> None:
         return (optax.apply_updates(params, updates), state), None
 
     (found, _), _ = jax.lax.scan(step, (it.params, tx.init(it.params)), jnp.arange(7) != 3)
-    expected, _ = apply(tx, it.params, [it.grads] * 6)
+    expected, _ = run(tx, it.params, [it.grads] * 6)
     it.assert_close(found, expected, 6)
 
 
@@ -332,12 +329,12 @@ def test_complex_params(it: Transform) -> None:
     """What is linear treats two parts as two params; a second moment is real. No cast warns."""
     params, grads = {"a": jnp.array([1 + 2j, 3 - 1j])}, {"a": jnp.array([0.5 - 1j, 2j])}
     start = it().init(params)
-    found, state = apply(it(), params, [grads] * 3)
+    found, state = run(it(), params, [grads] * 3)
     chex.assert_trees_all_equal_shapes_and_dtypes((found, state), (params, start))
     assert [leaf for leaf in jax.tree.leaves(state) if jnp.iscomplexobj(leaf)]
     if it.linear:
         parts = lambda tree: {"re": tree["a"].real, "im": tree["a"].imag}
-        expected, _ = apply(it(), parts(params), [parts(grads)] * 3)
+        expected, _ = run(it(), parts(params), [parts(grads)] * 3)
         chex.assert_trees_all_close(parts(found), expected, rtol=1e-6)
 
 
@@ -348,8 +345,8 @@ def test_empty_trees_and_none(it: Transform) -> None:
         updates, _ = tx.update(empty, tx.init(empty), empty)
         assert updates == empty
     # A parameter without a gradient stays, and so does its z; the others are not affected.
-    params, state = apply(tx, it.params, [{**it.grads, "b": {"c": None}}] * 2)
-    expected, _ = apply(tx, it.params, [it.grads] * 2)
+    params, state = run(tx, it.params, [{**it.grads, "b": {"c": None}}] * 2)
+    expected, _ = run(tx, it.params, [it.grads] * 2)
     kept = it.params["b"]["c"]
     np.testing.assert_array_equal(params["b"]["c"], kept)
     it.assert_close(params["w"], expected["w"], 2)
@@ -382,10 +379,9 @@ def test_a_gradient_that_init_did_not_see() -> None:
 
 
 @every_transform
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_donation(it: Transform, dtype: Any) -> None:
+def test_donation(it: Transform) -> None:
     # A bfloat16 z of bfloat16 params is the case in which a cast would alias.
-    tx = it(state_dtype=dtype) if it.has_z else it()
+    tx = it(state_dtype=jnp.bfloat16) if it.has_z else it()
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any) -> Any:
@@ -394,7 +390,7 @@ def test_donation(it: Transform, dtype: Any) -> None:
         updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
         return optax.apply_updates(params, updates), state, total
 
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype), PARAMS)
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16), PARAMS)
     old = (params, tx.init(params))
     params, state, _ = step(*old)
     step(params, state)
@@ -423,7 +419,7 @@ def test_masked_and_partition(it: Transform) -> None:
     labels = jax.tree.map(lambda on: "trained" if on else "frozen", mask)
     frozen = {"trained": it(), "frozen": optax.set_to_zero()}
     expected, masked, partitioned = (
-        apply(tx, it.params, [it.grads] * 3)[0]
+        run(tx, it.params, [it.grads] * 3)[0]
         for tx in (it(), optax.masked(it(), mask), optax.partition(frozen, labels))
     )
     for found in (masked, partitioned):  # leaves have other seeds
@@ -433,29 +429,18 @@ def test_masked_and_partition(it: Transform) -> None:
     np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)  # gradients go on
 
 
-@every_transform
-def test_apply_if_finite(it: Transform) -> None:
-    bad = jax.tree.map(lambda g: g * jnp.nan, it.grads)
-    tx = optax.apply_if_finite(it(), max_consecutive_errors=3)
-    found, state = apply(tx, it.params, [it.grads, bad, it.grads])
-    expected, expected_state = apply(it(), it.params, [it.grads] * 2)
-    it.assert_close(found, expected, 2)
-    if it.has_z:
-        chex.assert_trees_all_close(state.inner_state, expected_state, rtol=1e-6)
-
-
 @every_member
 def test_flatten_and_chain(it: Transform) -> None:
     grads = [GRADS, jax.tree.map(lambda g: 2 * g, GRADS), GRADS]
-    params, _ = apply(it(), PARAMS, grads)
-    flat, _ = apply(optax.flatten(it()), PARAMS, grads)
+    params, _ = run(it(), PARAMS, grads)
+    flat, _ = run(optax.flatten(it()), PARAMS, grads)
     if it is not FACTORIES["factored"]:  # there are no rows and columns any more
         it.assert_close(flat, params, 3)
     before = [optax.clip_by_global_norm(0.1), optax.add_decayed_weights(1e-2)]
-    chained, _ = apply(optax.chain(*before, it()), PARAMS, grads)
+    chained, _ = run(optax.chain(*before, it()), PARAMS, grads)
     assert not np.allclose(chained["w"], params["w"])
     if getattr(it.factory, "func", None) is spa_from_sgdm:
-        reference, _ = apply(optax.chain(*before, optax.sgd(*it.factory.args)), PARAMS, grads)
+        reference, _ = run(optax.chain(*before, optax.sgd(*it.factory.args)), PARAMS, grads)
         chex.assert_trees_all_close(chained, reference, rtol=1e-6)
 
 
@@ -468,12 +453,12 @@ def test_nnx_optimizer(it: Transform) -> None:
     step = nnx.jit(lambda model, optimizer: optimizer.update(model, grads))
     step(model, optimizer)
     step(model, optimizer)
-    expected, _ = apply(it(), start, [jax.tree.map(jnp.cos, start)] * 2)
+    expected, _ = run(it(), start, [jax.tree.map(jnp.cos, start)] * 2)
     found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
-@every_member
+@each(lambda it: it.has_z and it.quick)
 def test_linen_train_state(it: Transform) -> None:
     params = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
     # Pretrained weights are put in after `create` all the time: no pull back to the old ones.
@@ -481,7 +466,7 @@ def test_linen_train_state(it: Transform) -> None:
     state = TrainState.create(apply_fn=None, params=params, tx=it()).replace(params=loaded)
     step = jax.jit(lambda state: state.apply_gradients(grads=grads))
     state = step(step(state))
-    expected, _ = apply(it(), loaded, [grads] * 2)
+    expected, _ = run(it(), loaded, [grads] * 2)
     chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
 
 
@@ -512,8 +497,6 @@ def test_equinox(it: Transform) -> None:
     assert not np.array_equal(x[0].layers[0].weight, start[0].layers[0].weight)
     np.testing.assert_array_equal(x[1], start[1])
     edit = lambda model: equinox.combine(jax.tree.map(jnp.cos, only_trained(model)), model)
-    with pytest.raises(ValueError, match="`new_params` must not be the arrays of `old_params`"):
-        reanchor(state, model, model)
     state = reanchor(state, model, edit(model))  # z − y is as before
     expected = jax.tree.map(lambda x, y: x - y + jnp.cos(y), *map(only_trained, (x, model)))
     x = eval_params(state, edit(model))
@@ -537,7 +520,7 @@ def test_a_member_with_scalars_of_its_own(b1: float) -> None:
 @every_member
 def test_pickle_msgpack_and_orbax(it: Transform, tmp_path: Path) -> None:
     tx = it()
-    params, state = apply(tx, PARAMS, [GRADS] * 3)
+    params, state = run(tx, PARAMS, [GRADS] * 3)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -561,7 +544,7 @@ def test_sharded_params(it: Transform, axis_type: Any) -> None:
         pytest.skip("Optax's moments are whole there, or made on one device")
     tx = it() if axis_type == AxisType.Auto else it(state_dtype=jnp.bfloat16)
     one_device = {"w": it.params["w"]}, {"w": it.grads["w"]}
-    expected, _ = apply(tx, one_device[0], [one_device[1]] * 3)
+    expected, _ = run(tx, one_device[0], [one_device[1]] * 3)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     params, grads = jax.device_put(one_device, sharding)
@@ -570,7 +553,7 @@ def test_sharded_params(it: Transform, axis_type: Any) -> None:
         large = [leaf for leaf in jax.tree.leaves(init(params)) if leaf.shape == (16, 8)]
         assert large or not it.has_z
         assert all(map(is_split, large))
-    found, state = apply(tx, params, [grads] * 3)
+    found, state = run(tx, params, [grads] * 3)
     assert all(is_split(leaf) for leaf in jax.tree.leaves((found, state)) if leaf.shape == (16, 8))
     it.assert_close(*jax.device_get((found, expected)), 3)
     if it.has_z:  # what tracks sums ‖g‖² and ‖u‖², and a factored ν its means

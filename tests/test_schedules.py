@@ -1,15 +1,17 @@
-"""`stagewise`, `momentum_drop` and `schedule_free_averaging`, to the step."""
+"""Schedules to the step, and conversions of hyper-parameters, both ways."""
 
 import itertools
 import math
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, x64
+from helpers import optimized, run, table, x64
 
 from spa_optax import (
     hyperparams_from_sgdm,
@@ -17,9 +19,11 @@ from spa_optax import (
     momentum_drop,
     schedule_free_averaging,
     spa,
+    spa_from_sgdm,
     stagewise,
+    theory,
 )
-from spa_optax._hyperparams import SPAHyperparams
+from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
 
 
 def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,16 +76,6 @@ def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None
     np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
 
 
-def test_from_sgdm_and_back() -> None:
-    """Theorem 1, both ways; β_0 is free."""
-    hyperparams = hyperparams_from_sgdm(lambda k: 0.1 / (k + 1).astype(float), 0.5)
-    alpha, beta = values(hyperparams_to_sgdm(*hyperparams), 20)
-    np.testing.assert_allclose(alpha, 0.1 / np.arange(1, 21), rtol=1e-7)  # β^horizon < 1e-8
-    np.testing.assert_allclose(beta[1:], 0.5, rtol=1e-7)
-    np.testing.assert_allclose(hyperparams_from_sgdm(0.1, 0.75), (0.4, 0.25), rtol=1e-12)
-    np.testing.assert_allclose(hyperparams_to_sgdm(0.4, 0.25), (0.1, 0.75), rtol=1e-12)
-
-
 def test_two_ways_to_drop_momentum() -> None:
     """What α and β of SGD+M become: the paper's Figure 1(d), and the cut. From then on x is z."""
     to_sgdm = lambda hyperparams: values(hyperparams_to_sgdm(*hyperparams), 12)
@@ -94,30 +88,8 @@ def test_two_ways_to_drop_momentum() -> None:
     grads = [jnp.array([1.0, -1.0])] * 7
     tx = spa(*momentum_drop(1.0, 0.1, 4))
     for k in range(1, 8):
-        x, state = apply(tx, jnp.zeros(2), grads[:k])
+        x, state = run(tx, jnp.zeros(2), grads[:k])
         assert np.allclose(x, state.z, rtol=1e-6) == (k >= 4)
-
-
-@pytest.mark.parametrize(
-    "hyperparams",
-    [
-        stagewise(1.0, 0.1, [5], step_factor=1.1),
-        momentum_drop(
-            lambda k: 1 / (k + 1).astype(float), lambda k: jnp.full_like(k, 0.1, float), 5
-        ),
-        momentum_drop(*stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"),
-    ],
-)
-def test_ordinary_schedules(hyperparams: SPAHyperparams) -> None:
-    """Of a count or of an array of them, under jit, and joined by Optax."""
-    for schedule in hyperparams:
-        values = [float(schedule(k)) for k in range(12)]
-        counts = jnp.arange(12)
-        np.testing.assert_allclose(schedule(counts), values, rtol=1e-6)
-        np.testing.assert_allclose(jax.vmap(jax.jit(schedule))(counts), values, rtol=1e-6)
-        with jax.numpy_dtype_promotion("standard"):
-            joined = optax.join_schedules([optax.constant_schedule(3.0), schedule], [4])
-            assert (float(joined(3)), float(joined(10))) == (3.0, pytest.approx(values[6]))
 
 
 @pytest.mark.parametrize("c", [0.0, 1e-30, 0.1])
@@ -174,23 +146,19 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "match"),
+    ("rate", "num_warmup_steps", "match"),
     [
-        (lambda k: -1.0, "finite and >= 0 during its warm-up"),
-        (lambda k: jnp.inf, "finite and >= 0 during its warm-up"),
-        (lambda k: 0.0, "> 0 and largest by count 3"),
-        (lambda k: 0.1 * k.astype(float), "largest by count 3, .* got 0.4 at 4 after 0.3"),
-        (lambda k: jnp.ones(2), "a scalar or a schedule of scalars, got an array of shape"),
+        (lambda k: -1.0, 3, "finite and >= 0 during its warm-up"),
+        (lambda k: jnp.inf, 3, "finite and >= 0 during its warm-up"),
+        (lambda k: 0.0, 3, "> 0 and largest by count 3"),
+        (lambda k: 0.1 * k.astype(float), 3, "largest by count 3, .* got 0.4 at 4 after 0.3"),
+        (lambda k: 0.1 * (k + 1).astype(float), 0, "largest by count 0, .* got 0.2 at 1 after 0.1"),
+        (lambda k: jnp.ones(2), 3, "a scalar or a schedule of scalars, got an array of shape"),
     ],
 )
-def test_schedule_free_averaging_of_bad_rates(rate: Any, match: str) -> None:
+def test_schedule_free_averaging_of_bad_rates(rate: Any, num_warmup_steps: int, match: str) -> None:
     with pytest.raises(ValueError, match=f"`learning_rate` must be .*{match}"):
-        schedule_free_averaging(rate, 3)
-
-
-def test_without_a_warm_up_no_rate_may_rise() -> None:
-    with pytest.raises(ValueError, match=r"largest by count 0, .* got 0.2 at 1 after 0.1"):
-        schedule_free_averaging(lambda k: 0.1 * (k + 1).astype(float))
+        schedule_free_averaging(rate, num_warmup_steps)
 
 
 @pytest.mark.parametrize("num_warmup_steps", [0, 30])
@@ -211,3 +179,130 @@ def test_schedule_free_averaging_under_jit() -> None:
     np.testing.assert_allclose(jax.jit(lambda: at(0.1))(), expected, rtol=1e-6)
     with pytest.raises(ValueError, match="`learning_rate` must not depend on traced values"):
         jax.jit(at)(0.1)
+
+
+# --------------------------------------------------------------------------- from SGD+M and back
+
+
+def test_numbers_in_numbers_out() -> None:
+    assert hyperparams_from_sgdm(0.5, 0.75) == SPAHyperparams(2.0, 0.25)
+    assert hyperparams_to_sgdm(2.0, 0.25) == SGDMHyperparams(0.5, 0.75)
+    assert all(type(h) is float for h in hyperparams_from_sgdm(0.5, 0.75))
+    assert hyperparams_from_sgdm(0.5, 0) == SPAHyperparams(0.5, 1)
+    spa(*hyperparams_from_sgdm(0.1, 0.9))
+    spa_from_sgdm(*hyperparams_to_sgdm(1.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    "hyperparams",
+    [
+        hyperparams_from_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.9),
+        hyperparams_from_sgdm(0.1, lambda k: jnp.where(k < 5, 0.9, 0.5)),
+        hyperparams_to_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.1),
+        hyperparams_to_sgdm(1.0, lambda k: jnp.where(k < 5, 0.1, 0.5)),
+        momentum_drop(lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5),
+        momentum_drop(*stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"),
+    ],
+)
+def test_ordinary_schedules(hyperparams: Any) -> None:
+    """Of a Python int, of an array for plotting, under jit and vmap, and joined by Optax."""
+    for schedule in hyperparams:
+        counts = np.arange(10, dtype=np.int32)
+        values = jax.jit(jax.vmap(schedule))(counts)
+        found = schedule(7)
+        assert jnp.shape(found) == ()
+        np.testing.assert_allclose(found, values[7], rtol=1e-6)
+        np.testing.assert_allclose(schedule(counts.reshape(2, 5)).ravel(), values, rtol=1e-6)
+        joined = optax.join_schedules([optax.constant_schedule(2.0), schedule], [3])
+        with jax.numpy_dtype_promotion("standard"):
+            np.testing.assert_allclose(joined(5), values[2], rtol=1e-6)
+
+
+def _numpy_look_ahead(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """η and c by the backward recursion w_k = β_k (α_k + w_{k+1}), the last α and β for ever."""
+    w = alphas[-1] * betas[-1] / (1 - betas[-1])
+    eta = np.empty(len(alphas))
+    for k in reversed(range(len(alphas))):
+        eta[k] = alphas[k] + w
+        w = betas[k] * eta[k]
+    return eta, alphas / eta
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
+def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
+    rng = np.random.default_rng(0)
+    alphas = np.where(np.arange(400) % 100 < 50, 0.1, 0.01) * rng.uniform(0.5, 2, 400)
+    betas = np.full(400, momentum)
+    eta, c = _numpy_look_ahead(alphas, betas)
+    with x64():
+        counts = jnp.arange(400, dtype=jnp.int32)
+        for second in (momentum, table(jnp.asarray(betas))):
+            from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), second, horizon=20_000)
+            both = lambda k, h=from_sgdm: (h.learning_rate(k), h.averaging(k))
+            found = optimized(lambda counts, f=both: jax.lax.map(f, counts))(counts)
+            np.testing.assert_allclose(found[0], eta, rtol=1e-7)
+            np.testing.assert_allclose(found[1], c, rtol=1e-7)
+        # The default horizon leaves out less than β^H = 1e-8 of it.
+        from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), momentum)
+        np.testing.assert_allclose(jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7)
+
+
+def test_bounded_where_the_forward_recursion_is_not() -> None:
+    alphas = np.where(np.arange(100) < 20, 1.0, 0.1)
+    eta, _ = theory.forward_recursion(alphas, 0.9)
+    assert eta[-1] > 1e4
+    bounded = [float(hyperparams_from_sgdm(table(jnp.asarray(alphas)), 0.9)[0](k)) for k in (0, 99)]
+    np.testing.assert_allclose(bounded, [10 - 9 * 0.9**20, 1.0], rtol=1e-6)
+    # From the one η_0 that is right, the paper's recursion agrees: it is the same solution.
+    eta_0, _ = _numpy_look_ahead(alphas, np.full(100, 0.9))
+    eta, c = theory.forward_recursion(alphas, 0.9, eta0=float(eta_0[0]))
+    np.testing.assert_allclose(eta[:50], eta_0[:50], rtol=1e-9)
+    np.testing.assert_allclose(c[:50], (alphas / eta_0)[:50], rtol=1e-9)
+
+
+@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_there_and_back(seed: int) -> None:
+    """SPA → SGD+M → SPA, with η and c at random: the same iterates, and β as Theorem 1 says."""
+    rng = np.random.default_rng(seed)
+    etas, cs = rng.uniform(0.5, 2, 60), rng.uniform(0.05, 0.95, 60)
+    with x64():
+        eta, c = table(jnp.asarray(etas)), table(jnp.asarray(cs))
+        to_sgdm = hyperparams_to_sgdm(eta, c)
+        counts = jnp.arange(60, dtype=jnp.int32)
+        alphas, betas = (np.asarray(jax.vmap(h)(counts)) for h in to_sgdm)
+        np.testing.assert_allclose(alphas, etas * cs, rtol=1e-12)
+        np.testing.assert_allclose(betas[1:], etas[:-1] / etas[1:] * (1 - cs[:-1]), rtol=1e-12)
+        np.testing.assert_allclose(betas[0], 1 - cs[0], rtol=1e-12)
+    # β may be over 1 here, which no SGD+M needs to forbid.
+    again_eta, again_c = theory.forward_recursion(alphas, betas, eta0=etas[0])
+    # Each step of the recursion multiplies rounding by 1/β: compare where that is still small.
+    near = np.cumprod(1 / betas) < 1e6
+    np.testing.assert_allclose(again_eta[near], etas[near], rtol=1e-6)
+    np.testing.assert_allclose(again_c[near], cs[near], rtol=1e-6)
+    x = z = m = np.ones(3)
+    y, m = x, 0 * m
+    for k in range(60):
+        g, h = x + k, y + k
+        z = z - etas[k] * g
+        x = (1 - cs[k]) * x + cs[k] * z
+        m = betas[k] * m + h
+        y = y - alphas[k] * m
+        if np.abs(x).max() > 1e6:
+            break
+        np.testing.assert_allclose(y, x, rtol=1e-7, atol=1e-7 * np.abs(z).max())
+
+
+def test_rates_of_0_have_no_nan() -> None:
+    to_sgdm = hyperparams_to_sgdm(table(jnp.array([0.0, 0.0, 1.0, 0.0, 0.0, 1.0])), 0.1)
+    alphas, betas = ([float(h(k)) for k in range(6)] for h in to_sgdm)
+    np.testing.assert_allclose(alphas, [0, 0, 0.1, 0, 0, 0.1], rtol=1e-6)
+    # inf where there is no counterpart: η_k = 0 < η_{k−1}.
+    np.testing.assert_allclose(betas, [0.9, 0, 0, np.inf, 0, 0], rtol=1e-6)
+    from_sgdm = hyperparams_from_sgdm(table(jnp.array([0.0, 1.0, 0.0])), 0.5)
+    eta, c = ([float(h(k)) for k in range(4)] for h in from_sgdm)
+    np.testing.assert_allclose(eta, [0.5, 1, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
+    # η = 0 after η > 0, but z = x: nothing is carried on, and β = 0 does as well as any.
+    _, beta = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 1.0, 0.0), 1.0)
+    np.testing.assert_array_equal([float(beta(k)) for k in range(4)], 0)

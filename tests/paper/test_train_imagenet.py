@@ -1,4 +1,4 @@
-"""ImageNet: evaluation, a run stopped and resumed, and the command line."""
+"""ImageNet: the defaults, evaluation and batches."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,11 @@ import chex
 import jax
 import numpy as np
 import pytest
-import runs
 import train_imagenet
 from flax import nnx
 from imagenet_data import decode, find, normalize
 from models import RESNETS
-from paper_helpers import (
-    IMAGENET as SMALL,
-    imagenet_config,
-    last_checkpoint,
-    mesh_of,
-    metrics,
-)
+from paper_helpers import imagenet_config, mesh_of
 from training import sums
 
 pytestmark = pytest.mark.usefixtures("_small_networks")
@@ -71,29 +64,3 @@ def test_batches_that_do_not_divide(fields: Any, message: str, tree: Path) -> No
     files = [find(tree / part) for part in ("train", "val")]
     with pytest.raises(ValueError, match=message):
         train_imagenet.make_program(imagenet_config(**fields), *files, mesh_of(4), 2)
-
-
-def test_stopped_and_resumed(tree: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """In the middle of anything: the same bits in the end."""
-    arguments = [*SMALL, "--data-dir", str(tree), "--epochs", "3", "--out"]
-    write_metrics = runs.write_metrics
-
-    def stops(folder: Path, metrics: str) -> None:
-        if metrics.count("\n") == 2:
-            raise KeyboardInterrupt
-        write_metrics(folder, metrics)
-
-    monkeypatch.setattr(runs, "write_metrics", stops)
-    with pytest.raises(KeyboardInterrupt):
-        train_imagenet.main([*arguments, str(tmp_path / "stopped")])
-    monkeypatch.undo()
-    for name in ("stopped", "whole"):
-        train_imagenet.main([*arguments, str(tmp_path / name)])
-    runs_of = [tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "stopped")]
-    files = [find(tree / part) for part in ("train", "val")]
-    target = train_imagenet.make_program(imagenet_config(), *files, mesh_of(1), 1).init(0)
-    chex.assert_trees_all_equal(*(last_checkpoint(run, target) for run in runs_of))
-    whole, stopped = map(metrics, runs_of)
-    assert whole == stopped
-    assert [(line["epoch"], len(line["losses"])) for line in whole] == [(1, 3), (2, 3), (3, 3)]
-    assert (tmp_path / "whole" / "imagenet.png").read_bytes().startswith(b"\x89PNG")
