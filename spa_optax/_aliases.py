@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import FLAG, RATE, STATE_DTYPE, is_plain_number, one_of
+from spa_optax._checks import FLAG, INTERPOLATION, RATE, STATE_DTYPE, is_plain_number, one_of
 from spa_optax._family import spa
 from spa_optax._second_moment import scale_by_factored_second_moment, scale_by_second_moment
 from spa_optax._wrappers import in_float32
@@ -49,25 +49,13 @@ def spa_adamw(
     At μ_y = 1 the params are the point to evaluate and to save. Below 1 `eval_params` gives it;
     with `schedule_free_averaging` this is then `optax.contrib.schedule_free_adamw` with b1 = μ_y.
 
-    GPA's authors also have Adam's first moment, one more buffer, and decay z:
-    `primal_averaging(optax.adamw(1e-3), 0.0033, 0.7, params_of_base="z")`. But their code forgets
-    the decay in y's own step, so its x is too large.
-
-    z replaces the first moment and the float32 master copy. Params and state take these bytes per
-    parameter, with bfloat16 params and a `rounding_key`:
-
-        10    z and ν in float32
-        8     `state_dtype=jnp.bfloat16`
-        6     and `second_moment="bfloat16"`
-        4     or `second_moment="factored"`
-
-    AdamW takes 14 with a master copy, 12 in float32, and 10 with `mu_dtype=jnp.bfloat16` too.
+    z replaces the first moment and the float32 master copy: bfloat16 params and the state take 10
+    bytes per parameter, where AdamW takes 14, and with a bfloat16 z and a factored ν 4.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. A share
-        1 − μ_y (1 − c) of each direction enters y at once; in AdamW that share is 1 − b1.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
@@ -78,8 +66,8 @@ def spa_adamw(
         arrays whose second longest axis is 128 or more are factored.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` put it,
-        `state_dtype`, `second_moment` and a function `mask` into `static_args`. For 16-bit params
-        also set `hyperparam_dtype` to float32: in bfloat16 a β₂ of 0.999 is 1.
+        `state_dtype`, `second_moment` and a function `mask` into `static_args`, and for 16-bit
+        params set `hyperparam_dtype=jnp.float32`.
 
     Returns:
       An optax chain whose `update` needs `params` and keeps their dtype.
@@ -102,23 +90,22 @@ def spa_adamw(
     References:
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101. Defazio,
       Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Shazeer, Stern, Adafactor,
-      2018, arXiv:1804.04235, Sections 3 and 7. Decay of z: Defazio et al., 2025, arXiv:2512.17131.
+      2018, arXiv:1804.04235, Sections 3 and 7.
     """
     RATE.check(weight_decay=weight_decay)
+    INTERPOLATION.check(interpolation=interpolation)
     one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
-    if second_moment == "bfloat16" and rounding_key is None:
-        raise ValueError('`rounding_key` must be given with `second_moment="bfloat16"`, got None')
+    STATE_DTYPE.check(state_dtype=state_dtype)
     if second_moment == "factored":
         scale = scale_by_factored_second_moment(b2, eps)
     else:
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    STATE_DTYPE.check(state_dtype=state_dtype)
-    is_one = is_plain_number(interpolation) and interpolation == 1
-    if is_one and second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
-        # As an array it may be any number. XLA for TPU v7x then makes one kernel, not two.
-        interpolation = jnp.ones([])
+    if second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
+        # XLA for TPU v7x makes one kernel of them, not two, if μ_y = 1 might be any number.
+        is_one = is_plain_number(interpolation) and interpolation == 1
+        interpolation = jnp.ones([]) if is_one else interpolation
     narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
     average = spa(learning_rate, averaging, interpolation, **narrow)
     return optax.chain(in_float32(optax.chain(scale, add_decay)), average)

@@ -4,16 +4,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import (
-    AVERAGING,
-    FLAG,
-    INTERPOLATION,
-    MOMENTUM,
-    POSITIVE_INTEGER,
-    RATE,
-    check_above_0,
-    is_plain_number,
-)
+from spa_optax import _checks as checks
 from spa_optax._core import Scalars, SPAState, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
@@ -36,42 +27,31 @@ def spa(
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    At μ_y = 1 the params are x, the point to evaluate and to save. For constants this is then
-    `optax.sgd(η c, momentum=1 − c)`, the same iterates. For schedules see `hyperparams_to_sgdm`. To
-    keep the hyper-parameters of SGD+M instead, use `spa_from_sgdm`.
+    At μ_y = 1 the params are x, the point to evaluate and to save. For constants the iterates are
+    then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see `hyperparams_to_sgdm`. Below 1
+    evaluate and save x, from `eval_params(opt_state, params)`: y and z are stored, x is not.
 
-    Below 1 evaluate and save x, from `eval_params(opt_state, params)`. y and z are stored, x is
-    not. Special cases, with μ_x = 1 − c (c = 1 is SGD, z = x = y):
+    Special cases: Schedule-Free, by `schedule_free_averaging`; for constants quasi-hyperbolic
+    momentum with β = 1 − c and ν = μ_y; Keras's form of Nesterov momentum, with β = 1 − c = μ_y.
 
-    - μ_x = μ_y = β with η = α/(1 − β): Keras's form of Nesterov momentum β. For constants this is
-      also `optax.sgd` with Nesterov momentum.
-    - Constants: quasi-hyperbolic momentum with β = μ_x and ν = μ_y.
-    - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
-
-    - DiLoCo with one worker, which takes a slow step with momentum μ every H steps, is smoothed by
-      c = 1 − μ^(1/H). GPA's authors use c = 0.0033 (μ = 0.9, H = 32) and μ_y = 0.7, for long runs
-      and directions with their own momentum. For directions without, and runs of 300 to 5,000
-      steps, try c = 0.05 and μ_y = 0.9: a share 1 − μ_y (1 − c) of each enters y at once.
-
-    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They
-    must keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss
-    climbs, and nothing warns. Use `primal_averaging` there. Do not modify the update after `spa` or
-    around it (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would
-    pull x back. After editing params outside the optimizer, call `reanchor`.
+    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. After a
+    finished optimizer, such as `optax.sgd(0.1)`, the loss climbs, and nothing warns: use
+    `primal_averaging`. Do not modify the update after `spa` or around it
+    (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would pull x
+    back. After editing params outside the optimizer, call `reanchor`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
         rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x has the
-        rounding error of y, divided by μ_y.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. A share
+        1 − μ_y (1 − c) of each step enters y at once. x has the rounding error of y over μ_y.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
-        a node of its own: in float16, float8_e4m3fn and float8_e5m2 up to 255, 1.75 and 224.
-        Elements of z that are farther from the params are moved to that limit, and
-        `diagnostics.momentum_report` counts them. 8 bits need a `rounding_key`, and for rates below
-        1e-4 are too few: use bfloat16. To change it in mid-run use `convert`.
-        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+        a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2;
+        `diagnostics.momentum_report` counts what is. 8 bits need a `rounding_key`, and for rates
+        below 1e-4 are too few: use bfloat16. To change it in mid-run use `convert`. Under
+        `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
         on the sharding under `jax.jit`. Two optimizers, as in `optax.partition`, replicas under
@@ -102,19 +82,18 @@ def spa(
       8.0 9.0 8.5
 
     References:
-      Defazio, Momentum via Primal Averaging: Theoretical Insights and Learning Rate Schedules for
-      Non-Convex Optimization, 2020, arXiv:2010.00406, Section 2, "The averaging form of momentum".
-      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
-      arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
-      Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio et al.,
+      Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et al., The Road Less
+      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum and Adam for deep
+      learning, 2019, arXiv:1810.06801.
     """
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
-    INTERPOLATION.check(interpolation=interpolation)
-    check_above_0("interpolation", interpolation)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.AVERAGING.check(averaging=averaging)
+    checks.INTERPOLATION.check(interpolation=interpolation)
+    checks.check_above_0("interpolation", interpolation)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
-    params_are_x = is_plain_number(interpolation) and interpolation == 1
+    params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
         k = state.count
@@ -141,30 +120,29 @@ def spa_from_sgdm(
 
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
-    through z_k = x_k − w_k m_k, where w_k depends on later α and β:
+    through z_k = x_k − w_k m_k, the point at which x would come to rest if every later gradient
+    were zero. It is that of `spa` with
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    so that z_k is the point at which x would come to rest if every later gradient were zero. For
-    constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces α_k
-    in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces
+    α_k in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point. (Neither is it if β or all later α are 0.) Rescaling also scales the rounding error of
-    x in z − x, so for 16-bit params prefer schedules. Where a rising rate would magnify that error
-    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. (Where z − x
-    is stored there is no such error.) For the place in a chain, and for edited params, see `spa`.
+    point. (Neither is it if β or all later α are 0.) A rate that rises also magnifies the rounding
+    error of x in z − x, and over 2,896-fold (float32) or 11-fold (bfloat16) restarts momentum from
+    zero, so for 16-bit params prefer schedules. A z of 16 bits or fewer has no such error.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
-        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
+        `jax.vmap` at later counts, where NaN and negative values count as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β, until
-        β^horizon < 1e-8 (175 steps at 0.9, at most 32,768). For a schedule or an array it means
-        2,000 steps, which is enough up to β = 0.99. With fewer steps the iterates remain exact,
-        but z is rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
+        β^horizon < 1e-8 (175 steps at 0.9, at most 32,768), and otherwise 2,000 steps, enough up to
+        β = 0.99. With fewer steps the iterates remain exact, but z is rescaled. Under
+        `optax.inject_hyperparams` put it into `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
@@ -192,13 +170,13 @@ def spa_from_sgdm(
       6.0 6.5
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its recursion gives
-      the same iterates, but its η_k can blow up; the look-ahead is this package's.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its η_k, from a
+      recursion, can blow up; the look-ahead is this package's.
     """
-    RATE.check(learning_rate=learning_rate)
-    MOMENTUM.check(momentum=momentum)
-    FLAG.check(nesterov=nesterov)
-    POSITIVE_INTEGER.optional().check(horizon=horizon)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.MOMENTUM.check(momentum=momentum)
+    checks.FLAG.check(nesterov=nesterov)
+    checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)

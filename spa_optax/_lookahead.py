@@ -8,11 +8,7 @@ ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1}
     x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
 
 with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). If r = 1 at every step, only its gradient step moves z.
-Only one such w stays bounded, the one that looks ahead:
-
-    w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i
-
-z_k is then the point at which x would come to rest if every later gradient were zero.
+Only one such w stays bounded, the one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i.
 """
 
 import math
@@ -68,14 +64,15 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step `count`, and w_{k+1} for those of later steps.
+    """The hyper-parameters of step k, the count, and w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant from k + H on.
     Numbers need no sum: H = 0.
     """
     alpha_at, beta_at = at_count("learning_rate", learning_rate), at_count("momentum", momentum)
+    a_of = lambda alpha, beta: alpha * beta if nesterov else alpha
     alpha, beta = alpha_at(count), beta_at(count)
-    a = alpha * beta if nesterov else alpha
+    a = a_of(alpha, beta)
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
         # Counts keep the dtype of `count`, since schedules compute in it, and do not overflow.
@@ -87,26 +84,24 @@ def look_ahead(
         last = after(jnp.asarray(horizon, count.dtype))
         alpha_last, beta_last = foreseen_rate(alpha_at(last)), foreseen_momentum(beta_at(last))
         if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
-            reach = jnp.asarray(
-                np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
-            )
+            powers = np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1)
+            reach = jnp.asarray(powers, a.dtype)
         else:
             reach = jnp.cumprod(betas)
-        seen = jnp.sum((alphas * betas if nesterov else alphas) * reach)
+        seen = jnp.sum(a_of(alphas, betas) * reach)
         reach_last = unseen = reach[-1]
     else:
         foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
         alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
-    a_last = alpha_last * beta_last if nesterov else alpha_last
-    for_ever = a_last * beta_last / (1 - beta_last)
+    for_ever = a_of(alpha_last, beta_last) * beta_last / (1 - beta_last)
     return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
 
 
 def eta_and_c(
     ahead: LookAhead, w: Float[Array, ""], *, nesterov: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """η_k and c_{k+1} of the step after which m has the scale w in z."""
+    """η_k and c_{k+1}, with w for w_{k+1}."""
     total = ahead.a + w
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
@@ -115,18 +110,14 @@ def eta_and_c(
 def sgdm_scalars(
     ahead: LookAhead, w_stored: Float[Array, ""], *, is_master: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step, from the hyper-parameters and the scale of m in z_k.
-
-    `is_master` means that z is the master copy of params of 16 bits or fewer.
-    """
+    """The scalars of a step, from the hyper-parameters and w_k; `is_master`: params are narrow."""
     alpha, beta, a, w, unseen = ahead
     w_k = w_stored.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
         # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w must
         # not have followed them down. But a w that stays large would degrade a master copy.
-        floor = jnp.maximum(w_k, alpha / 100)
-        w = jnp.where(foreseen, w, jnp.maximum(w, floor))
+        w = jnp.where(foreseen, w, jnp.maximum(w, jnp.maximum(w_k, alpha / 100)))
     w = nonzero_w(w, a, w_k).astype(w_stored.dtype).astype(a.dtype)  # as the state has it
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     w_k = jnp.where(w_k > 0, w_k, 1)

@@ -161,7 +161,7 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             "`b2` must be .* as float32, got .* `hyperparam_dtype=jnp.float32`",
         ),
         (lambda: spa(0.1).init(3), "`params` must be floating-point .* one of dtype int32"),
-        (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a 16-bit `dtype`"),
+        (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a bfloat16 sec"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
         (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have shape \(n,\), got \(\)"),
         (lambda: theory.forward_recursion([1.0, 1.0], [0.9]), "`betas` must be a number or have"),

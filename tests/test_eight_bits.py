@@ -356,7 +356,7 @@ def test_of_momentum_refused() -> None:
     sgd, params = optax.sgd(0.1, 0.9), jnp.zeros(2)
     tx = float8_momentum(sgd, KEY)
     for base, match in (
-        (optax.rmsprop(0.1), r"hold one of `TraceState`.*, got EmptyState, ScaleByRms"),
+        (optax.rmsprop(0.1), r"hold one of TraceState.*, got EmptyState, ScaleByRms"),
         (primal_averaging(sgd, 0.1), "not average, got a `SPAState`"),
         (spa(0.1), "not average, got a `SPAState`"),
     ):

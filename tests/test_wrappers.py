@@ -108,14 +108,14 @@ def test_refused() -> None:
         primal_averaging(sgd, 0.1),
     ]
     refused = {
-        "neither average, .* which averages": averages,
-        "neither average, .* which rounds: pass": [stochastic_rounding(sgd, KEY)],
-        "neither average, .* which skips updates: put it around": [
+        "not average, got a .*: average once, by `spa` or": averages,
+        "not round, got a .*: pass `rounding_key`": [stochastic_rounding(sgd, KEY)],
+        "not skip updates, got a .*: put it around": [
             optax.MultiSteps(sgd, 2).gradient_transformation(),
             optax.apply_if_finite(sgd, 3),
         ],
-        "not move params aside or back, got a `SAMState`": [optax.contrib.sam(sgd, sgd)],
-        "not move params aside or back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
+        "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
+        "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
     }
     both: Any = optax.LookaheadParams(1.0, 1.0)
     for match, bases in refused.items():
@@ -124,7 +124,7 @@ def test_refused() -> None:
                 primal_averaging(base, 0.1).init(both if "Look" in match else PARAMS)
     primal_averaging(optax.contrib.sam(sgd, sgd, opaque_mode=True), 0.1).init(PARAMS)
     for base in averages:  # `eval_params` would be y
-        with pytest.raises(ValueError, match=r"must not average, .*: use `primal_averaging.base, "):
+        with pytest.raises(ValueError, match=r"not average, .*and pass `rounding_key` to that"):
             stochastic_rounding(base, KEY).init(PARAMS)
     for tx in (primal_averaging(sgd, 0.1), stochastic_rounding(sgd, KEY)):
         with pytest.raises(ValueError, match=r"`state` must be of type `\w+State`, got tuple"):
