@@ -19,12 +19,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     At an interpolation of 1, and under `stochastic_rounding`, x is `params`. Arrays of x may be
     those of `params`, which a step that donates them deletes: to keep x, copy it,
-    `jax.tree.map(jnp.copy, x)`. With Flax nnx, evaluate a clone, since `nnx.state` returns live
-    variables:
-
-        average = nnx.clone(model)
-        nnx.update(average, eval_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
-        average.eval()
+    `jax.tree.map(jnp.copy, x)`. With Flax nnx, write x into a clone of the model, since `nnx.state`
+    returns live variables: x in the model itself would replace y.
 
     Args:
       opt_state: a state that holds one of the family, or several that divide the params, in any
@@ -40,28 +36,20 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
         was cast to a dtype in which it is stored otherwise.
 
     Examples:
-      Under Schedule-Free averaging x is the mean of all z so far: here of 9 and 7.
-
       >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from spa_optax import eval_params, schedule_free_averaging, spa
-      >>> tx = spa(1.0, averaging=schedule_free_averaging(1.0), interpolation=0.5)
-      >>> params = jnp.array(10.0)
-      >>> state = tx.init(params)
-      >>> for gradient in (1.0, 2.0):
-      ...     updates, state = tx.update(jnp.array(gradient), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      >>> print(params, eval_params(state, params))
-      7.5 8.0
+      >>> from spa_optax import eval_params, spa
+      >>> tx, y = spa(1.0, averaging=0.5, interpolation=0.5), jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(4.0), tx.init(y), y)
+      >>> print(state.z, y + updates, eval_params(state, y + updates))  # y is midway from z to x
+      6.0 7.0 8.0
 
     References:
       Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
     if trees.find(opt_state, StochasticRoundingState) and not trees.find(opt_state, SPAState):
         return params
-    check_one_run(
-        "opt_state", [(state.count, state.mu_y) for state in trees.find(opt_state, SPAState)]
-    )
+    counts = [(state.count, state.mu_y) for state in trees.find(opt_state, SPAState)]
+    check_one_run("opt_state", counts)
     x = trees.by_path(params)
     for state in _states("opt_state", opt_state, params):
         mu_y = trees.scalar_of(state.mu_y)
@@ -122,11 +110,11 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         dtype = wide_dtype(z, old[key])
         return (z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))).astype(z.dtype)
 
-    def move(node: SPAState) -> SPAState:
-        if form_of(node.z).follows_params:
-            return node
-        z = [shifted(key, z) for key, z in trees.by_path(node.z).items()]
-        return node._replace(z=trees.with_leaves(node.z, z))
+    def move(state: SPAState) -> SPAState:
+        if form_of(state.z).follows_params:
+            return state
+        z = [shifted(key, z) for key, z in trees.by_path(state.z).items()]
+        return state._replace(z=trees.with_leaves(state.z, z))
 
     return trees.copy(trees.replace(spa_state, SPAState, move))
 

@@ -34,11 +34,10 @@ def spa(
     Special cases: Schedule-Free, by `schedule_free_averaging`; for constants quasi-hyperbolic
     momentum with β = 1 − c and ν = μ_y; Keras's form of Nesterov momentum, with β = 1 − c = μ_y.
 
-    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. After a
-    finished optimizer, such as `optax.sgd(0.1)`, the loss climbs, and nothing warns: use
-    `primal_averaging`. Do not modify the update after `spa` or around it
-    (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would pull x
-    back. After editing params outside the optimizer, call `reanchor`.
+    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. A
+    finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb, and nothing warns: use
+    `primal_averaging`. Do not modify the update after `spa` or around it (`optax.lookahead`): z
+    would not follow, and would pull x back. After editing params call `reanchor`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
@@ -49,9 +48,9 @@ def spa(
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
         a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2;
-        `diagnostics.momentum_report` counts what is. 8 bits need a `rounding_key`, and for rates
-        below 1e-4 are too few: use bfloat16. To change it in mid-run use `convert`. Under
-        `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+        `diagnostics.momentum_report` counts what is. 8 bits need a `rounding_key`, and rates of
+        1e-4 or more. To change it in mid-run use `convert`. Under `optax.inject_hyperparams` put it
+        and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
         on the sharding under `jax.jit`. Two optimizers, as in `optax.partition`, replicas under
@@ -66,26 +65,20 @@ def spa(
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      With η = 1, c = 0.5 and a gradient of 2, z goes from 10 to 8, and x half of the way to it.
-      With μ_y = 0.5, y is midway between the two.
-
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import eval_params, spa
       >>> for mu_y in (1.0, 0.5):
-      ...     tx = spa(learning_rate=1.0, averaging=0.5, interpolation=mu_y)
-      ...     params = jnp.array(10.0)
-      ...     updates, state = tx.update(jnp.array(2.0), tx.init(params), params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(state.z, eval_params(state, params), params)
+      ...     tx, y = spa(1.0, averaging=0.5, interpolation=mu_y), jnp.array(10.0)
+      ...     updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
+      ...     y += updates
+      ...     print(state.z, eval_params(state, y), y)  # x is halfway to z; y at x, and midway
       8.0 9.0 9.0
       8.0 9.0 8.5
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio et al.,
       Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et al., The Road Less
-      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum and Adam for deep
-      learning, 2019, arXiv:1810.06801.
+      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum, 2019, 1810.06801.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.AVERAGING.check(averaging=averaging)
@@ -130,9 +123,8 @@ def spa_from_sgdm(
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point. (Neither is it if β or all later α are 0.) A rate that rises also magnifies the rounding
-    error of x in z − x, and over 2,896-fold (float32) or 11-fold (bfloat16) restarts momentum from
-    zero, so for 16-bit params prefer schedules. A z of 16 bits or fewer has no such error.
+    point, and a rate that rises magnifies the rounding error of x in z − x; over 2,896-fold
+    (float32) or 11-fold (bfloat16) momentum restarts from zero. For 16-bit params prefer schedules.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
@@ -153,25 +145,21 @@ def spa_from_sgdm(
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      α = 1, β = 0.5, a gradient of 2, then none: x goes from 10 towards 6, where z is from step 1.
-
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import spa_from_sgdm
-      >>> tx = spa_from_sgdm(learning_rate=1.0, momentum=0.5)
-      >>> params = jnp.array(10.0)
-      >>> state = tx.init(params)
+      >>> tx, x = spa_from_sgdm(learning_rate=1.0, momentum=0.5), jnp.array(10.0)
+      >>> state = tx.init(x)
       >>> for gradient in (2.0, 0.0, 0.0):
-      ...     updates, state = tx.update(jnp.array(gradient), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(state.z, params)
+      ...     updates, state = tx.update(jnp.array(gradient), state, x)
+      ...     x += updates
+      ...     print(state.z, x)  # x comes to rest at z
       6.0 8.0
       6.0 7.0
       6.0 6.5
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its η_k, from a
-      recursion, can blow up; the look-ahead is this package's.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 (by a
+      recursion that can blow up; the look-ahead is this package's).
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.MOMENTUM.check(momentum=momentum)

@@ -24,10 +24,6 @@ from spa_optax._checks import is_plain_number
 from spa_optax._core import Scalars
 from spa_optax._hyperparams import at_count
 
-_TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
-_MAX_HORIZON = 2**15  # enough for β = 0.999, which needs 18,412 terms
-_SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
-
 
 class LookAhead(NamedTuple):
     """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
@@ -39,21 +35,18 @@ class LookAhead(NamedTuple):
     unseen: Float[Array, ""]  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
 
 
-def foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Later rates, with 0 for the NaN or negative values past the end of many schedules."""
-    return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
-
-
-def foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Later momenta, with 0 for values that are NaN or out of range."""
-    return jnp.where((beta > 0) & (beta < 1), beta, 0)
+def foreseen(alpha: Array, beta: Array) -> tuple[Array, Array]:
+    """Later α and β, with 0 for values that are NaN or out of range, as past a schedule's end."""
+    alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
+    return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
 def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
+    """H where β^H falls below 1e-8, at most 2^15 (0.999 needs 18,412). Unknown: 0.99^H = 2e-9."""
     if not is_plain_number(momentum):
-        return _SCHEDULE_HORIZON
+        return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # concrete, so no schedule
-    return min(math.ceil(math.log(_TRUNCATION) / math.log(beta)), _MAX_HORIZON) if beta > 0 else 1
+    return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15) if beta > 0 else 1
 
 
 def look_ahead(
@@ -78,11 +71,10 @@ def look_ahead(
         # Counts keep the dtype of `count`, since schedules compute in it, and do not overflow.
         after = lambda steps: count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
         counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-        alphas = foreseen_rate(jax.vmap(alpha_at)(counts))
-        betas = foreseen_momentum(jax.vmap(beta_at)(counts))
+        alphas, betas = foreseen(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
         # Evaluated again, since slicing the arrays above costs a kernel and keeps them alive.
         last = after(jnp.asarray(horizon, count.dtype))
-        alpha_last, beta_last = foreseen_rate(alpha_at(last)), foreseen_momentum(beta_at(last))
+        alpha_last, beta_last = foreseen(alpha_at(last), beta_at(last))
         if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
             powers = np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1)
             reach = jnp.asarray(powers, a.dtype)
@@ -93,7 +85,7 @@ def look_ahead(
     else:
         foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
-        alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
+        alpha_last, beta_last = foreseen(alpha, beta)
     for_ever = a_of(alpha_last, beta_last) * beta_last / (1 - beta_last)
     return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
 
@@ -135,9 +127,9 @@ def sgdm_scalars(
 def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:
     """A w_{k+1} that is safe to divide by.
 
-    If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; w_k
-    keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their last
-    bits. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
+    If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2, and w_k
+    keeps m through a gap of α = 0. Below 1e-30, where float32 loses bits, numbers count as 0. A
+    negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
     """
     zero = 1e-30
     fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))

@@ -40,30 +40,29 @@ class PrimalAveragingState(NamedTuple):
 
 _FLOAT8 = jnp.float8_e4m3fn
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
-_AVERAGE_ONCE = "average once, by `spa` or `primal_averaging`, and pass `rounding_key` to that"
 # What a base must not do, and what to do instead.
 _REFUSED: dict[Any, tuple[str, str]] = {
-    **dict.fromkeys(_AVERAGES, ("average", _AVERAGE_ONCE)),
+    **dict.fromkeys(_AVERAGES, ("average", "average once, and pass `rounding_key` to that")),
     StochasticRoundingState: ("round", "pass `rounding_key` instead"),
     **dict.fromkeys(SKIPS_UPDATES, ("skip updates", "put it around")),
     optax.LookaheadState: ("move params back", "average instead"),
+    optax.contrib.SAMState: ("move params aside", "set its `opaque_mode=True`"),
 }
-_OF_SAM = ("move params aside", "set its `opaque_mode=True`")
+_NOT_AVERAGED = tuple(kind for kind in _REFUSED if kind is not optax.contrib.SAMState)
 
 
 def _refuse(nodes: list[Any]) -> None:
     for node in nodes:
-        does, instead = _REFUSED.get(type(node), _OF_SAM)
+        does, instead = _REFUSED[type(node)]
         raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation in float32 for params of 16 bits or fewer.
 
-    By itself it would keep second moments in bfloat16, where a β₂ of 0.999 is 1.
-
     Args:
-      inner: any transformation, such as a direction in a chain before `spa`.
+      inner: any transformation, such as a direction in a chain before `spa`. By itself it would
+        keep second moments in bfloat16, where a β₂ of 0.999 is 1.
 
     Returns:
       A transformation with the state of `inner` for float32 params, and float32 updates. Updates of
@@ -83,13 +82,11 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         if params is not None:
             trees.check_same_tree("updates", updates, "params", params)
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
-            u, state = tx.update(widen(updates), state, widen(params), **extra_args)
+            u, state = tx.update(widen(updates), state, widen(params), **extra)
         of_integers = lambda u, g: g if u is None or g is None else u
         return jax.tree.map(of_integers, u, updates, is_leaf=trees.is_none), state
 
@@ -109,37 +106,34 @@ def primal_averaging(
 
         z_{k+1} = z_k + u_k, and x and y as in `spa`
 
-    The params are y, and `eval_params` gives x. `base` runs in float32, as in `in_float32`. Put
-    `optax.MultiSteps`, `optax.apply_if_finite` and `optax.masked` around it.
+    `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps`, `optax.apply_if_finite` and
+    `optax.masked` around this.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `spa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k.
-      params_of_base: the params that `base` sees: "params", y_k; or "z", where weight decay, trust
-        ratios and the like are those of z_k. Use "z" for `optax.contrib.cocob`.
+      averaging: c_{k+1} in [0, 1], as for `spa`.
+      interpolation: μ_y in (0, 1], as for `spa`.
+      params_of_base: the params that `base` sees: "params", y_k; or "z", z_k, for its weight decay,
+        trust ratios and the like. Use "z" for `optax.contrib.cocob`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
     Returns:
       A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `base` and `average`, an `SPAState`, in which η is 1 and the gradient −u.
+      state has the fields `base` and `average`, an `SPAState` in which η is 1 and the gradient −u.
 
     Raises:
-      ValueError: if an argument is out of range, or the trees differ; in `init`, if `base` averages
-        or rounds, skips updates, or moves params back (`optax.lookahead`, `optax.contrib.sam`).
+      ValueError: if an argument is out of range, the trees differ, or `base` averages, rounds,
+        skips updates, or moves params back (`optax.lookahead`, `optax.contrib.sam`).
 
     Examples:
-      A step of −4 takes z from 10 to 6, x half of the way to z, and y is midway between x and z.
-
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import eval_params, primal_averaging
-      >>> tx = primal_averaging(optax.sgd(2.0), averaging=0.5, interpolation=0.5)
-      >>> y = jnp.array(10.0)
+      >>> tx, y = primal_averaging(optax.sgd(2.0), 0.5, interpolation=0.5), jnp.array(10.0)
       >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
-      >>> y = optax.apply_updates(y, updates)
-      >>> print(state.average.z, eval_params(state, y), y)
+      >>> y += updates
+      >>> print(state.average.z, eval_params(state, y), y)  # x is halfway to z, y midway
       6.0 8.0 7.0
 
     References:
@@ -152,20 +146,15 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        _refuse([*trees.find(state, tuple(_REFUSED)), *visible_sam(state)])
+        _refuse([*trees.find(state, _NOT_AVERAGED), *visible_sam(state)])
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
     def update_fn(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        observe: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, PrimalAveragingState]:
+        updates: PyTree, state: PyTree, params: PyTree = None, *, observe: Any = None, **extra: Any
+    ) -> Any:
         trees.check_kind("state", state, PrimalAveragingState)
         seen = current_z(state.average, params) if params_of_base == "z" else params
-        u, of_base = tx.update(updates, state.base, seen, **extra_args)
+        u, of_base = tx.update(updates, state.base, seen, **extra)
         minus_u = trees.map_trained(jnp.negative, u, otherwise=u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
@@ -187,16 +176,12 @@ def stochastic_rounding(
       key: PRNG key, as `rounding_key` of `spa`.
 
     Returns:
-      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `count` and `base`.
+      A transformation with `count` and `base` in its state. `update` needs `params`.
 
     Raises:
       ValueError: if an argument is of the wrong kind, the trees differ, or `base` averages.
 
     Examples:
-      Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that is rounded up one
-      time in four.
-
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import optax
@@ -204,7 +189,7 @@ def stochastic_rounding(
       >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
       >>> params = jnp.ones(100_000, jnp.bfloat16)
       >>> updates, state = tx.update(jnp.full(100_000, -1 / 512), tx.init(params), params)
-      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")
+      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")  # 1/512 in the mean
       [0 0.0078125] 0.25
 
     References:
@@ -219,13 +204,11 @@ def stochastic_rounding(
         _refuse(trees.find(state, _AVERAGES))
         return StochasticRoundingState(jnp.zeros([], jnp.int32), state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, StochasticRoundingState]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
         trees.check_kind("state", state, StochasticRoundingState)
-        u, of_base = tx.update(updates, state.base, params, **extra_args)
+        u, of_base = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
 
@@ -247,9 +230,9 @@ def float8_momentum(
 
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
-    Each array has its own s, the power of two with which max |q| is from 224 to 448, the largest
-    number of float8_e4m3fn. Under Adam q stands for m / √ν, because steps divide m by √ν. With
-    bfloat16 params put it into `stochastic_rounding` or `primal_averaging`.
+    Each array has its own s, the power of two with which max |q| is from 224 to 448, float8's
+    largest. Under Adam q stands for m / √ν, because steps divide m by √ν. With bfloat16 params put
+    this into `stochastic_rounding` or `primal_averaging`.
 
     Args:
       base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
@@ -258,8 +241,7 @@ def float8_momentum(
       key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may have the same.
 
     Returns:
-      A transformation whose state has the fields `count`, `base` (the state of `base`, with q as
-      its momentum) and `scales` (s).
+      A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in its state.
 
     Raises:
       ValueError: if an argument is of the wrong kind, or `base` averages, or has no such momentum,
@@ -299,13 +281,11 @@ def float8_momentum(
             raise ValueError(f"`base` must hold one of {names}, got {trees.kinds_of(of_base)}")
         return pack(of_base, jnp.zeros([], jnp.int32))
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, Float8MomentumState]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         trees.check_kind("state", state, Float8MomentumState)
         q, units = _momentum_and_units(state.base)
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
-        u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra_args)
+        u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra)
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))

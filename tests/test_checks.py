@@ -308,7 +308,7 @@ def test_states_and_params_of_others() -> None:
         (spa(0.1), spa(0.1).init(PARAMS), None, "`params` must be passed to `update`"),
         (spa(0.1), spa(0.1).init(small), PARAMS, "`state.z` must have the shapes of `params`"),
         (spa(0.1), STATE, PARAMS, "`state` must be of type `SPAState`, got tuple"),
-        (spa_adamw(0.1), factored_state, PARAMS, "`state` must hold a full second moment"),
+        (spa_adamw(0.1), factored_state, PARAMS, "`state` must be of type `ScaleByRms"),
     ):
         with pytest.raises(ValueError, match=match):
             tx.update(PARAMS, state, params)

@@ -108,7 +108,7 @@ def test_refused() -> None:
         primal_averaging(sgd, 0.1),
     ]
     refused = {
-        "not average, got a .*: average once, by `spa` or": averages,
+        "not average, got a .*: average once": averages,
         "not round, got a .*: pass `rounding_key`": [stochastic_rounding(sgd, KEY)],
         "not skip updates, got a .*: put it around": [
             optax.MultiSteps(sgd, 2).gradient_transformation(),

@@ -1,6 +1,7 @@
-"""Directions g / (√ν + ε), with what Optax lacks: ν in 16 bits, and a factored ν free of bias."""
+"""AdamW with primal averaging for its first moment, and its directions g / (√ν + ε)."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,118 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from spa_optax._checks import B2, EPS, KEY, POSITIVE_INTEGER, POWER, check_floats, one_of
+from spa_optax import _checks as checks
+from spa_optax._family import spa
 from spa_optax._optax_states import RMSState
 from spa_optax._precision import Stream, rounded, seeds_like, widen
 from spa_optax._trees import check_kind, check_same_tree, is_none
+from spa_optax._wrappers import in_float32
 from spa_optax._xla import sharded_like
+
+SecondMoment = Literal["full", "bfloat16", "factored"]
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+def spa_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    averaging: optax.ScalarOrSchedule = 0.1,
+    interpolation: optax.ScalarOrSchedule = 1.0,
+    *,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Mask = None,
+    second_moment: SecondMoment = "full",
+    state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with primal averaging in place of its first moment: `spa` on Adam's direction.
+
+    With λ the weight decay, the direction is
+
+        d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k      ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
+
+    AdamW scales an average of gradients; this averages scaled gradients, without bias correction.
+    Rates and momenta are on AdamW's scale: averaging is 1 − b1, and a step is the learning rate
+    times the mean of the last 1/c directions. It is a chain of pieces, to take apart and change:
+
+        optax.chain(
+            in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ))),
+            spa(learning_rate, averaging, interpolation),
+        )
+
+    With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw` with b1 = μ_y. With
+    bfloat16 params, params and state take 10 bytes per parameter, and with a bfloat16 z and a
+    factored ν 4. AdamW takes 14 with a float32 master copy.
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+      interpolation: μ_y in (0, 1], as for `spa`. Below 1 evaluate and save `eval_params`.
+      b2: β₂ in [0, 1), of the second moment.
+      eps: ε ≥ 0.
+      weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
+        decoupled and multiplied by the learning rate, as in `optax.adamw`.
+      mask: which params to decay: a tree of booleans, or a function of the params. None means all.
+      second_moment: ν is "full", in 32 bits or more; "bfloat16", which needs a `rounding_key`; or
+        "factored" as in `optax.adafactor`, with almost no memory, and √(ν + ε²) for √ν + ε. Only
+        arrays whose second longest axis is 128 or more are factored.
+      state_dtype: dtype of z, as for `spa`.
+      rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` put it,
+        `state_dtype`, `second_moment` and a function `mask` into `static_args`, and for 16-bit
+        params set `hyperparam_dtype=jnp.float32`.
+
+    Returns:
+      An optax chain whose `update` needs `params` and keeps their dtype.
+
+    Raises:
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import spa_adamw
+      >>> tx, params = spa_adamw(learning_rate=1.0, weight_decay=0.0), jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(4.0), tx.init(params), params)
+      >>> print(f"{state[1].z:.3f} {params + updates:.3f}")  # x goes a tenth of the way to z
+      9.000 9.900
+
+    References:
+      Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101.
+    """
+    checks.RATE.check(weight_decay=weight_decay)
+    checks.INTERPOLATION.check(interpolation=interpolation)
+    checks.one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
+    checks.STATE_DTYPE.check(state_dtype=state_dtype)
+    if second_moment == "factored":
+        scale = scale_by_factored_second_moment(b2, eps)
+    else:
+        dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
+        scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
+    add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
+    if second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
+        # XLA for TPU v7x makes one kernel, not two, if it does not know that μ_y is 1.
+        is_one = checks.is_plain_number(interpolation) and interpolation == 1
+        interpolation = jnp.ones([]) if is_one else interpolation
+    narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
+    average = spa(learning_rate, averaging, interpolation, **narrow)
+    return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
+
+
+def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
+    """A mask as a function of the params that raises ValueError unless it fits them."""
+    leaves = jax.tree.leaves(mask)
+    # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
+    function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
+
+    def mask_of(params: PyTree) -> PyTree:
+        tree = function(params)
+        try:
+            jax.tree.map(lambda leaf, _: checks.FLAG.check(mask=leaf), tree, params)
+        except ValueError as error:
+            raise ValueError(f"`mask` must be a tree of booleans like `params`: {error}") from None
+        return tree
+
+    return None if mask is None else mask_of
 
 
 def scale_by_second_moment(
@@ -30,41 +138,38 @@ def scale_by_second_moment(
       b2: β₂ in [0, 1).
       eps: ε ≥ 0.
       dtype: dtype of ν. None means the params', in 32 bits or more within `in_float32`. bfloat16
-        needs a `rounding_key`; the direction takes ν as rounded.
+        needs a `rounding_key`: rounded to nearest, ν would not change. The direction takes it as
+        rounded.
       rounding_key: for stochastic rounding of a bfloat16 ν, as for `spa`.
 
     Returns:
       A transformation with the state of `optax.scale_by_rms`.
 
     Raises:
-      ValueError: if an argument is out of range, `params` are not floating-point arrays, or the
-        trees differ.
+      ValueError: if an argument is out of range, `params` are not floats, or the trees differ.
 
     Examples:
-      The first direction is the gradient's sign.
-
       >>> import jax.numpy as jnp
       >>> from spa_optax import scale_by_second_moment
       >>> params = jnp.array([4.0, -2.0])
       >>> tx = scale_by_second_moment(eps=0.0)
       >>> direction, state = tx.update(params, tx.init(params), params)
-      >>> print(jnp.round(direction, 3))
+      >>> print(jnp.round(direction, 3))  # the gradient's sign
       [ 1. -1.]
 
     References:
       Kingma, Ba, Adam, 2015, arXiv:1412.6980, Algorithm 1.
     """
-    B2.check(b2=b2)
-    EPS.check(eps=eps)
-    one_of(jnp.bfloat16, "bfloat16").optional().check(dtype=dtype)
-    KEY.optional().check(rounding_key=rounding_key)
+    checks.B2.check(b2=b2)
+    checks.EPS.check(eps=eps)
+    checks.one_of(jnp.bfloat16, "bfloat16").optional().check(dtype=dtype)
+    checks.KEY.optional().check(rounding_key=rounding_key)
     if dtype is not None and rounding_key is None:
-        rule = "must be given with a bfloat16 second moment, which would not change if rounded to"
-        raise ValueError(f"`rounding_key` {rule} nearest, got None")
+        raise ValueError("`rounding_key` must be given with a bfloat16 second moment, got None")
     b2, eps, key = _as_python(b2), _as_python(eps), None if dtype is None else rounding_key
 
     def init_fn(params: PyTree) -> Any:
-        check_floats("params", params)
+        checks.check_floats("params", params)
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
         nu = jax.tree.map(lambda x: sharded_like(zeros(x), x), params)
         return RMSState(jnp.zeros([], jnp.int32), nu)
@@ -114,31 +219,29 @@ def scale_by_factored_second_moment(
       ValueError: as for `scale_by_second_moment`.
 
     Examples:
-      The first ν of a gradient of rank one is its square.
-
       >>> import jax.numpy as jnp
       >>> from spa_optax import scale_by_factored_second_moment
       >>> params = jnp.outer(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
       >>> tx = scale_by_factored_second_moment(min_dim_size_to_factor=2)
       >>> direction, state = tx.update(params, tx.init(params), params)
-      >>> print(state.v_row, state.v_col, jnp.round(direction, 3))
+      >>> print(state.v_row, state.v_col, jnp.round(direction, 3))  # of rank one: exact
       [12.5 50. ] [22.5 40. ] [[ 1.  1.]
        [-1. -1.]]
 
     References:
       Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
-    B2.check(b2=b2)
-    EPS.check(eps=eps)
-    POWER.check(power=power)
-    POSITIVE_INTEGER.check(min_dim_size_to_factor=min_dim_size_to_factor)
+    checks.B2.check(b2=b2)
+    checks.EPS.check(eps=eps)
+    checks.POWER.check(power=power)
+    checks.POSITIVE_INTEGER.check(min_dim_size_to_factor=min_dim_size_to_factor)
     b2, eps, rho = _as_python(b2), _as_python(eps), _as_python(power)
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
     real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
-        check_floats("params", params)
+        checks.check_floats("params", params)
         state: Any = init(params)
         return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 
