@@ -9,15 +9,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks
+from spa_optax import _checks as checks, _trees as trees
 from spa_optax._family import spa
 from spa_optax._optax_states import RMSState
 from spa_optax._precision import Stream, rounded, seeds_like, widen
-from spa_optax._trees import check_kind, check_same_tree, is_none
 from spa_optax._wrappers import in_float32
 from spa_optax._xla import sharded_like
 
-SecondMoment = Literal["full", "bfloat16", "factored"]
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
@@ -30,7 +28,7 @@ def spa_adamw(
     eps: ArrayLike = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Mask = None,
-    second_moment: SecondMoment = "full",
+    second_moment: Literal["full", "bfloat16", "factored"] = "full",
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -42,16 +40,11 @@ def spa_adamw(
 
     AdamW scales an average of gradients; this averages scaled gradients, without bias correction.
     Rates and momenta are on AdamW's scale: averaging is 1 − b1, and a step is the learning rate
-    times the mean of the last 1/c directions. It is a chain of pieces, to take apart and change:
+    times the mean of the last 1/c directions. To change a part, chain the pieces yourself: `spa`
+    after `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
 
-        optax.chain(
-            in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ))),
-            spa(learning_rate, averaging, interpolation),
-        )
-
-    With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw` with b1 = μ_y. With
-    bfloat16 params, params and state take 10 bytes per parameter, and with a bfloat16 z and a
-    factored ν 4. AdamW takes 14 with a float32 master copy.
+    With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw` with b1 = μ_y. bfloat16
+    params and the state take 10 bytes a parameter, and with a bfloat16 z and a factored ν 4.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -63,12 +56,10 @@ def spa_adamw(
         decoupled and multiplied by the learning rate, as in `optax.adamw`.
       mask: which params to decay: a tree of booleans, or a function of the params. None means all.
       second_moment: ν is "full", in 32 bits or more; "bfloat16", which needs a `rounding_key`; or
-        "factored" as in `optax.adafactor`, with almost no memory, and √(ν + ε²) for √ν + ε. Only
-        arrays whose second longest axis is 128 or more are factored.
+        "factored", by `scale_by_factored_second_moment`, with almost no memory.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. Under `optax.inject_hyperparams` put it,
-        `state_dtype`, `second_moment` and a function `mask` into `static_args`, and for 16-bit
-        params set `hyperparam_dtype=jnp.float32`.
+        `state_dtype`, `second_moment` and a function `mask` into `static_args`.
 
     Returns:
       An optax chain whose `update` needs `params` and keeps their dtype.
@@ -88,7 +79,6 @@ def spa_adamw(
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101.
     """
     checks.RATE.check(weight_decay=weight_decay)
-    checks.INTERPOLATION.check(interpolation=interpolation)
     checks.one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
     checks.STATE_DTYPE.check(state_dtype=state_dtype)
     if second_moment == "factored":
@@ -99,7 +89,7 @@ def spa_adamw(
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
     if second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
         # XLA for TPU v7x makes one kernel, not two, if it does not know that μ_y is 1.
-        is_one = checks.is_plain_number(interpolation) and interpolation == 1
+        is_one = type(interpolation) in (int, float) and interpolation == 1
         interpolation = jnp.ones([]) if is_one else interpolation
     narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
     average = spa(learning_rate, averaging, interpolation, **narrow)
@@ -138,8 +128,7 @@ def scale_by_second_moment(
       b2: β₂ in [0, 1).
       eps: ε ≥ 0.
       dtype: dtype of ν. None means the params', in 32 bits or more within `in_float32`. bfloat16
-        needs a `rounding_key`: rounded to nearest, ν would not change. The direction takes it as
-        rounded.
+        needs a `rounding_key`: rounded to nearest, ν would not change.
       rounding_key: for stochastic rounding of a bfloat16 ν, as for `spa`.
 
     Returns:
@@ -151,8 +140,7 @@ def scale_by_second_moment(
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import scale_by_second_moment
-      >>> params = jnp.array([4.0, -2.0])
-      >>> tx = scale_by_second_moment(eps=0.0)
+      >>> tx, params = scale_by_second_moment(eps=0.0), jnp.array([4.0, -2.0])
       >>> direction, state = tx.update(params, tx.init(params), params)
       >>> print(jnp.round(direction, 3))  # the gradient's sign
       [ 1. -1.]
@@ -175,18 +163,18 @@ def scale_by_second_moment(
         return RMSState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        check_kind("state", state, RMSState)
-        check_same_tree("state.nu", state.nu, "updates", updates)
+        trees.check_kind("state", state, RMSState)
+        trees.check_same_tree("state.nu", state.nu, "updates", updates)
         state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
         seeds = seeds_like(key, state.count, state.nu, Stream.SECOND_MOMENT)
         k = jnp.asarray(optax.safe_increment(state.count))
         nu = optax.tree.update_moment_per_elem_norm(updates, widen(state.nu), b2, 2)
         store = lambda v, old, seed: old if v is None else rounded(v, old.dtype, seed)
-        nu = jax.tree.map(store, nu, state.nu, seeds, is_leaf=is_none)
+        nu = jax.tree.map(store, nu, state.nu, seeds, is_leaf=trees.is_none)
         with jax.numpy_dtype_promotion("standard"):  # β₂ to the power of an integer
             nu_hat = optax.tree.bias_correction(widen(nu), b2, k)
         scale = lambda g, v: None if g is None else 1 / (jnp.sqrt(v) + eps) * g
-        d = jax.tree.map(scale, updates, nu_hat, is_leaf=is_none)
+        d = jax.tree.map(scale, updates, nu_hat, is_leaf=trees.is_none)
         return d, state._replace(count=k, nu=nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -224,9 +212,8 @@ def scale_by_factored_second_moment(
       >>> params = jnp.outer(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
       >>> tx = scale_by_factored_second_moment(min_dim_size_to_factor=2)
       >>> direction, state = tx.update(params, tx.init(params), params)
-      >>> print(state.v_row, state.v_col, jnp.round(direction, 3))  # of rank one: exact
-      [12.5 50. ] [22.5 40. ] [[ 1.  1.]
-       [-1. -1.]]
+      >>> print(state.v_row, state.v_col, jnp.round(direction[1], 3))  # of rank one: exact
+      [12.5 50. ] [22.5 40. ] [-1. -1.]
 
     References:
       Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
@@ -246,8 +233,8 @@ def scale_by_factored_second_moment(
         return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        check_kind("state", state, optax.FactoredState)
-        check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
+        trees.check_kind("state", state, optax.FactoredState)
+        trees.check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
         if rho is None:
@@ -255,7 +242,6 @@ def scale_by_factored_second_moment(
             decay = b2 * (1 - b2**k_float) / (1 - b2 ** (k_float + 1))  # weights sum up to 1
         else:
             decay = 1 - (k + 1.0) ** -rho
-
         average = lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype)
 
         def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
@@ -272,7 +258,7 @@ def scale_by_factored_second_moment(
             d = g * rows**-0.5 * (columns**-0.5 * jnp.sqrt(_mean(rows, i, keepdims=True)))
             return d, row, column, v
 
-        gs, structure = jax.tree.flatten(updates, is_leaf=is_none)
+        gs, structure = jax.tree.flatten(updates, is_leaf=trees.is_none)
         moments = map(structure.flatten_up_to, (state.v_row, state.v_col, state.v))
         results = [leaf(*arrays) for arrays in zip(gs, *moments, strict=True)]
         columns = zip(*results, strict=True) if results else [()] * 4

@@ -3,8 +3,7 @@
 import jax
 from jaxtyping import Array, PyTree
 
-from spa_optax import _trees as trees
-from spa_optax._checks import check_one_run, is_surely
+from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, check_scalars, is_at_start
 from spa_optax._precision import wide_dtype
 from spa_optax._storage import check_readable, form_of, trees_of, z_of
@@ -17,10 +16,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
         x_k = y_k + (1/μ_y − 1)(y_k − z_k)
 
-    At an interpolation of 1, and under `stochastic_rounding`, x is `params`. Arrays of x may be
-    those of `params`, which a step that donates them deletes: to keep x, copy it,
-    `jax.tree.map(jnp.copy, x)`. With Flax nnx, write x into a clone of the model, since `nnx.state`
-    returns live variables: x in the model itself would replace y.
+    At an interpolation of 1, and under `stochastic_rounding`, x is `params`. To keep x, copy it,
+    `jax.tree.map(jnp.copy, x)`, since its arrays may be those of `params`, which a step may donate.
+    With Flax nnx, write x into a clone: in the model itself it would replace y.
 
     Args:
       opt_state: a state that holds one of the family, or several that divide the params, in any
@@ -28,8 +26,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       params: y_k, the current params of that run.
 
     Returns:
-      x_k, shaped like `params` and of their dtype. Leaves handled by another optimizer, or by none,
-      are returned unchanged.
+      x_k, like `params`. Leaves of another optimizer, or of none, are returned unchanged.
 
     Raises:
       ValueError: if `opt_state` has no `SPAState`, or batched ones, or z does not fit `params`, or
@@ -42,20 +39,16 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> updates, state = tx.update(jnp.array(4.0), tx.init(y), y)
       >>> print(state.z, y + updates, eval_params(state, y + updates))  # y is midway from z to x
       6.0 7.0 8.0
-
-    References:
-      Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
     if trees.find(opt_state, StochasticRoundingState) and not trees.find(opt_state, SPAState):
         return params
-    counts = [(state.count, state.mu_y) for state in trees.find(opt_state, SPAState)]
-    check_one_run("opt_state", counts)
     x = trees.by_path(params)
     for state in _states("opt_state", opt_state, params):
+        checks.check_one_run("opt_state", state.count, state.mu_y)
         mu_y = trees.scalar_of(state.mu_y)
-        if is_surely(mu_y == 1):
+        if checks.is_surely(mu_y == 1):
             continue
-        if is_surely(mu_y <= 0):
+        if checks.is_surely(mu_y <= 0):
             raise ValueError("`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost")
         of_z = [trees.by_path(tree) for tree in trees_of(state.z)]
         for key in filter(lambda key: trees.is_trained(x[key]), of_z[0]):
@@ -89,8 +82,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import reanchor, spa
-      >>> params = jnp.array([3.0, -1.0])
-      >>> pruned = jnp.array([3.0, 0.0])
+      >>> params, pruned = jnp.array([3.0, -1.0]), jnp.array([3.0, 0.0])
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """

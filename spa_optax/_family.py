@@ -30,7 +30,6 @@ def spa(
     At μ_y = 1 the params are x, the point to evaluate and to save. For constants the iterates are
     then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see `hyperparams_to_sgdm`. Below 1
     evaluate and save x, from `eval_params(opt_state, params)`: y and z are stored, x is not.
-
     Special cases: Schedule-Free, by `schedule_free_averaging`; for constants quasi-hyperbolic
     momentum with β = 1 − c and ν = μ_y; Keras's form of Nesterov momentum, with β = 1 − c = μ_y.
 
@@ -40,23 +39,21 @@ def spa(
     would not follow, and would pull x back. After editing params call `reanchor`.
 
     Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
-        rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 − β).
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. A share
         1 − μ_y (1 − c) of each step enters y at once. x has the rounding error of y over μ_y.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
-        a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2;
-        `diagnostics.momentum_report` counts what is. 8 bits need a `rounding_key`, and rates of
-        1e-4 or more. To change it in mid-run use `convert`. Under `optax.inject_hyperparams` put it
-        and `rounding_key` into `static_args`.
+        a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2
+        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and rates of 1e-4
+        or more. To change it in mid-run use `convert`. Under `optax.inject_hyperparams` put it and
+        `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
-        on the sharding under `jax.jit`. Two optimizers, as in `optax.partition`, replicas under
-        `jax.vmap` and shards inside `jax.shard_map` share them, unless each has its own key:
-        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which params
-        are replicated.
+        on the sharding under `jax.jit`. Optimizers in `optax.partition`, replicas under `jax.vmap`
+        and shards in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the
+        key, but never along an axis on which params are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
@@ -67,18 +64,16 @@ def spa(
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import eval_params, spa
-      >>> for mu_y in (1.0, 0.5):
-      ...     tx, y = spa(1.0, averaging=0.5, interpolation=mu_y), jnp.array(10.0)
-      ...     updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
-      ...     y += updates
-      ...     print(state.z, eval_params(state, y), y)  # x is halfway to z; y at x, and midway
-      8.0 9.0 9.0
+      >>> tx, y = spa(learning_rate=1.0, averaging=0.5, interpolation=0.5), jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
+      >>> y += updates
+      >>> print(state.z, eval_params(state, y), y)  # x is halfway to z, and y between the two
       8.0 9.0 8.5
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio et al.,
       Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et al., The Road Less
-      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum, 2019, 1810.06801.
+      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum, arXiv:1810.06801.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.AVERAGING.check(averaging=averaging)
@@ -89,11 +84,10 @@ def spa(
     params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
-        k = state.count
-        eta, c = eta_at(k), c_at(k)
+        eta, c = eta_at(state.count), c_at(state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were constant.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(k))
+        return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(state.count))
 
     return transformation(rule, state_dtype, rounding_key, mu_y_at=mu_y_at)
 
@@ -132,9 +126,8 @@ def spa_from_sgdm(
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β, until
-        β^horizon < 1e-8 (175 steps at 0.9, at most 32,768), and otherwise 2,000 steps, enough up to
-        β = 0.99. With fewer steps the iterates remain exact, but z is rescaled. Under
-        `optax.inject_hyperparams` put it into `static_args`.
+        β^horizon < 1e-8, and otherwise 2,000 steps, enough up to β = 0.99. If it is too short, z is
+        rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
@@ -149,17 +142,15 @@ def spa_from_sgdm(
       >>> from spa_optax import spa_from_sgdm
       >>> tx, x = spa_from_sgdm(learning_rate=1.0, momentum=0.5), jnp.array(10.0)
       >>> state = tx.init(x)
-      >>> for gradient in (2.0, 0.0, 0.0):
+      >>> for gradient in (2.0, 0.0):
       ...     updates, state = tx.update(jnp.array(gradient), state, x)
       ...     x += updates
       ...     print(state.z, x)  # x comes to rest at z
       6.0 8.0
       6.0 7.0
-      6.0 6.5
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 (by a
-      recursion that can blow up; the look-ahead is this package's).
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.MOMENTUM.check(momentum=momentum)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax import _trees as trees
-from spa_optax._checks import KEY, TRANSFORMATION, one_of
+from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
 from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, visible_sam
@@ -40,33 +39,29 @@ class PrimalAveragingState(NamedTuple):
 
 _FLOAT8 = jnp.float8_e4m3fn
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
-# What a base must not do, and what to do instead.
+# What a base must not do, and what to do instead. (SAM only without its opaque mode.)
 _REFUSED: dict[Any, tuple[str, str]] = {
     **dict.fromkeys(_AVERAGES, ("average", "average once, and pass `rounding_key` to that")),
     StochasticRoundingState: ("round", "pass `rounding_key` instead"),
-    **dict.fromkeys(SKIPS_UPDATES, ("skip updates", "put it around")),
+    **dict.fromkeys(SKIPS_UPDATES, ("skip updates", "put it around this")),
     optax.LookaheadState: ("move params back", "average instead"),
-    optax.contrib.SAMState: ("move params aside", "set its `opaque_mode=True`"),
 }
-_NOT_AVERAGED = tuple(kind for kind in _REFUSED if kind is not optax.contrib.SAMState)
 
 
 def _refuse(nodes: list[Any]) -> None:
     for node in nodes:
-        does, instead = _REFUSED[type(node)]
+        does, instead = _REFUSED.get(type(node), ("move params aside", "set `opaque_mode=True`"))
         raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation in float32 for params of 16 bits or fewer.
+    """Runs a transformation in float32 for 16-bit params: in bfloat16 a β₂ of 0.999 would be 1.
 
     Args:
-      inner: any transformation, such as a direction in a chain before `spa`. By itself it would
-        keep second moments in bfloat16, where a β₂ of 0.999 is 1.
+      inner: any transformation, such as a direction in a chain before `spa`.
 
     Returns:
-      A transformation with the state of `inner` for float32 params, and float32 updates. Updates of
-      integer params are returned unchanged.
+      A transformation with the state and updates of `inner` for float32 params. Integers stay.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
@@ -75,11 +70,10 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import in_float32
-      >>> params = jnp.ones(3, jnp.bfloat16)
-      >>> print(in_float32(optax.scale_by_adam()).init(params).nu.dtype)
+      >>> print(in_float32(optax.scale_by_adam()).init(jnp.ones(3, jnp.bfloat16)).nu.dtype)
       float32
     """
-    TRANSFORMATION.check(inner=inner)
+    checks.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
@@ -106,8 +100,7 @@ def primal_averaging(
 
         z_{k+1} = z_k + u_k, and x and y as in `spa`
 
-    `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps`, `optax.apply_if_finite` and
-    `optax.masked` around this.
+    `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps` and the like around.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
@@ -119,12 +112,11 @@ def primal_averaging(
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
     Returns:
-      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `base` and `average`, an `SPAState` in which η is 1 and the gradient −u.
+      A transformation with `base` and `average`, an `SPAState`, in its state. Its `update` needs
+      `params`, and passes extra arguments on to `base`.
 
     Raises:
-      ValueError: if an argument is out of range, the trees differ, or `base` averages, rounds,
-        skips updates, or moves params back (`optax.lookahead`, `optax.contrib.sam`).
+      ValueError: if an argument is out of range, or `base` averages, rounds, skips or undoes steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -139,20 +131,19 @@ def primal_averaging(
     References:
       Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
-    TRANSFORMATION.check(base=base)
-    one_of("params", "z").check(params_of_base=params_of_base)
+    checks.TRANSFORMATION.check(base=base)
+    checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        _refuse([*trees.find(state, _NOT_AVERAGED), *visible_sam(state)])
+        _refuse([*trees.find(state, tuple(_REFUSED)), *visible_sam(state)])
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, observe: Any = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         trees.check_kind("state", state, PrimalAveragingState)
+        observe = extra.pop("observe", None)  # the step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra)
         minus_u = trees.map_trained(jnp.negative, u, otherwise=u)
@@ -195,8 +186,8 @@ def stochastic_rounding(
     References:
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
     """
-    TRANSFORMATION.check(base=base)
-    KEY.check(key=key)
+    checks.TRANSFORMATION.check(base=base)
+    checks.KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
@@ -230,9 +221,8 @@ def float8_momentum(
 
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
-    Each array has its own s, the power of two with which max |q| is from 224 to 448, float8's
-    largest. Under Adam q stands for m / √ν, because steps divide m by √ν. With bfloat16 params put
-    this into `stochastic_rounding` or `primal_averaging`.
+    s is a power of two for each array, with which max |q| is from 224 to 448. Under Adam, m / √ν is
+    stored. With bfloat16 params put this into `stochastic_rounding` or `primal_averaging`.
 
     Args:
       base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
@@ -252,8 +242,7 @@ def float8_momentum(
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import float8_momentum
-      >>> tx = float8_momentum(optax.sgd(1.0, momentum=0.5), jax.random.key(0))
-      >>> params = jnp.zeros(2)
+      >>> tx, params = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0)), jnp.zeros(2)
       >>> updates, state = tx.update(jnp.array([2.0, 3.0]), tx.init(params), params)
       >>> print(optax.tree.get(state, "trace"), state.scales)
       [256 384] [0.0078125]
@@ -261,8 +250,8 @@ def float8_momentum(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861.
     """
-    TRANSFORMATION.check(base=base)
-    KEY.check(key=key)
+    checks.TRANSFORMATION.check(base=base)
+    checks.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
 
     def pack(of_base: PyTree, count: Array) -> Float8MomentumState:
@@ -307,8 +296,7 @@ def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
         arrays += of_node
     for m in arrays:
         if jnp.iscomplexobj(m) or m.itemsize > 4:
-            rule = "have a momentum of real numbers in 32 bits or fewer"
-            raise ValueError(f"`base` must {rule}, got one of dtype {m.dtype}")
+            raise ValueError(f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}")
     return [m.astype(jnp.float32) for m in arrays], units
 
 

@@ -362,9 +362,11 @@ def test_of_momentum_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"`base` must {match}"):
             float8_momentum(base, KEY).init(params)
-    with pytest.raises(ValueError, match=r"`base` must have a momentum of real .* complex64"):
+    with pytest.raises(
+        ValueError, match="`base` must have real momentum in 32 bits or fewer, got comp"
+    ):
         tx.init(params.astype(complex))
-    with x64(), pytest.raises(ValueError, match=r"in 32 bits or fewer, got one of dtype float64"):
+    with x64(), pytest.raises(ValueError, match="in 32 bits or fewer, got float64"):
         tx.init(jnp.zeros(2, jnp.float64))
     with pytest.raises(ValueError, match="must be of type `Float8MomentumState`, got tuple"):
         tx.update(params, sgd.init(params))
