@@ -10,17 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT16,
-    optimized,
-    quick,
-    run,
-    spa_state,
-    x64,
-    z_of,
-)
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, optimized, quick, run, spa_state, x64, z_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 

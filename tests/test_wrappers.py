@@ -187,27 +187,3 @@ def test_a_step_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: Any) -> None
     # Steps are independent, so their variances add up: ulp · rate |g| or less. Else 20 times that.
     sq_error = num_steps * float(jnp.finfo(dtype).eps) * rate * np.abs(g).mean()
     assert np.float64(x).var(1).mean() < 1.5 * sq_error
-
-
-def test_the_loss_of_float32() -> None:
-    """At a rate at which nearest rounding stops: a least-squares problem of 50 params."""
-    rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((200, 50), (200,)))
-    loss = lambda x: jnp.mean((a @ x.astype(jnp.float32) - b) ** 2)
-
-    def final(tx: Any, dtype: Any) -> float:
-        def step(carry: Any, _: Any) -> Any:
-            x, state = carry
-            updates, state = tx.update(jax.grad(loss)(x), state, x)
-            return (optax.apply_updates(x, updates), state), None
-
-        x = jnp.full(50, 3.0, dtype)
-        (x, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, None, 2_000))((x, tx.init(x)))
-        return float(loss(x))
-
-    with jax.numpy_dtype_promotion("standard"):
-        base = optax.adam(0.003)
-        wide = final(base, jnp.float32)
-        nearest = final(in_float32(base), jnp.bfloat16)
-        stochastic = final(stochastic_rounding(base, KEY), jnp.bfloat16)
-    assert wide < stochastic < 1.1 * wide < nearest
