@@ -163,6 +163,10 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
         (lambda: spa(0.1).init(3), "`params` must be floating-point .* one of dtype int32"),
         (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a bfloat16 sec"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
+        (
+            lambda: spa_adamw(0.1, interpolation=True, state_dtype=jnp.bfloat16),
+            r"`interpolation` must be a scalar or a schedule, got True",
+        ),
         (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have shape \(n,\), got \(\)"),
         (lambda: theory.forward_recursion([1.0, 1.0], [0.9]), "`betas` must be a number or have"),
         (
