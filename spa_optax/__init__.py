@@ -1,7 +1,11 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
 from spa_optax import diagnostics as diagnostics, theory as theory
-from spa_optax._aliases import spa_adamw as spa_adamw
+from spa_optax._adam import (
+    scale_by_factored_second_moment as scale_by_factored_second_moment,
+    scale_by_second_moment as scale_by_second_moment,
+    spa_adamw as spa_adamw,
+)
 from spa_optax._convert import convert as convert
 from spa_optax._core import SPAState as SPAState
 from spa_optax._evaluate import eval_params as eval_params, reanchor as reanchor
@@ -13,10 +17,6 @@ from spa_optax._schedules import (
     momentum_drop as momentum_drop,
     schedule_free_averaging as schedule_free_averaging,
     stagewise as stagewise,
-)
-from spa_optax._second_moment import (
-    scale_by_factored_second_moment as scale_by_factored_second_moment,
-    scale_by_second_moment as scale_by_second_moment,
 )
 from spa_optax._wrappers import (
     float8_momentum as float8_momentum,

@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax import _checks as checks, _nodes as nodes, _trees as trees
+from spa_optax._adam import factored_axes
 from spa_optax._checks import is_surely
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
@@ -21,7 +22,6 @@ from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import has_narrow, scaled, wide_dtype
 from spa_optax._probe import check_adam
-from spa_optax._second_moment import factored_axes
 from spa_optax._storage import form_of, trees_of, z_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState

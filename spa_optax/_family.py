@@ -4,16 +4,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax._checks import (
-    AVERAGING,
-    FLAG,
-    INTERPOLATION,
-    MOMENTUM,
-    POSITIVE_INTEGER,
-    RATE,
-    check_above_0,
-    is_plain_number,
-)
+from spa_optax import _checks as checks
 from spa_optax._core import Scalars, SPAState, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
@@ -36,48 +27,33 @@ def spa(
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    At μ_y = 1 the params are x, the point to evaluate and to save. For constants this is then
-    `optax.sgd(η c, momentum=1 − c)`, the same iterates. For schedules see `hyperparams_to_sgdm`. To
-    keep the hyper-parameters of SGD+M instead, use `spa_from_sgdm`.
+    At μ_y = 1 the params are x, the point to evaluate and to save. For constants the iterates are
+    then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see `hyperparams_to_sgdm`. Below 1
+    evaluate and save x, from `eval_params(opt_state, params)`: y and z are stored, x is not.
+    Special cases: Schedule-Free, by `schedule_free_averaging`; for constants quasi-hyperbolic
+    momentum with β = 1 − c and ν = μ_y; Keras's form of Nesterov momentum, with β = 1 − c = μ_y.
 
-    Below 1 evaluate and save x, from `eval_params(opt_state, params)`. y and z are stored, x is
-    not. Special cases, with μ_x = 1 − c (c = 1 is SGD, z = x = y):
-
-    - μ_x = μ_y = β with η = α/(1 − β): Keras's form of Nesterov momentum β. For constants this is
-      also `optax.sgd` with Nesterov momentum.
-    - Constants: quasi-hyperbolic momentum with β = μ_x and ν = μ_y.
-    - Averaging by `schedule_free_averaging`, 1/(k + 1) at a constant rate: Schedule-Free.
-
-    - DiLoCo with one worker, which takes a slow step with momentum μ every H steps, is smoothed by
-      c = 1 − μ^(1/H). GPA's authors use c = 0.0033 (μ = 0.9, H = 32) and μ_y = 0.7, for long runs
-      and directions with their own momentum. For directions without, and runs of 300 to 5,000
-      steps, try c = 0.05 and μ_y = 0.9: a share 1 − μ_y (1 − c) of each enters y at once.
-
-    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. They
-    must keep the gradient's sign: after a finished optimizer, such as `optax.sgd(0.1)`, the loss
-    climbs, and nothing warns. Use `primal_averaging` there. Do not modify the update after `spa` or
-    around it (`optax.contrib.reduce_on_plateau`, `optax.lookahead`): z would not follow, and would
-    pull x back. After editing params outside the optimizer, call `reanchor`.
+    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. A
+    finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb, and nothing warns: use
+    `primal_averaging`. Do not modify the update after `spa` or around it (`optax.lookahead`): z
+    would not follow, and would pull x back. After editing params call `reanchor`.
 
     Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD+M with learning
-        rate α and momentum β, use η = α/(1 − β): ten times α at β = 0.9.
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 − β).
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. x has the
-        rounding error of y, divided by μ_y.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. A share
+        1 − μ_y (1 − c) of each step enters y at once. x has the rounding error of y over μ_y.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
-        a node of its own: in float16, float8_e4m3fn and float8_e5m2 up to 255, 1.75 and 224.
-        Elements of z that are farther from the params are moved to that limit, and
-        `diagnostics.momentum_report` counts them. 8 bits need a `rounding_key`, and for rates below
-        1e-4 are too few: use bfloat16. To change it in mid-run use `convert`.
-        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+        a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2
+        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and rates of 1e-4
+        or more. To change it in mid-run use `convert`. Under `optax.inject_hyperparams` put it and
+        `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
-        on the sharding under `jax.jit`. Two optimizers, as in `optax.partition`, replicas under
-        `jax.vmap` and shards inside `jax.shard_map` share them, unless each has its own key:
-        `jax.random.fold_in(key, jax.lax.axis_index(axis))`, but never along an axis on which params
-        are replicated.
+        on the sharding under `jax.jit`. Optimizers in `optax.partition`, replicas under `jax.vmap`
+        and shards in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the
+        key, but never along an axis on which params are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
@@ -86,42 +62,32 @@ def spa(
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      With η = 1, c = 0.5 and a gradient of 2, z goes from 10 to 8, and x half of the way to it.
-      With μ_y = 0.5, y is midway between the two.
-
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import eval_params, spa
-      >>> for mu_y in (1.0, 0.5):
-      ...     tx = spa(learning_rate=1.0, averaging=0.5, interpolation=mu_y)
-      ...     params = jnp.array(10.0)
-      ...     updates, state = tx.update(jnp.array(2.0), tx.init(params), params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(state.z, eval_params(state, params), params)
-      8.0 9.0 9.0
+      >>> tx, y = spa(learning_rate=1.0, averaging=0.5, interpolation=0.5), jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
+      >>> y += updates
+      >>> print(state.z, eval_params(state, y), y)  # x is halfway to z, and y between the two
       8.0 9.0 8.5
 
     References:
-      Defazio, Momentum via Primal Averaging: Theoretical Insights and Learning Rate Schedules for
-      Non-Convex Optimization, 2020, arXiv:2010.00406, Section 2, "The averaging form of momentum".
-      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
-      arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
-      Quasi-hyperbolic momentum and Adam for deep learning, 2019, arXiv:1810.06801.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio et al.,
+      Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et al., The Road Less
+      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum, arXiv:1810.06801.
     """
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
-    INTERPOLATION.check(interpolation=interpolation)
-    check_above_0("interpolation", interpolation)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.AVERAGING.check(averaging=averaging)
+    checks.INTERPOLATION.check(interpolation=interpolation)
+    checks.check_above_0("interpolation", interpolation)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
-    params_are_x = is_plain_number(interpolation) and interpolation == 1
+    params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
-        k = state.count
-        eta, c = eta_at(k), c_at(k)
+        eta, c = eta_at(state.count), c_at(state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were constant.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(k))
+        return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(state.count))
 
     return transformation(rule, state_dtype, rounding_key, mu_y_at=mu_y_at)
 
@@ -141,30 +107,27 @@ def spa_from_sgdm(
 
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
-    through z_k = x_k − w_k m_k, where w_k depends on later α and β:
+    through z_k = x_k − w_k m_k, the point at which x would come to rest if every later gradient
+    were zero. It is that of `spa` with
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    so that z_k is the point at which x would come to rest if every later gradient were zero. For
-    constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces α_k
-    in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces
+    α_k in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point. (Neither is it if β or all later α are 0.) Rescaling also scales the rounding error of
-    x in z − x, so for 16-bit params prefer schedules. Where a rising rate would magnify that error
-    over 2,896 times (float32) or 11 times (bfloat16), momentum restarts from zero. (Where z − x
-    is stored there is no such error.) For the place in a chain, and for edited params, see `spa`.
+    point, and a rate that rises magnifies the rounding error of x in z − x; over 2,896-fold
+    (float32) or 11-fold (bfloat16) momentum restarts from zero. For 16-bit params prefer schedules.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
-        `jax.vmap` for counts ahead of k, where NaN and negative values count as 0.
+        `jax.vmap` at later counts, where NaN and negative values count as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β, until
-        β^horizon < 1e-8 (175 steps at 0.9, at most 32,768). For a schedule or an array it means
-        2,000 steps, which is enough up to β = 0.99. With fewer steps the iterates remain exact,
-        but z is rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
+        β^horizon < 1e-8, and otherwise 2,000 steps, enough up to β = 0.99. If it is too short, z is
+        rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
@@ -175,30 +138,24 @@ def spa_from_sgdm(
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
 
     Examples:
-      α = 1, β = 0.5, a gradient of 2, then none: x goes from 10 towards 6, where z is from step 1.
-
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> from spa_optax import spa_from_sgdm
-      >>> tx = spa_from_sgdm(learning_rate=1.0, momentum=0.5)
-      >>> params = jnp.array(10.0)
-      >>> state = tx.init(params)
-      >>> for gradient in (2.0, 0.0, 0.0):
-      ...     updates, state = tx.update(jnp.array(gradient), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     print(state.z, params)
+      >>> tx, x = spa_from_sgdm(learning_rate=1.0, momentum=0.5), jnp.array(10.0)
+      >>> state = tx.init(x)
+      >>> for gradient in (2.0, 0.0):
+      ...     updates, state = tx.update(jnp.array(gradient), state, x)
+      ...     x += updates
+      ...     print(state.z, x)  # x comes to rest at z
       6.0 8.0
       6.0 7.0
-      6.0 6.5
 
     References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1. Its recursion gives
-      the same iterates, but its η_k can blow up; the look-ahead is this package's.
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
-    RATE.check(learning_rate=learning_rate)
-    MOMENTUM.check(momentum=momentum)
-    FLAG.check(nesterov=nesterov)
-    POSITIVE_INTEGER.optional().check(horizon=horizon)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.MOMENTUM.check(momentum=momentum)
+    checks.FLAG.check(nesterov=nesterov)
+    checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
         ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)

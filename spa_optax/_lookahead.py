@@ -8,11 +8,7 @@ ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any w_{k+1}
     x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
 
 with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). If r = 1 at every step, only its gradient step moves z.
-Only one such w stays bounded, the one that looks ahead:
-
-    w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i
-
-z_k is then the point at which x would come to rest if every later gradient were zero.
+Only one such w stays bounded, the one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i.
 """
 
 import math
@@ -28,36 +24,31 @@ from spa_optax._checks import is_plain_number
 from spa_optax._core import Scalars
 from spa_optax._hyperparams import at_count
 
-_TRUNCATION = 1e-8  # the horizon of a constant β is where β^H falls below this
-_MAX_HORIZON = 2**15  # enough for β = 0.999, which needs 18,412 terms
-_SCHEDULE_HORIZON = 2_000  # for a momentum schedule: 0.99^2000 = 2e-9
+Scalar = Float[Array, ""]
 
 
 class LookAhead(NamedTuple):
     """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
 
-    alpha: Float[Array, ""]  # α_k
-    beta: Float[Array, ""]  # β_k
-    a: Float[Array, ""]  # a_k
-    w: Float[Array, ""]  # w_{k+1}; 0 if all its terms are
-    unseen: Float[Array, ""]  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
+    alpha: Scalar  # α_k
+    beta: Scalar  # β_k
+    a: Scalar  # a_k
+    w: Scalar  # w_{k+1}; 0 if all its terms are
+    unseen: Scalar  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
 
 
-def foreseen_rate(alpha: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Later rates, with 0 for the NaN or negative values past the end of many schedules."""
-    return jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
-
-
-def foreseen_momentum(beta: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Later momenta, with 0 for values that are NaN or out of range."""
-    return jnp.where((beta > 0) & (beta < 1), beta, 0)
+def in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
+    """Later α and β, with 0 for values that are NaN or out of range, as past a schedule's end."""
+    alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
+    return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
 def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
+    """The H at which β^H < 1e-8, at most 2^15 (0.999 needs 18,412); 2,000 if β is a schedule."""
     if not is_plain_number(momentum):
-        return _SCHEDULE_HORIZON
+        return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # concrete, so no schedule
-    return min(math.ceil(math.log(_TRUNCATION) / math.log(beta)), _MAX_HORIZON) if beta > 0 else 1
+    return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15) if beta > 0 else 1
 
 
 def look_ahead(
@@ -68,66 +59,56 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step `count`, and w_{k+1} for those of later steps.
+    """The hyper-parameters of step k, the count, and w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant from k + H on.
     Numbers need no sum: H = 0.
     """
     alpha_at, beta_at = at_count("learning_rate", learning_rate), at_count("momentum", momentum)
+    a_of = lambda alpha, beta: alpha * beta if nesterov else alpha
     alpha, beta = alpha_at(count), beta_at(count)
-    a = alpha * beta if nesterov else alpha
+    a = a_of(alpha, beta)
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
         # Counts keep the dtype of `count`, since schedules compute in it, and do not overflow.
         after = lambda steps: count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
         counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-        alphas = foreseen_rate(jax.vmap(alpha_at)(counts))
-        betas = foreseen_momentum(jax.vmap(beta_at)(counts))
+        alphas, betas = in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
         # Evaluated again, since slicing the arrays above costs a kernel and keeps them alive.
         last = after(jnp.asarray(horizon, count.dtype))
-        alpha_last, beta_last = foreseen_rate(alpha_at(last)), foreseen_momentum(beta_at(last))
+        alpha_last, beta_last = in_range(alpha_at(last), beta_at(last))
         if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
-            reach = jnp.asarray(
-                np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1), a.dtype
-            )
+            powers = np.asarray(momentum, a.dtype).astype(float) ** np.arange(1, horizon + 1)
+            reach = jnp.asarray(powers, a.dtype)
         else:
             reach = jnp.cumprod(betas)
-        seen = jnp.sum((alphas * betas if nesterov else alphas) * reach)
+        seen = jnp.sum(a_of(alphas, betas) * reach)
         reach_last = unseen = reach[-1]
     else:
         foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
-        alpha_last, beta_last = foreseen_rate(alpha), foreseen_momentum(beta)
-    a_last = alpha_last * beta_last if nesterov else alpha_last
-    for_ever = a_last * beta_last / (1 - beta_last)
+        alpha_last, beta_last = in_range(alpha, beta)
+    for_ever = a_of(alpha_last, beta_last) * beta_last / (1 - beta_last)
     return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
 
 
-def eta_and_c(
-    ahead: LookAhead, w: Float[Array, ""], *, nesterov: bool = False
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """η_k and c_{k+1} of the step after which m has the scale w in z."""
+def eta_and_c(ahead: LookAhead, w: Scalar, *, nesterov: bool = False) -> tuple[Scalar, Scalar]:
+    """η_k and c_{k+1}, with w for w_{k+1}."""
     total = ahead.a + w
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
 
 
-def sgdm_scalars(
-    ahead: LookAhead, w_stored: Float[Array, ""], *, is_master: bool, nesterov: bool
-) -> Scalars:
-    """The scalars of a step, from the hyper-parameters and the scale of m in z_k.
-
-    `is_master` means that z is the master copy of params of 16 bits or fewer.
-    """
+def sgdm_scalars(ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: bool) -> Scalars:
+    """The scalars of a step. `is_master`: z is the master copy of params of 16 bits or fewer."""
     alpha, beta, a, w, unseen = ahead
-    w_k = w_stored.astype(a.dtype)
+    w_k = w_old.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
         # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w must
         # not have followed them down. But a w that stays large would degrade a master copy.
-        floor = jnp.maximum(w_k, alpha / 100)
-        w = jnp.where(foreseen, w, jnp.maximum(w, floor))
-    w = nonzero_w(w, a, w_k).astype(w_stored.dtype).astype(a.dtype)  # as the state has it
+        w = jnp.where(foreseen, w, jnp.maximum(w, jnp.maximum(w_k, alpha / 100)))
+    w = nonzero_w(w, a, w_k).astype(w_old.dtype).astype(a.dtype)  # as the state has it
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     w_k = jnp.where(w_k > 0, w_k, 1)
     shift = ((w - w_k) + (beta * a - (1 - beta) * w)) / w_k
@@ -135,18 +116,18 @@ def sgdm_scalars(
     # unchanged traced numbers. Its derivative is not, and is kept.
     rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
     shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
-    shift = jnp.where(w_stored > 0, shift, 0)
+    shift = jnp.where(w_old > 0, shift, 0)
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     delta = alpha * (1 - c) if nesterov else None
     return Scalars(eta, c, w, delta=delta, r=(w_k + shift * w_k, w_k))
 
 
-def nonzero_w(w: Float[Array, ""], a: Float[Array, ""], w_k: Float[Array, ""]) -> Float[Array, ""]:
+def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:
     """A w_{k+1} that is safe to divide by.
 
-    If w_{k+1} = 0 (β or every later α is 0), any positive number will do. a_k makes c = 1/2; w_k
-    keeps m through a gap of α = 0. Values below 1e-30 count as 0, since float32 loses their last
-    bits. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
+    If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2, and w_k
+    keeps m through a gap of α = 0. Below 1e-30, where float32 loses bits, numbers count as 0. A
+    negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
     """
     zero = 1e-30
     fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))

@@ -8,21 +8,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax._checks import KEY, TRANSFORMATION, one_of
+from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
 from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES
 from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
-from spa_optax._trees import (
-    check_kind,
-    check_same_tree,
-    find,
-    is_none,
-    is_trained,
-    kinds_of,
-    map_trained,
-    replace,
-)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -30,13 +20,6 @@ class StochasticRoundingState(NamedTuple):
 
     count: Int[Array, ""]  # the random bits depend on it
     base: PyTree
-
-
-_AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
-_NOT_IN_BASE: dict[type, str] = {
-    **dict.fromkeys(_AVERAGES, "averages"),
-    StochasticRoundingState: "rounds: pass `rounding_key` instead",
-}
 
 
 class Float8MomentumState(NamedTuple):
@@ -54,17 +37,40 @@ class PrimalAveragingState(NamedTuple):
     average: SPAState
 
 
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation in float32 for params of 16 bits or fewer.
+_FLOAT8 = jnp.float8_e4m3fn
+_AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
+# What a base must not do, and what to do instead. (SAM only without its opaque mode.)
+_REFUSED: dict[Any, tuple[str, str]] = {
+    **dict.fromkeys(_AVERAGES, ("average", "average once, and pass `rounding_key` to that")),
+    StochasticRoundingState: ("round", "pass `rounding_key` instead"),
+    **dict.fromkeys(SKIPS_UPDATES, ("skip updates", "put it around this")),
+    optax.LookaheadState: ("move params back", "average instead"),
+    **dict.fromkeys(
+        (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
+        ("find its rate by how far params went", "it does not see how far z went, not even at z"),
+    ),
+}
+_REFUSED_AT_Y = dict.fromkeys(
+    (optax.contrib.COCOBState, optax.contrib.MechanicState),
+    ("compare params with the first ones", 'set `params_of_base="z"`'),
+)
 
-    Its state is that for float32 params, and its updates are float32. Optax's transformations would
-    keep second moments in bfloat16, where a β₂ of 0.999 is 1.
+
+def _refuse(nodes: list[Any]) -> None:
+    refused = _REFUSED | _REFUSED_AT_Y
+    for node in nodes:
+        does, instead = refused.get(type(node), ("move params aside", "set `opaque_mode=True`"))
+        raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation in float32 for 16-bit params: in bfloat16 a β₂ of 0.999 would be 1.
 
     Args:
       inner: any transformation, such as a direction in a chain before `spa`.
 
     Returns:
-      A transformation with the state of `inner`. Updates of integer params are returned unchanged.
+      A transformation with the state and updates of `inner` for float32 params. Integers stay.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
@@ -73,29 +79,21 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import in_float32
-      >>> params = jnp.ones(3, jnp.bfloat16)
-      >>> print(in_float32(optax.scale_by_adam()).init(params).nu.dtype)
+      >>> print(in_float32(optax.scale_by_adam()).init(jnp.ones(3, jnp.bfloat16)).nu.dtype)
       float32
     """
-    TRANSFORMATION.check(inner=inner)
+    checks.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         if params is not None:
-            check_same_tree("updates", updates, "params", params)
+            trees.check_same_tree("updates", updates, "params", params)
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
-            u, state = tx.update(widen(updates), state, widen(params), **extra_args)
-        return fill_none(u, updates), state
+            u, state = tx.update(widen(updates), state, widen(params), **extra)
+        of_integers = lambda u, g: g if u is None or g is None else u
+        return jax.tree.map(of_integers, u, updates, is_leaf=trees.is_none), state
 
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
-
-
-def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
-    """A tree with leaves from another where it has None."""
-    choose = lambda leaf, other: other if leaf is None or other is None else leaf
-    return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
 def primal_averaging(
@@ -107,87 +105,60 @@ def primal_averaging(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Primal averaging around any finished optimizer, whose updates have their rate and sign.
+    """Primal averaging around any finished optimizer, whose update u_k replaces −η_k g_k in `spa`.
 
-    With u_k the update of `base`, step k = 0, 1, 2, … is
+        z_{k+1} = z_k + u_k, and x and y as in `spa`
 
-        z_{k+1} = z_k + u_k
-        x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
-        y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
-
-    This is `spa` with η g = −u: the params are y, `eval_params` gives x, μ_y = 1 adds momentum
-    1 − c, and `schedule_free_averaging` makes it Schedule-Free. `base` runs in float32, as in
-    `in_float32`. Put `optax.MultiSteps`, `optax.apply_if_finite`, `optax.masked` around it.
+    `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps` and the like around.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k; see `spa` for its scale.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, as for `spa`.
-      params_of_base: the params that `base` sees: "params", y_k; or "z", where weight decay, trust
-        ratios and the like are those of z_k. Use "z" for `optax.contrib.cocob`.
+      averaging: c_{k+1} in [0, 1], as for `spa`.
+      interpolation: μ_y in (0, 1], as for `spa`.
+      params_of_base: the params that `base` sees: "params", y_k; or "z", z_k, for its weight decay,
+        trust ratios and the like. Use "z" for `optax.contrib.cocob`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
     Returns:
-      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `base` and `average`, an `SPAState`, in which η is 1 and the gradient −u.
+      A transformation with `base` and `average`, an `SPAState`, in its state. Its `update` needs
+      `params`, and passes extra arguments on to `base`.
 
     Raises:
-      ValueError: if an argument is out of range; in `init`, if `base` averages or rounds already,
-        skips updates, or moves params back (`optax.lookahead`, `optax.contrib.sam`); in `update`,
-        if `params` is missing or the trees differ.
+      ValueError: if an argument is out of range, or `base` averages, rounds, skips or undoes steps.
 
     Examples:
-      A step of −4 takes z from 10 to 6, x half of the way to z, and y is midway between x and z.
-
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import eval_params, primal_averaging
-      >>> tx = primal_averaging(optax.sgd(2.0), averaging=0.5, interpolation=0.5)
-      >>> y = jnp.array(10.0)
+      >>> tx, y = primal_averaging(optax.sgd(2.0), 0.5, interpolation=0.5), jnp.array(10.0)
       >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
-      >>> y = optax.apply_updates(y, updates)
-      >>> print(state.average.z, eval_params(state, y), y)
+      >>> y += updates
+      >>> print(state.average.z, eval_params(state, y), y)  # x is halfway to z, y midway
       6.0 8.0 7.0
 
     References:
-      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, 2025,
-      arXiv:2512.17131. Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682.
+      Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
-    TRANSFORMATION.check(base=base)
-    one_of("params", "z").check(params_of_base=params_of_base)
+    checks.TRANSFORMATION.check(base=base)
+    checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        for node in find(state, tuple(_NOT_IN_BASE) + SKIPS_UPDATES):
-            does = _NOT_IN_BASE.get(type(node), "skips updates: put it around")
-            raise ValueError(
-                "`base` must neither average, round nor skip updates, got a"
-                f" `{type(node).__name__}`, which {does}"
-            )
         # In its opaque mode SAM keeps no params, and only its real steps are seen.
-        sam = [node for node in find(state, optax.contrib.SAMState) if node.cache is not None]
-        for node in [*sam, *find(state, optax.LookaheadState)]:
-            raise ValueError(
-                f"`base` must not move params aside or back, got a `{type(node).__name__}`: for"
-                " `optax.contrib.sam` set `opaque_mode=True`"
-            )
+        sam = [node for node in trees.find(state, optax.contrib.SAMState) if node.cache is not None]
+        at_y = _REFUSED_AT_Y if params_of_base == "params" else ()
+        _refuse([*trees.find(state, (*_REFUSED, *at_y)), *sam])
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
-    def update_fn(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        observe: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, PrimalAveragingState]:
-        check_kind("state", state, PrimalAveragingState)
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        trees.check_kind("state", state, PrimalAveragingState)
+        observe = extra.pop("observe", None)  # the step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
-        u, of_base = tx.update(updates, state.base, seen, **extra_args)
-        minus_u = map_trained(jnp.negative, u, otherwise=u)
+        u, of_base = tx.update(updates, state.base, seen, **extra)
+        minus_u = trees.map_trained(jnp.negative, u, otherwise=u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -201,27 +172,19 @@ def stochastic_rounding(
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
-    (If a step more than halves or doubles a param, or turns its sign, the result is rounded once
-    more, to nearest. The mean may then be off by an ulp of the larger of the two.) `base` runs in
-    float32, as in `in_float32`. Wider params are trained as by `base` alone.
+    `base` runs in float32, as in `in_float32`. Wider params are trained as by `base` alone.
 
     Args:
-      base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
-      key: PRNG key. The random bits depend on it, the count and the position in the array, as for
-        `spa`. Two optimizers with one key round alike: under `optax.partition` give each its own.
+      base: a finished optimizer, as for `primal_averaging`.
+      key: PRNG key, as `rounding_key` of `spa`.
 
     Returns:
-      A transformation whose `update` needs `params`, and passes extra arguments on to `base`. Its
-      state has the fields `count` and `base`.
+      A transformation with `count` and `base` in its state. `update` needs `params`.
 
     Raises:
-      ValueError: if an argument is of the wrong kind; in `init`, if `base` averages; in `update`,
-        if `params` is missing or the trees differ.
+      ValueError: if an argument is of the wrong kind, the trees differ, or `base` averages.
 
     Examples:
-      Neighbours of 1 in bfloat16 are 1/128 apart. A step of a quarter of that is rounded up one
-      time in four.
-
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import optax
@@ -229,43 +192,35 @@ def stochastic_rounding(
       >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
       >>> params = jnp.ones(100_000, jnp.bfloat16)
       >>> updates, state = tx.update(jnp.full(100_000, -1 / 512), tx.init(params), params)
-      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")
+      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")  # 1/512 in the mean
       [0 0.0078125] 0.25
 
     References:
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
     """
-    TRANSFORMATION.check(base=base)
-    KEY.check(key=key)
+    checks.TRANSFORMATION.check(base=base)
+    checks.KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
         state = tx.init(params)
-        for node in find(state, _AVERAGES):
-            raise ValueError(
-                f"`base` must not average, got a `{type(node).__name__}`: use `primal_averaging("
-                "base, schedule_free_averaging(...), interpolation, rounding_key=key)`, or pass"
-                " `rounding_key` to the member of the family"
-            )
+        _refuse(trees.find(state, _AVERAGES))
         return StochasticRoundingState(jnp.zeros([], jnp.int32), state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, StochasticRoundingState]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
-        check_kind("state", state, StochasticRoundingState)
-        u, of_base = tx.update(updates, state.base, params, **extra_args)
+        trees.check_kind("state", state, StochasticRoundingState)
+        u, of_base = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
 
-        def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
-            if u is None:
-                return None
-            u, x = jnp.asarray(u), jnp.asarray(x)
-            return round_update(u, x, seed) if is_trained(x) else jnp.zeros_like(x)
+        def leaf(u: Any, x: Any, seed: Any) -> Array | None:
+            if u is None or not trees.is_trained(x):
+                return None if u is None else jnp.zeros_like(x)
+            return round_update(jnp.asarray(u), jnp.asarray(x), seed)
 
-        u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
+        u = jax.tree.map(leaf, u, params, seeds, is_leaf=trees.is_none)
         return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -278,100 +233,83 @@ def float8_momentum(
 
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
-    Each array has its own s, the power of two with which max |q| is from 224 to 448, the largest
-    number of float8_e4m3fn. Adam divides m by √ν, which may differ a lot within an array. So there
-    q stands for m / √ν. With bfloat16 params put it into `stochastic_rounding` or
-    `primal_averaging`: Muon's kernels then take 3 bytes a parameter, or with a bfloat16 z 5.
+    s is a power of two for each array, with which max |q| is from 224 to 448. Under Adam, m / √ν is
+    stored. With bfloat16 params put this into `stochastic_rounding` or `primal_averaging`.
 
     Args:
       base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
         `scale_by_lion` or `optax.contrib.scale_by_muon`: SGD, AdamW, Lion, Muon, Adafactor. A
-        second moment stays as it is.
-      key: PRNG key, as for `stochastic_rounding`, which may have the same.
+        second moment stays as it is. Put `diagnostics.track_momentum` directly around `base`.
+      key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may have the same.
 
     Returns:
-      A transformation whose state has the fields `count`, `base` (the state of `base`, with q as
-      its momentum) and `scales` (s). Put `track_momentum` inside, around `base`.
+      A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in its state.
 
     Raises:
-      ValueError: if an argument is of the wrong kind; in `init`, if `base` averages, or has no such
-        momentum, or one of complex numbers or of 64 bits.
+      ValueError: if an argument is of the wrong kind, or `base` averages, or has no such momentum,
+        or one of complex numbers or of 64 bits.
 
     Examples:
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import float8_momentum
-      >>> tx = float8_momentum(optax.sgd(1.0, momentum=0.5), jax.random.key(0))
-      >>> params = jnp.zeros(2)
+      >>> tx, params = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0)), jnp.zeros(2)
       >>> updates, state = tx.update(jnp.array([2.0, 3.0]), tx.init(params), params)
       >>> print(optax.tree.get(state, "trace"), state.scales)
       [256 384] [0.0078125]
 
     References:
-      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861, has
-      int8 codes and an s for each block of 2,048.
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861.
     """
-    TRANSFORMATION.check(base=base)
-    KEY.check(key=key)
+    checks.TRANSFORMATION.check(base=base)
+    checks.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
-    float8 = jnp.float8_e4m3fn
 
     def pack(of_base: PyTree, count: Array) -> Float8MomentumState:
         arrays = jax.tree.map(jnp.divide, *_momentum_and_units(of_base))
-        scales = [_scale(m, float(jnp.finfo(float8).max)) for m in arrays]
+        scales = list(map(_scale, arrays))
         seeds = seeds_like(key, count, arrays, Stream.MOMENTUM)
-        store = lambda m, s, seed: rounded(m / s, float8, seed)
-        q = jax.tree.map(store, arrays, scales, seeds)
-        return Float8MomentumState(
-            count, _with_momentum(of_base, q), jnp.array(scales, jnp.float32)
-        )
+        q = jax.tree.map(lambda m, s, seed: rounded(m / s, _FLOAT8, seed), arrays, scales, seeds)
+        of_base = _with_momentum(of_base, q)
+        return Float8MomentumState(count, of_base, jnp.array(scales, jnp.float32))
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = tx.init(params)
-        for node in find(of_base, _AVERAGES):
-            raise ValueError(f"`base` must not average, got a `{type(node).__name__}`")
-        if not find(of_base, tuple(MOMENTUM)):
-            names = ", ".join(f"`{kind.__name__}`" for kind in MOMENTUM)
-            raise ValueError(f"`base` must hold one of {names}, got {kinds_of(of_base)}")
-        for dtype in {m.dtype for m in _momentum_of(of_base)}:
-            if jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize > 4:
-                rule = "have a momentum of real numbers in 32 bits or fewer"
-                raise ValueError(f"`base` must {rule}, got one of dtype {dtype}")
+        _refuse(trees.find(of_base, _AVERAGES))
+        if not trees.find(of_base, tuple(MOMENTUM)):
+            names = ", ".join(kind.__name__ for kind in MOMENTUM)
+            raise ValueError(f"`base` must hold one of {names}, got {trees.kinds_of(of_base)}")
         return pack(of_base, jnp.zeros([], jnp.int32))
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, Float8MomentumState]:
-        check_kind("state", state, Float8MomentumState)
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        trees.check_kind("state", state, Float8MomentumState)
         q, units = _momentum_and_units(state.base)
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
-        u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra_args)
+        u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra)
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))
-            u = map_trained(cast, u, *inputs, otherwise=u)
+            u = trees.map_trained(cast, u, *inputs, otherwise=u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _momentum_of(state: PyTree) -> list[Array]:
-    """The arrays of Optax's momentum in a state."""
-    fields = [getattr(node, MOMENTUM[type(node)]) for node in find(state, tuple(MOMENTUM))]
-    return list(map(jnp.asarray, jax.tree.leaves(fields)))
-
-
 def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
-    """The same in float32, and what each array is divided by: √ν under Adam, else 1."""
-    units = []
-    for node in find(state, tuple(MOMENTUM)):
+    """The arrays of momentum in float32, and the unit of each: √ν under Adam, else 1."""
+    arrays, units = [], []
+    for node in trees.find(state, tuple(MOMENTUM)):
+        of_node = list(map(jnp.asarray, jax.tree.leaves(getattr(node, MOMENTUM[type(node)]))))
         if isinstance(node, optax.ScaleByAdamState):
             units += [_root(jnp.asarray(v)) for v in jax.tree.leaves(node.nu)]
         else:
-            num_arrays = len(jax.tree.leaves(getattr(node, MOMENTUM[type(node)])))
-            units += [jnp.ones([], jnp.float32)] * num_arrays
-    return [m.astype(jnp.float32) for m in _momentum_of(state)], units
+            units += [jnp.ones([], jnp.float32)] * len(of_node)
+        arrays += of_node
+    for m in arrays:
+        if jnp.iscomplexobj(m) or m.itemsize > 4:
+            raise ValueError(f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}")
+    return [m.astype(jnp.float32) for m in arrays], units
 
 
 def _root(nu: Array) -> Array:
@@ -381,18 +319,18 @@ def _root(nu: Array) -> Array:
 
 
 def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
-    """The state with other arrays in their places."""
+    """The state with other arrays of momentum."""
     rest = iter(arrays)
 
     def new(node: Any) -> Any:
         field = MOMENTUM[type(node)]
         return node._replace(**{field: jax.tree.map(lambda _: next(rest), getattr(node, field))})
 
-    return replace(state, tuple(MOMENTUM), new)
+    return trees.replace(state, tuple(MOMENTUM), new)
 
 
-def _scale(m: Array, limit: float) -> Float[Array, ""]:
-    """The smallest power of two s with |m| / s < limit."""
+def _scale(m: Array) -> Float[Array, ""]:
+    """The smallest power of two s with which |m| / s fits into float8."""
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
-    least = jnp.maximum(largest / limit, jnp.finfo(m.dtype).tiny)
+    least = jnp.maximum(largest / float(jnp.finfo(_FLOAT8).max), jnp.finfo(m.dtype).tiny)
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

@@ -161,10 +161,14 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             "`b2` must be .* as float32, got .* `hyperparam_dtype=jnp.float32`",
         ),
         (lambda: spa(0.1).init(3), "`params` must be floating-point .* one of dtype int32"),
-        (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a 16-bit `dtype`"),
+        (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a bfloat16 sec"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
         (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have .* got \(\) and \(\)"),
         (lambda: theory.forward_recursion([1.0, 1.0], [0.9]), r"`betas` that .* \(2,\) and \(1,\)"),
+        (
+            lambda: spa_adamw(0.1, interpolation=True, state_dtype=jnp.bfloat16),
+            r"`interpolation` must be a scalar or a schedule, got True",
+        ),
         (
             lambda: theory.estimate_smoothness(lambda p: p["a"] ** 2, {"a": 1.0, "n": 3}, key=KEY),
             r"`params` must be floating-point arrays, got int32 at \['n'\]",
@@ -308,7 +312,7 @@ def test_states_and_params_of_others() -> None:
         (spa(0.1), spa(0.1).init(PARAMS), None, "`params` must be passed to `update`"),
         (spa(0.1), spa(0.1).init(small), PARAMS, "`state.z` must have the shapes of `params`"),
         (spa(0.1), STATE, PARAMS, "`state` must be of type `SPAState`, got tuple"),
-        (spa_adamw(0.1), factored_state, PARAMS, "`state` must hold a full second moment"),
+        (spa_adamw(0.1), factored_state, PARAMS, "`state` must be of type `ScaleByRms"),
     ):
         with pytest.raises(ValueError, match=match):
             tx.update(PARAMS, state, params)

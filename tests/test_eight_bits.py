@@ -10,17 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT16,
-    optimized,
-    quick,
-    run,
-    spa_state,
-    x64,
-    z_of,
-)
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, optimized, quick, run, spa_state, x64, z_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import integrate, stats
 
@@ -356,15 +346,17 @@ def test_of_momentum_refused() -> None:
     sgd, params = optax.sgd(0.1, 0.9), jnp.zeros(2)
     tx = float8_momentum(sgd, KEY)
     for base, match in (
-        (optax.rmsprop(0.1), r"hold one of `TraceState`.*, got EmptyState, ScaleByRms"),
+        (optax.rmsprop(0.1), r"hold one of TraceState.*, got EmptyState, ScaleByRms"),
         (primal_averaging(sgd, 0.1), "not average, got a `SPAState`"),
         (spa(0.1), "not average, got a `SPAState`"),
     ):
         with pytest.raises(ValueError, match=f"`base` must {match}"):
             float8_momentum(base, KEY).init(params)
-    with pytest.raises(ValueError, match=r"`base` must have a momentum of real .* complex64"):
+    with pytest.raises(
+        ValueError, match="`base` must have real momentum in 32 bits or fewer, got comp"
+    ):
         tx.init(params.astype(complex))
-    with x64(), pytest.raises(ValueError, match=r"in 32 bits or fewer, got one of dtype float64"):
+    with x64(), pytest.raises(ValueError, match="in 32 bits or fewer, got float64"):
         tx.init(jnp.zeros(2, jnp.float64))
     with pytest.raises(ValueError, match="must be of type `Float8MomentumState`, got tuple"):
         tx.update(params, sgd.init(params))

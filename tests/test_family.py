@@ -80,11 +80,8 @@ def test_quasi_hyperbolic_momentum() -> None:
         m = beta * m + (1 - beta) * g
         y = y - alpha * ((1 - nu) * g + nu * m)
     grads = list(jnp.asarray(gradients, jnp.float32))
-    params, state = run(spa(alpha, 1 - beta, nu), jnp.ones(5), grads)
+    params, _ = run(spa(alpha, 1 - beta, nu), jnp.ones(5), grads)
     np.testing.assert_allclose(params, y, rtol=1e-5, atol=1e-5)
-    # What optax.trace would hold, which is not divided by 1/(1 − β).
-    trace = (eval_params(state, params) - state.z) / state.w
-    np.testing.assert_allclose(trace, m / (1 - beta), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -150,8 +147,6 @@ WRAPPERS = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e3)), ("it", tx)),
-    "partition": lambda tx: optax.partition({"all": tx}, jax.tree.map(lambda _: "all", PARAMS)),
-    "masked": lambda tx: optax.masked(tx, jax.tree.map(lambda _: True, PARAMS)),
 }
 
 
@@ -194,7 +189,7 @@ def test_eval_params_at_interpolation_1_are_params(tx: Any) -> None:
 
 
 def test_eval_params_of_nnx() -> None:
-    """By the recipe of the docstring training goes on as if nothing had been evaluated."""
+    """Evaluated on a clone, training goes on as if nothing had been evaluated."""
 
     def train(evaluate: Any) -> Any:
         model = nnx.Sequential(
@@ -207,26 +202,20 @@ def test_eval_params_of_nnx() -> None:
             optimizer.update(model, nnx.grad(loss)(model))
             y = nnx.state(model, nnx.Param)
             x = eval_params(optimizer.opt_state, y)
-            evaluate(model, x, y)
+            evaluate(model, x)
         z = nnx.to_pure_dict(optax.tree.get(optimizer.opt_state, "z"))
         at_x = jax.tree.map(lambda y, z: 2 * y - z, nnx.to_pure_dict(y), z)  # μ_y = 1/2
         with pytest.raises(ValueError, match=r"`params` are `nnx.state\(model, nnx.Param\)`"):
             eval_params(optimizer.opt_state, model)
         return nnx.to_pure_dict(x), at_x, nnx.to_pure_dict(nnx.state(model))
 
-    leave = lambda model, x, y: None
-
-    def on_a_clone(model: Any, x: Any, _: Any) -> None:
+    def on_a_clone(model: Any, x: Any) -> None:
         nnx.update(average := nnx.clone(model), x)
         average.eval()
 
-    def and_back(model: Any, x: Any, y: Any) -> None:  # does not: y is live, and holds x by now
-        nnx.update(model, x)
-        nnx.update(model, y)
-
-    (x, at_x, expected), (*_, found), (*_, lost) = map(train, (leave, on_a_clone, and_back))
+    (x, at_x, expected), (*_, found) = map(train, (lambda model, x: None, on_a_clone))
     chex.assert_trees_all_close(x, at_x, rtol=1e-5)
-    assert relative_difference(found, expected) < 1e-6 < 1e-3 < relative_difference(lost, expected)
+    assert relative_difference(found, expected) < 1e-6
 
 
 FOREIGN = {

@@ -76,7 +76,7 @@ def test_bad_trees(scale: str, leaf: Any) -> None:
         tx.init({"a": leaf} | params)
     with pytest.raises(ValueError, match=r"`state.* must have the shapes of .* at .*\['b'\]"):
         tx.update(params, tx.init({"b": jnp.ones(4)}), params)
-    with pytest.raises(ValueError, match=f"`state` must hold a {scale} second moment"):
+    with pytest.raises(ValueError, match=r"`state` must be of type `\w+State`, got EmptyState"):
         tx.update(params, optax.EmptyState(), params)
 
 
@@ -84,20 +84,14 @@ def test_bad_trees(scale: str, leaf: Any) -> None:
 
 
 def test_full_is_optax_scale_by_rms() -> None:
-    """And `optax.scale_by_adam` without its first moment."""
-    scales = (
-        scale_by_second_moment(0.98, 1e-6),
-        optax.scale_by_rms(0.98, 1e-6, eps_in_sqrt=False, bias_correction=True),
-        optax.scale_by_adam(0.0, 0.98, 1e-6),
-    )
-    states = [tx.init(WIDE) for tx in scales]
+    tx = scale_by_second_moment(0.98, 1e-6)
+    rms = optax.scale_by_rms(0.98, 1e-6, eps_in_sqrt=False, bias_correction=True)
+    state, rms_state = tx.init(WIDE), rms.init(WIDE)
     for g in random_grads(5):
-        results = [tx.update(g, s, WIDE) for tx, s in zip(scales, states, strict=True)]
-        (found, *expected), states = zip(*results, strict=True)
-        for d in expected:
-            chex.assert_trees_all_close(found, d, rtol=1e-6)
-    chex.assert_trees_all_equal_structs(states[0], states[1])
-    chex.assert_trees_all_close(states[0].nu, states[1].nu, rtol=1e-6)
+        found, state = tx.update(g, state, WIDE)
+        expected, rms_state = rms.update(g, rms_state, WIDE)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    chex.assert_trees_all_close(state, rms_state, rtol=1e-6)
 
 
 def test_16_bits_of_second_moment_are_right_in_the_mean() -> None:

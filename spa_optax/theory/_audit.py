@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from spa_optax._checks import AVERAGING, FLAG, POSITIVE_INTEGER, RATE, Rule
 from spa_optax._hyperparams import SGDMHyperparams, at_count
-from spa_optax._lookahead import foreseen_momentum, foreseen_rate, look_ahead
+from spa_optax._lookahead import in_range, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
 from spa_optax.theory import _formulas
 
@@ -202,8 +202,9 @@ def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[np.nd
 def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int, nesterov: bool) -> tuple[np.ndarray, ...]:
     """η, c, α and β of a recipe of SGD+M, in O(n): w backward, which is stable."""
     alpha, beta = _values(num_steps, **sgdm._asdict())
-    ahead_beta = np.asarray(foreseen_momentum(jnp.asarray(beta)), float)
-    ahead_a = np.asarray(foreseen_rate(jnp.asarray(alpha)), float) * (ahead_beta if nesterov else 1)
+    ahead = in_range(jnp.asarray(alpha), jnp.asarray(beta))
+    ahead_alpha, ahead_beta = (np.asarray(values, float) for values in ahead)
+    ahead_a = ahead_alpha * (ahead_beta if nesterov else 1)
     w = np.zeros(num_steps + 1)
     w[-1] = jax.jit(lambda k: look_ahead(*sgdm, k, nesterov=nesterov).w)(np.int32(num_steps - 1))
     for k in reversed(range(num_steps)):
