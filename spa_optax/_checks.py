@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 from optax import GradientTransformation, MultiSteps
 
-from spa_optax._trees import is_trained, leaves_with_path
+from spa_optax._trees import is_array, is_trained, leaves_with_path
 
 
 class Rule(NamedTuple):
@@ -89,12 +89,15 @@ def check_one_run(name: str, *counts: Any) -> None:
         raise ValueError(f"`{name}` must be of one run, got a batch of them: use `jax.vmap`")
 
 
-def check_floats(name: str, tree: PyTree) -> None:
-    """Raises ValueError unless the leaves are floating-point arrays, or None."""
-    for path, leaf in leaves_with_path(tree):
-        if leaf is not None and not (hasattr(leaf, "dtype") and is_trained(leaf)):
-            got = f"{getattr(leaf, 'dtype', repr(leaf))} at {path or 'its root'}"
-            raise ValueError(f"`{name}` must be floating-point arrays, got {got}")
+def check_params(params: PyTree, are_trained: bool = False) -> None:
+    """Raises ValueError unless params are arrays; the only one, or all, must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        is_typed, trained = hasattr(leaf, "dtype"), is_trained(leaf)
+        fits = trained and is_typed if are_trained else trained or (path and is_array(leaf))
+        if leaf is not None and not fits:
+            got = f"{leaf.dtype if is_typed else repr(type(leaf))} at {path or 'its root'}"
+            hint = "" if is_array(leaf) else ": for Equinox use `eqx.filter(model, eqx.is_array)`"
+            raise ValueError(f"`params` must be floating-point arrays, got {got}{hint}")
 
 
 def check_above_0(name: str, schedule: Any) -> None:

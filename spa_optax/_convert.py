@@ -19,7 +19,7 @@ from spa_optax._optax_states import ADAM_OR_TRACE, SECOND_MOMENTS, RMSState
 from spa_optax._precision import scaled, wide_dtype
 from spa_optax._probe import check_adam
 from spa_optax._second_moment import factored_axes
-from spa_optax._storage import form_of, storage_of, trees_of, z_of
+from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
 
@@ -208,7 +208,7 @@ def _momentum_of(name: str, state: PyTree) -> Any:
 
 def _tree_of(momentum: Any) -> PyTree:
     """The tree with a leaf for each parameter."""
-    return trees_of(getattr(momentum, _FORMATS[type(momentum)].field))[0]
+    return tree_of(getattr(momentum, _FORMATS[type(momentum)].field))
 
 
 def _mu_y_of(momentum: Any) -> PyTree:
@@ -332,9 +332,9 @@ def _read_optax(old: Any, m: ByPath, job: Job) -> Snapshot:
     nu, scale = _read_second_moment(job), w / c if _is_adam(old) else w
 
     def z(key: str) -> Array:
-        x = job.x[key].astype(storage_of(None).dtype_of(job.x[key]))
-        if not is_trained(x):
+        if not is_trained(x := job.x[key]):
             return x
+        x = x.astype(wide_dtype(x))
         d = m[key].astype(wide_dtype(m[key])) / _divisor(old, job, nu, key)
         return x - scaled(scale, d, x.dtype)
 
@@ -373,9 +373,8 @@ def _read_schedule_free(old: Any, z: ByPath, job: Job) -> Snapshot:
 
 
 def _read_spa(old: Any, z: ByPath, job: Job) -> Snapshot:
-    others = [by_path(tree) for tree in trees_of(old.z)[1:]]
-    wide = lambda key: z_of(form_of(old.z), job.x[key], z[key], *(tree[key] for tree in others))
-    z = {key: wide(key) if is_trained(job.x[key]) else leaf for key, leaf in z.items()}
+    value = form_of(old.z).value
+    z = {k: value(job.x[k], leaf) if is_trained(job.x[k]) else leaf for k, leaf in z.items()}
     w, eta, c, mu_y = _scalars(old.w, old.eta, old.c, old.mu_y)
     return Snapshot(z, w, eta, c, mu_y, _read_second_moment(job))
 
@@ -417,15 +416,15 @@ def _write_schedule_free(new: Any, job: Job, run: Snapshot) -> PyTree:
 
 
 def _write_spa(new: Any, job: Job, run: Snapshot) -> PyTree:
-    form, stored = form_of(new.z), jax.tree.map(jnp.asarray, trees_of(new.z))
+    form, stored = form_of(new.z), map(jnp.asarray, jax.tree.leaves(new.z))
     z = [
-        form.encode(run.z[key], job.y[key], None, *arrays) if is_trained(run.z[key]) else arrays
-        for key, *arrays in zip(run.z, *map(jax.tree.leaves, stored), strict=True)
+        form.encode(run.z[key], job.y[key], None, old) if is_trained(run.z[key]) else old
+        for key, old in zip(run.z, stored, strict=True)
     ]
-    saturated = [form.num_saturated(*arrays) for arrays in z if is_trained(arrays[0])]
+    saturated = [form.num_saturated(leaf) for leaf in z if is_trained(leaf)]
     if is_surely(_any(number > 0 for number in saturated)):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
-    return [job.k, list(zip(*z, strict=True)), run.eta, run.c, run.w, run.mu_y, job.rule_state]
+    return [job.k, z, run.eta, run.c, run.w, run.mu_y, job.rule_state]
 
 
 class Format(NamedTuple):

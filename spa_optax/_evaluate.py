@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 from spa_optax._checks import check_one_run, is_surely
 from spa_optax._core import SPAState, check_scalars, is_at_start
 from spa_optax._precision import wide_dtype
-from spa_optax._storage import check_readable, form_of, trees_of, z_of
+from spa_optax._storage import check_readable, form_of, tree_of
 from spa_optax._trees import (
     by_path,
     check_same_tree,
@@ -76,18 +76,18 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     states = _states("opt_state", opt_state)
     check_one_run("opt_state", [(state.count, state.mu_y) for state in states])
     x = by_path(params)
-    trees = [jax.tree.map(jnp.asarray, trees_of(state.z)) for state in states]
-    keys = keys_of("opt_state", [tree for tree, *_ in trees], params)
-    for state, of_state, of_z in zip(states, keys, trees, strict=True):
+    trees = [jax.tree.map(jnp.asarray, tree_of(state.z)) for state in states]
+    keys = keys_of("opt_state", trees, params)
+    for state, of_state, tree in zip(states, keys, trees, strict=True):
         check_readable("opt_state", state.z, params)
         check_scalars("opt_state", state)
         if is_surely(scalar_of(state.mu_y) == 1):
             continue
         if is_surely(scalar_of(state.mu_y) <= 0):
             raise ValueError("`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost")
-        for key, *arrays in zip(of_state, *map(jax.tree.leaves, of_z), strict=True):
+        for key, stored in zip(of_state, jax.tree.leaves(tree), strict=True):
             if is_trained(x[key]):
-                x[key] = _x(x[key], z_of(form_of(state.z), x[key], *arrays), state)
+                x[key] = _x(x[key], form_of(state.z).value(x[key], stored), state)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
@@ -138,7 +138,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     for state in states:
         check_readable("spa_state", state.z, old_params)
         check_scalars("spa_state", state)
-    zs = [trees_of(state.z)[0] for state in states]
+    zs = [tree_of(state.z) for state in states]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     if old_leaves and all(old is new for old, new in zip(old_leaves, new_leaves, strict=True)):

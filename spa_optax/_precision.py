@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
-from spa_optax._trees import is_trained
+from spa_optax._trees import is_trained, map_trained
 
 Seed = UInt32[Array, ""]
 
@@ -36,10 +36,11 @@ def scalar_dtype(params: PyTree) -> Any:
     return jnp.dtype(jnp.float64 if 64 in bits else jnp.float32)
 
 
-def wide_dtype(*arrays: Array) -> Any:
+def wide_dtype(*arrays: Any) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
+    dtypes = (a.dtype if hasattr(a, "dtype") else jnp.result_type(a) for a in arrays)
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
-        return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
+        return jnp.result_type(*(dtype for dtype in dtypes if dtype.itemsize > 2), jnp.float32)
 
 
 def scaled(scalar: Array, leaf: Array, dtype: Any) -> Array:
@@ -51,14 +52,11 @@ def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
 
     def leaf(x: Any) -> Any:
-        if not is_trained(x):
-            return None
-        dtype = jnp.result_type(x)
-        dtype = jnp.float32 if dtype.itemsize <= 2 else dtype
         is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        dtype = wide_dtype(x)
         return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
 
-    return jax.tree.map(leaf, tree)
+    return map_trained(leaf, tree)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:

@@ -14,7 +14,7 @@ from spa_optax._checks import (
     KEY,
     POSITIVE_INTEGER,
     POWER,
-    check_floats,
+    check_params,
     is_plain_number,
     one_of,
 )
@@ -77,7 +77,7 @@ def scale_by_second_moment(
     b2, eps = _as_python(b2), _as_python(eps)
 
     def init_fn(params: PyTree) -> Any:
-        check_floats("params", params)
+        check_params(params, are_trained=True)
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
         nu = jax.tree.map(lambda x: sharded_like(zeros(x), x), params)
         return RMSState(jnp.zeros([], jnp.int32), nu)
@@ -155,7 +155,7 @@ def scale_by_factored_second_moment(
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
-        check_floats("params", params)
+        check_params(params, are_trained=True)
         state: Any = init(params)
         return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 

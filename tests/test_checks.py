@@ -160,7 +160,7 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             lambda: optax.inject_hyperparams(spa_adamw)(0.1).init(jnp.ones(3, jnp.bfloat16)),
             "`b2` must be .* as float32, got .* `hyperparam_dtype=jnp.float32`",
         ),
-        (lambda: spa(0.1).init(3), "`params` must be floating-point .* one of dtype int32"),
+        (lambda: spa(0.1).init(3), "`params` must be floating-point .*, got .*int"),
         (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a 16-bit `dtype`"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
         (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have shape \(n,\), got \(\)"),

@@ -20,9 +20,9 @@ from spa_optax._checks import (
     Rule,
     is_surely,
 )
-from spa_optax._core import SPAState, Update
+from spa_optax._core import Member, SPAState
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SKIPS_UPDATES
-from spa_optax._storage import trees_of
+from spa_optax._storage import tree_of
 from spa_optax._trees import check_kind, find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
@@ -107,7 +107,7 @@ def track_momentum(
         raise ValueError(f"`averaging` must be in (0, 1], got {averaging!r}")
     B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Update)
+    is_member = isinstance(inner.update, Member)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -116,7 +116,7 @@ def track_momentum(
         refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
         for wrapper in find(state, refused):
             raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
-        tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
+        tree = tree_of(momentum.z) if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
         got, num = (len(jax.tree.leaves(tree)) for tree in (tree, params))
         if got != num:
             raise ValueError(f"`inner` must hold a momentum of all {num} arrays, got {got}")
