@@ -29,6 +29,7 @@ from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import (
     check_kind,
     check_same_tree,
+    fill_none,
     is_none,
     leaves_with_path,
     map_trained,
@@ -248,7 +249,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     form, stored = form_of(state.z), tree_of(state.z)
     y = _as_arrays(params, stored)
     z = rescale(form, y, map_trained(form.value, y, stored), {}, is_at_start(state))
-    return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
+    return fill_none(z, y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ from spa_optax._precision import Stream, round_update, rounded, seeds_like, wide
 from spa_optax._trees import (
     check_kind,
     check_same_tree,
+    fill_none,
     find,
     is_none,
     is_trained,
@@ -90,12 +91,6 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         return fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
-
-
-def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
-    """A tree with leaves from another where it has None."""
-    choose = lambda leaf, other: other if leaf is None or other is None else leaf
-    return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
 def primal_averaging(
@@ -185,7 +180,7 @@ def primal_averaging(
         check_kind("state", state, PrimalAveragingState)
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra_args)
-        minus_u = map_trained(jnp.negative, u, otherwise=u)
+        minus_u = fill_none(map_trained(jnp.negative, u), u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -348,7 +343,7 @@ def float8_momentum(
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))
-            u = map_trained(cast, u, *inputs, otherwise=u)
+            u = fill_none(map_trained(cast, u, *inputs), u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

@@ -12,8 +12,8 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax._checks import (
+    B1,
     B2,
-    DECAY,
     POSITIVE_INTEGER,
     POWER,
     TRANSFORMATION,
@@ -99,7 +99,7 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and Figure 2.
     """
     TRANSFORMATION.check(inner=inner)
-    DECAY.check(decay=decay)
+    B1.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
     POWER._replace(is_averaging=True).check(averaging=averaging)  # in (0, 1]
