@@ -90,9 +90,6 @@ class Step(NamedTuple):
     c_before: Float[Array, ""]  # c_k, of the last step
 
 
-Observe = Callable[[Step], None]
-
-
 def transformation(
     rule: Rule,
     state_dtype: Any,  # checked here, for all members
@@ -127,9 +124,8 @@ class Member:
         z = _storage.init(params, self.state_dtype)
         if self.rounding_key is None and (has_narrow(params) or has_narrow(z)):
             warnings.warn(
-                "`rounding_key` should be given where params or z have 16 bits or fewer: rounded to"
-                " nearest, they do not change where a step is below half an ulp. Pass"
-                " `rounding_key=jax.random.key(0)`.",
+                "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
+                " `jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp.",
                 stacklevel=3,
             )
         # All are separate arrays, so that all can be donated.
@@ -140,18 +136,10 @@ class Member:
         return SPAState(count, z, eta, c, w, mu_y, own)
 
     def __call__(
-        self,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        observe: Observe | None = None,
-        **extra_args: Any,
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
-        """`advance`, as Optax calls it. The extra argument `observe` is called with the step."""
-        del extra_args
-        _check_state(state, params)
-        _storage.check("state.z", state.z, params, self.state_dtype)
+        """`advance`, as Optax calls it. The extra argument `observe` is called with the `Step`."""
+        _check_state(state, params, self.state_dtype)
         expected, own = map(jax.tree.structure, (self.rule_state, state.rule_state))
         if own != expected:
             raise ValueError(f"`state.rule_state` must be this member's, {expected}, got {own}")
@@ -164,7 +152,7 @@ class Member:
                     f"`updates` must be None where `state.z` is, got a gradient at {at}"
                 )
         u, state, step = advance(updates, state, params, self.rule, self.rounding_key)
-        if observe is not None:
+        if observe := extra_args.get("observe"):
             observe(step)
         return u, state
 
@@ -243,20 +231,15 @@ def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
     _check_state(state, params)
-    check_same_tree("state.z", tree_of(state.z), "params", params)
-    _storage.check_readable("state.z", state.z, params)
     state = jax.tree.map(jnp.asarray, state)
     form, stored = form_of(state.z), tree_of(state.z)
     y = _as_arrays(params, stored)
-    z = rescale(form, y, map_trained(form.value, y, stored), {}, is_at_start(state))
-    return fill_none(z, y)
+    z = map_trained(form.value, y, stored)
+    return fill_none(rescale(form, y, z, {}, is_at_start(state)), y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:
-    """A tree as arrays, with None for params that have no z.
-
-    Equinox models hold functions among their params, which are None in `init`.
-    """
+    """A tree as arrays, and None where there is no z: Equinox models hold functions."""
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
     return jax.tree.map(array, tree, z, is_leaf=is_none)
 
@@ -282,11 +265,13 @@ def _param_update(
     return jax.tree.map(leaf, y, d, g, seeds, is_leaf=is_none)
 
 
-def _check_state(state: Any, params: PyTree | None) -> None:
+def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.ANY) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
     check_kind("state", state, SPAState)
     check_scalars("state", state)
+    _storage.check("state.z", state.z, params, state_dtype)
+    check_same_tree("state.z", tree_of(state.z), "params", params)
 
 
 def check_scalars(name: str, state: SPAState) -> None:

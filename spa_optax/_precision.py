@@ -17,7 +17,7 @@ Seed = UInt32[Array, ""]
 
 
 class Stream(enum.IntEnum):
-    """What random words are for; each kind has its own."""
+    """What random words are for."""
 
     PARAMS_AND_Z = 0
     SECOND_MOMENT = 1
@@ -50,21 +50,17 @@ def scaled(scalar: Array, leaf: Array, dtype: Any) -> Array:
 
 def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
-
-    def leaf(x: Any) -> Any:
-        is_shape = isinstance(x, jax.ShapeDtypeStruct)
-        dtype = wide_dtype(x)
-        return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
-
-    return map_trained(leaf, tree)
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    as_shape = lambda x: jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
+    as_array = lambda x: jnp.asarray(x, wide_dtype(x))
+    return map_trained(lambda x: as_shape(x) if is_shape(x) else as_array(x), tree)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
-    """An update in the dtype of x, such that x + u rounds once.
+    """An update in the dtype of x: x + u is rounded to that dtype, and x subtracted.
 
-    x + u is rounded to that dtype first. Adding the result to x gives exactly that if u neither
-    more than halves nor more than doubles x, nor turns its sign (Sterbenz). Otherwise the result is
-    rounded to nearest too, and the sum is up to an ulp off, of x or of x + u.
+    Adding it to x is then exact if u neither more than halves nor more than doubles x, nor turns
+    its sign (Sterbenz). Otherwise the sum is up to an ulp off, of x or of x + u.
     """
     dtype = wide_dtype(u, x)
     if dtype == x.dtype:
@@ -76,9 +72,9 @@ def seeds_like(
     key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: Stream
 ) -> PyTree:
     """A random word for each leaf at a step, or None without a key."""
-    leaves, structure = jax.tree.flatten(tree)
     if key is None:
-        return structure.unflatten([None] * len(leaves))
+        return jax.tree.map(lambda _: None, tree)
+    leaves, structure = jax.tree.flatten(tree)
     key = jax.random.fold_in(jax.random.fold_in(key, count), int(stream))
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     words = jax.lax.optimization_barrier(jax.random.bits(key, (len(leaves),), jnp.uint32))
@@ -88,17 +84,16 @@ def seeds_like(
 def rounded(
     x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False, saturates: bool = False
 ) -> Array:
-    """`x` in a dtype as wide or narrower: rounded to nearest, or at random with a seed.
+    """`x` in a dtype as wide or narrower: rounded to nearest, or with a seed so that the mean is x.
 
-    The probabilities of the two neighbours make the mean x. One 32-bit hash serves two arrays that
-    drop 16 bits each: one takes its high bits, the other its low bits. What saturates is at most
-    the largest number of the dtype, and NaN may become any.
+    One 32-bit hash serves two arrays that drop 16 bits each: one takes its high bits, the other
+    its low bits. What saturates is at most the dtype's largest number, and NaN may become any.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)
-    if seed is None:
-        return (_clipped(x, dtype) if saturates else x).astype(dtype)
-    return _stochastic(x, seed, dtype, low_bits, saturates)
+    if seed is not None:
+        return _stochastic(x, seed, dtype, low_bits, saturates)
+    return (_clipped(x, dtype) if saturates else x).astype(dtype)
 
 
 def _clipped(x: Array, dtype: Any) -> Array:
@@ -139,9 +134,7 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
 
 
 @_stochastic.defjvp
-def _(
-    dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
-) -> tuple[Array, Array]:
+def _(dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any) -> Any:
     if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
         raise ValueError("state in 8 bits must not be differentiated, got a tangent")
     return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)

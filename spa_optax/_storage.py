@@ -5,6 +5,7 @@ arrays hold, and a cast changes their precision alone. The update computes in 32
 """
 
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, PyTree
 
 from spa_optax._precision import Seed, rounded, wide_dtype
-from spa_optax._trees import by_path, check_same_tree, is_none, is_trained, leaves_with_path
+from spa_optax._trees import by_path, is_none, is_trained
 from spa_optax._xla import sharded_like
 
 
@@ -22,7 +23,7 @@ class Form(NamedTuple):
     In 16 bits z itself would be rounded to 2^−8 of the params, and small steps would vanish.
     """
 
-    node: Any = None  # the type of the node in the state; None: its tree stands there without one
+    node: Callable[[PyTree], PyTree]  # the type of its node in the state; z itself has none
     unit: float | None = None  # of z − y; None: z itself
 
     @property
@@ -63,7 +64,7 @@ class Form(NamedTuple):
 
     def describe(self, dtype: Any) -> str:
         """For messages."""
-        kind = f"a `{self.node.__name__}`" if self.node else "z itself"
+        kind = "z itself" if self.unit is None else f"a `{self.node.__name__}`"
         return f"{kind} in {jnp.dtype(dtype).name}"
 
 
@@ -74,13 +75,10 @@ Float16Difference = namedtuple("Float16Difference", "float16")
 E4M3Difference = namedtuple("E4M3Difference", "float8_e4m3fn")
 E5M2Difference = namedtuple("E5M2Difference", "float8_e5m2")
 
-ITSELF = Form()
-FORMS: dict[Any, Form] = {
-    BFloat16Difference: Form(BFloat16Difference, 1.0),
-    Float16Difference: Form(Float16Difference, 2.0**-8),  # since exponents have few bits
-    E4M3Difference: Form(E4M3Difference, 2.0**-8),
-    E5M2Difference: Form(E5M2Difference, 2.0**-8),
-}
+ITSELF = Form(lambda tree: tree)
+FORMS: dict[Any, Form] = {BFloat16Difference: Form(BFloat16Difference, 1.0)}
+for _node in (Float16Difference, E4M3Difference, E5M2Difference):
+    FORMS[_node] = Form(_node, 2.0**-8)  # since exponents have few bits
 
 
 def form_for(state_dtype: DTypeLike | None) -> Form:
@@ -108,10 +106,6 @@ def tree_of(z: PyTree) -> PyTree:
     return z if form_of(z) is ITSELF else z[0]
 
 
-def _as_node(form: Form, tree: PyTree) -> PyTree:
-    return tree if form is ITSELF else form.node(tree)
-
-
 def init(params: PyTree, state_dtype: DTypeLike | None) -> PyTree:
     """The stored z_0 = y_0."""
     form = form_for(state_dtype)
@@ -121,48 +115,41 @@ def init(params: PyTree, state_dtype: DTypeLike | None) -> PyTree:
             y = jnp.zeros(y.shape, y.dtype)
         return form.start(y, dtype_for(state_dtype, y)) if is_trained(y) else jnp.array(y)
 
-    return _as_node(form, jax.tree.map(start, params))
+    return form.node(jax.tree.map(start, params))
 
 
 def encode(z: PyTree, params: PyTree, seeds: PyTree, old: PyTree) -> PyTree:
     """Stores z in the form and the dtypes of an old one. Integers and leaves without z stay."""
     form = form_of(old)
     leaf = lambda y, z, seed, old: old if z is None else form.encode(z, y, seed, old)
-    tree = jax.tree.map(leaf, params, z, seeds, tree_of(old), is_leaf=is_none)
-    return _as_node(form, tree)
+    return form.node(jax.tree.map(leaf, params, z, seeds, tree_of(old), is_leaf=is_none))
 
 
-def check(name: str, z: PyTree, params: PyTree, state_dtype: DTypeLike | None) -> None:
-    """Raises ValueError unless z has the structure of the params, and form and dtypes of `init`.
+ANY: Any = object()
 
-    With a `state_dtype` of None dtypes may be wider, since params may have been cast afterwards.
+
+def check(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -> None:
+    """Raises ValueError unless z has the form and dtypes that a `state_dtype` asks for.
+
+    With None dtypes may be wider, since params may have been cast afterwards. With ANY only arrays
+    that were cast to a dtype which their form never has are refused.
     """
-    form, asked = form_of(z), form_for(state_dtype)
-    if form is asked:
-        check_same_tree(name, tree_of(z), "params", params)
-    leaves = jax.tree.leaves(tree_of(z), is_leaf=is_none)
-    for (path, y), leaf in zip(leaves_with_path(params), leaves, strict=False):
-        if not is_trained(y) or leaf is None:
-            continue
-        dtype, expected = jnp.result_type(leaf), jnp.result_type(dtype_for(state_dtype, y))
-        is_wider = state_dtype is None and dtype.itemsize >= expected.itemsize
-        if form is not asked or not (dtype == expected or is_wider):
-            of = None if state_dtype is None else jnp.dtype(state_dtype).name
-            raise ValueError(
-                f"`{name}` must be stored as `state_dtype={of}` asks for,"
-                f" {asked.describe(expected)}, got {form.describe(dtype)} at"
-                f" {path or 'its root'}: use `convert(state, params, into=tx.init(params))`"
-            )
-
-
-def check_readable(name: str, z: PyTree, params: PyTree) -> None:
-    """Raises ValueError if arrays have a dtype that their form never has: they have been cast."""
-    form, y = form_of(z), by_path(params)
+    form, by_name = form_of(z), by_path(params)
     for path, leaf in by_path(tree_of(z)).items():
-        of_complex = jnp.iscomplexobj(y.get(path, leaf))
-        fits = form_for(leaf.dtype) is form or of_complex
-        if is_trained(leaf) and not (fits and jnp.iscomplexobj(leaf) == of_complex):
+        if not is_trained(y := by_name.get(path, leaf)):
+            continue
+        if state_dtype is ANY:
+            asked, rule = form_for(leaf.dtype), "a `state_dtype` asks for"
+            is_complex = jnp.iscomplexobj(leaf)
+            fits = is_complex if jnp.iscomplexobj(y) else form is asked and not is_complex
+        else:
+            asked, dtype = form_for(state_dtype), jnp.result_type(dtype_for(state_dtype, y))
+            is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+            fits = form is asked and (leaf.dtype == dtype or is_wider)
+            of = None if state_dtype is None else jnp.dtype(state_dtype).name
+            rule = f"`state_dtype={of}` asks for, {asked.describe(dtype)}"
+        if not fits:
             raise ValueError(
-                f"`{name}` must hold z as a `state_dtype` asks for, got"
-                f" {form.describe(leaf.dtype)}: for another `state_dtype` use `convert`"
+                f"`{name}` must be stored as {rule}, got {form.describe(leaf.dtype)} at"
+                f" {path or 'its root'}: use `convert(state, params, into=tx.init(params))`"
             )

@@ -48,9 +48,6 @@ def copy(state: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
 
 
-# ------------------------------------------------------------------------------------------- nodes
-
-
 def find(state: PyTree, kinds: Any) -> list[Any]:
     """The nodes of some kinds in a state."""
     is_kind = lambda node: isinstance(node, kinds)
@@ -83,9 +80,6 @@ def check_kind(name: str, state: Any, kind: type) -> None:
     """Raises ValueError unless a state is of a type."""
     if not isinstance(state, kind):
         raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
-
-
-# ------------------------------------------------------------------------------------------- paths
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
