@@ -41,11 +41,9 @@ class Rule(NamedTuple):
                 text, got = self.text if is_of_kind else self.kind, self._described(value)
                 raise ValueError(f"`{name}` must be {text}, got {got}")
             if self.is_averaging and is_plain_number(value) and 0.8 <= (value or 0) < 1:
-                warnings.warn(
-                    f"`{name}` {value} means a momentum of {1 - value:g}. For a momentum of {value}"
-                    f" pass {1 - value:g}.",
-                    stacklevel=3,
-                )
+                hint = f"for a momentum of {value} pass {1 - value:g}"
+                text = f"`{name}` {value} means a momentum of {1 - value:g}: {hint}"
+                warnings.warn(text, stacklevel=3)
 
     def _allows(self, value: Any) -> bool:
         if (value is None and self.may_be_none) or (callable(value) and self.kind == SCHEDULE):

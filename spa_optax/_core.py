@@ -24,7 +24,6 @@ from spa_optax._precision import (
     scaled,
     seeds_like,
 )
-from spa_optax._rescale import Ratio, Ratios, ratios, rescale
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import (
     check_kind,
@@ -35,7 +34,7 @@ from spa_optax._trees import (
     map_trained,
     scalar_of,
 )
-from spa_optax._xla import shared
+from spa_optax._xla import Ratios, rescale, shared
 
 
 class SPAState(NamedTuple):
@@ -69,7 +68,7 @@ class Scalars(NamedTuple):
     w: Float[Array, ""]  # w_{k+1}, for the state
     mu_y: Float[Array, ""] | None = None  # None: 1
     delta: Float[Array, ""] | None = None  # None: 0
-    r: Ratio | None = None  # None: 1
+    r: tuple[Float[Array, ""], Float[Array, ""]] | None = None  # as a fraction; None: 1
     rule_state: PyTree[Array] = ()  # for the state
 
 
@@ -167,7 +166,7 @@ def advance(
     scalars = rule(state, y)
     eta, c, w = scalars.eta, scalars.c, scalars.w
     p, delta = _for_params(scalars, state)
-    r = ratios(scalars.r, y, form, at_start)
+    r = _ratios(scalars, y, form.follows_params, at_start)
     one = jnp.ones_like(eta)
     mu_y = one if scalars.mu_y is None else scalars.mu_y
     eta, c, w, mu_y, p, delta, r, at_start, opaque_one = shared(
@@ -178,7 +177,7 @@ def advance(
     # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
     # two kernels of `spa_adamw`.)
     # z_k ← y_k + r (z_k − y_k)
-    z = rescale(form, y, map_trained(form.decode, y, stored), r, at_start)
+    z = rescale(y, map_trained(form.decode, y, stored), r, at_start, form.follows_params)
     # z_{k+1} = z_k − η g_k
     z_next = map_trained(lambda z, g: z - scaled(eta, g, z.dtype), z, g)
     # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
@@ -228,6 +227,24 @@ def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]
     return c - (1 - c) * change, of_z if delta is None else of_z + mu_y * delta
 
 
+def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Array, ""]) -> Ratios:
+    """The r for each precision of z − y; 0 at the start and where momentum restarts.
+
+    Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
+    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
+    """
+    if scalars.r is None:
+        return {}
+    (numerator, denominator), result = scalars.r, {}
+    dtypes = map_trained(lambda y: "float32" if of_difference else str(y.dtype), y)
+    # Sorted, since every process must compile the same program.
+    for dtype in sorted(set(jax.tree.leaves(dtypes))):
+        restarts = at_start | (numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator)
+        # With the division last, XLA on CPU does it once, not in every kernel.
+        result[dtype] = jnp.where(restarts, 0, numerator) / denominator
+    return result
+
+
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
     _check_state(state, params)
@@ -235,7 +252,9 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     form, stored = form_of(state.z), tree_of(state.z)
     y = _as_arrays(params, stored)
     z = map_trained(form.value, y, stored)
-    return fill_none(rescale(form, y, z, {}, is_at_start(state)), y)
+    if not form.follows_params:
+        z = rescale(y, z, {}, is_at_start(state), of_difference=False)
+    return fill_none(z, y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:

@@ -1,7 +1,4 @@
-"""Dtypes to train and to compute in, and stochastic rounding for storage.
-
-Stochastic rounding picks one of the two neighbours of a number at random, without bias.
-"""
+"""Dtypes to train and to compute in, and unbiased stochastic rounding for storage."""
 
 import enum
 import functools
@@ -151,10 +148,10 @@ def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
 def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """32 bits for each element, which depend only on the seed and its position.
 
-    A hash that fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
-    element and, on CPU, 15 times as long as a whole update. The hash multiplies only twice, since
-    that is slow on TPU, and needs random seeds: for two seeds that differ in one bit it is not a
-    good hash. The seed enters twice: entering once, it would only permute the bits of an array.
+    This hash fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
+    element and, on CPU, 15 times as long as a whole update. It multiplies only twice, since that is
+    slow on TPU, so seeds must be random, not differ in one bit. The seed enters twice: entering
+    once, it would only permute the bits of an array.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
