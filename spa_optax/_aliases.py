@@ -114,7 +114,7 @@ def spa_adamw(
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    STATE_DTYPE.check(state_dtype=state_dtype)
+    STATE_DTYPE.optional().check(state_dtype=state_dtype)
     is_one = is_plain_number(interpolation) and interpolation == 1
     if is_one and second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
         # As an array it may be any number. XLA for TPU v7x then makes one kernel, not two.

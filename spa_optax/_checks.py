@@ -53,7 +53,7 @@ class Rule(NamedTuple):
         if self.kind and isinstance(value, jax.Array):  # perhaps traced
             return self.kind != NUMBER and not (self.needs_32_bits and value.itemsize <= 2)
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return bool(self.holds(float(value) if self.kind else value))
+            return bool(self.holds(float(value) if self.kind else value))  # pyright: ignore[reportArgumentType]  # real
         return False
 
     def _described(self, value: Any) -> str:
@@ -105,13 +105,8 @@ NOT_NEGATIVE = RATE._replace(kind=NUMBER)
 ABOVE_1 = Rule("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER, POSITIVE_INTEGER = _integer(0), _integer(1)
 FLAG = Rule("True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0)
-STATE_DTYPE = Rule(
-    "a floating-point dtype of 16 bits or more, float8_e4m3fn or float8_e5m2", _is_state_dtype
-).optional()
-KEY = Rule(
-    "one key of `jax.random`",
-    lambda v: isinstance(v, jax.Array) and jax.eval_shape(jax.random.bits, v).shape == (),
-)
+STATE_DTYPE = Rule("a floating-point dtype: float8_e4m3fn, float8_e5m2 or wider", _is_state_dtype)
+KEY = Rule("one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ())
 TRANSFORMATION = Rule("a gradient transformation", lambda v: isinstance(v, GradientTransformation))
 
 

@@ -1,6 +1,6 @@
 """One update for the whole family. Its members differ only in their scalars.
 
-A member is a rule, from the state to the `Scalars` of a step. `init` and `advance` do the rest.
+A member is a rule, from the state to the `Scalars` of a step. `advance` does the rest.
 """
 
 import dataclasses
@@ -15,22 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
 from spa_optax._checks import KEY, STATE_DTYPE, check_params
-from spa_optax._precision import (
-    Seed,
-    Stream,
-    has_narrow,
-    round_update,
-    scalar_dtype,
-    scaled,
-    seeds_like,
-)
+from spa_optax._precision import Stream, has_narrow, round_update, scalar_dtype, scaled, seeds_like
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import (
+    by_path,
     check_kind,
     check_same_tree,
     fill_none,
     is_none,
-    leaves_with_path,
     map_trained,
     scalar_of,
 )
@@ -98,9 +90,10 @@ def transformation(
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
-    STATE_DTYPE.check(state_dtype=state_dtype)
+    STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
-    if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    if rounding_key is None and state_dtype is not None and state_dtype.itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
     member = Member(rule, state_dtype, rounding_key, mu_y_at, rule_state)
     # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
@@ -112,7 +105,7 @@ class Member:
     """A member of the family: Optax's `init`, and Optax's `update` if it is called."""
 
     rule: Rule
-    state_dtype: Any
+    state_dtype: Any  # None, or a dtype
     rounding_key: PRNGKeyArray | None
     mu_y_at: Callable[[Array], Array]
     rule_state: PyTree[Array]
@@ -143,13 +136,9 @@ class Member:
         if own != expected:
             raise ValueError(f"`state.rule_state` must be this member's, {expected}, got {own}")
         check_same_tree("updates", updates, "params", params)
-        stored = jax.tree.leaves(tree_of(state.z), is_leaf=is_none)
-        for (path, g), z in zip(leaves_with_path(updates), stored, strict=True):
-            if g is not None and z is None:
-                at = path or "its root"
-                raise ValueError(
-                    f"`updates` must be None where `state.z` is, got a gradient at {at}"
-                )
+        if odd := sorted(by_path(updates).keys() - by_path(tree_of(state.z)).keys()):
+            at = odd[0] or "its root"
+            raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
         u, state, step = advance(updates, state, params, self.rule, self.rounding_key)
         if observe := extra_args.get("observe"):
             observe(step)
@@ -180,13 +169,22 @@ def advance(
     z = rescale(y, map_trained(form.decode, y, stored), r, at_start, form.follows_params)
     # z_{k+1} = z_k − η g_k
     z_next = map_trained(lambda z, g: z - scaled(eta, g, z.dtype), z, g)
-    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
+    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k, rounded to the params' dtype
     distance = lambda z, y: z if form.follows_params else z - y.astype(z.dtype)
-    u = _param_update(y, map_trained(distance, z_next, y), g, p, delta, seeds)
+
+    def move(y: Any, d: Any, g: Any, seed: Any) -> Array | None:
+        if d is None:
+            return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
+        u = scaled(p, d, d.dtype)
+        if delta is not None:
+            u -= scaled(delta, g, d.dtype)
+        return round_update(u, y, seed, low_bits=True)
+
+    u = jax.tree.map(move, y, map_trained(distance, z_next, y), g, seeds, is_leaf=is_none)
     itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
     z_next = map_trained(itself, z_next, y)
     # From y + u, an output: XLA for TPU then makes one kernel of both.
-    y_next = jax.tree.map(lambda y, u: y if u is None else y + u, y, u, is_leaf=is_none)
+    y_next = map_trained(jnp.add, y, u)
     z_stored = _storage.encode(z_next, y_next, seeds, state.z)
 
     count = jnp.asarray(optax.safe_increment(state.count))
@@ -203,7 +201,7 @@ def advance(
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
-    saturated = map_trained(lambda _, stored: form.num_saturated(stored), y, stored)
+    saturated = map_trained(form.num_saturated, stored)
     if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
@@ -252,9 +250,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     form, stored = form_of(state.z), tree_of(state.z)
     y = _as_arrays(params, stored)
     z = map_trained(form.value, y, stored)
-    if not form.follows_params:
-        z = rescale(y, z, {}, is_at_start(state), of_difference=False)
-    return fill_none(z, y)
+    return fill_none(rescale(y, z, {}, is_at_start(state), form.follows_params), y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:
@@ -268,28 +264,12 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
     return (scalar_of(state.count) == 0) & (scalar_of(state.w) == 0)
 
 
-def _param_update(
-    y: PyTree, d: PyTree, g: PyTree, p: Array, delta: Array | None, seeds: PyTree
-) -> PyTree:
-    """y_{k+1} − y_k = p d − δ g_k, with y_{k+1} rounded to the params' dtype."""
-
-    def leaf(y: Any, d: Any, g: Any, seed: Seed | None) -> Array | None:
-        if d is None:
-            return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
-        u = scaled(p, d, d.dtype)
-        if delta is not None:
-            u -= scaled(delta, g, d.dtype)
-        return round_update(u, y, seed, low_bits=True)
-
-    return jax.tree.map(leaf, y, d, g, seeds, is_leaf=is_none)
-
-
 def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.ANY) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
     check_kind("state", state, SPAState)
     check_scalars("state", state)
-    _storage.check("state.z", state.z, params, state_dtype)
+    _storage.check_stored("state.z", state.z, params, state_dtype)
     check_same_tree("state.z", tree_of(state.z), "params", params)
 
 

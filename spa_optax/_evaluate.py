@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 from spa_optax._checks import check_one_run, is_surely
 from spa_optax._core import SPAState, check_scalars, is_at_start
 from spa_optax._precision import wide_dtype
-from spa_optax._storage import check, form_of, tree_of
+from spa_optax._storage import check_stored, form_of, tree_of
 from spa_optax._trees import (
     by_path,
     check_same_tree,
@@ -79,7 +79,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     trees = [jax.tree.map(jnp.asarray, tree_of(state.z)) for state in states]
     keys = keys_of("opt_state", trees, params)
     for state, of_state, tree in zip(states, keys, trees, strict=True):
-        check("opt_state", state.z, params)
+        check_stored("opt_state", state.z, params)
         check_scalars("opt_state", state)
         if is_surely(scalar_of(state.mu_y) == 1):
             continue
@@ -136,7 +136,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     check_same_tree("new_params", new_params, "old_params", old_params, same_nodes=False)
     states = _states("spa_state", spa_state)
     for state in states:
-        check("spa_state", state.z, old_params)
+        check_stored("spa_state", state.z, old_params)
         check_scalars("spa_state", state)
     zs = [tree_of(state.z) for state in states]
     keys, _ = (iter(keys_of("spa_state", zs, params)) for params in (old_params, new_params))

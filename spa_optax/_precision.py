@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from spa_optax._trees import is_trained, map_trained
 
@@ -65,9 +65,7 @@ def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) 
     return rounded(x.astype(dtype) + u.astype(dtype), x.dtype, seed, low_bits) - x
 
 
-def seeds_like(
-    key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: Stream
-) -> PyTree:
+def seeds_like(key: PRNGKeyArray | None, count: Array, tree: PyTree, stream: Stream) -> PyTree:
     """A random word for each leaf at a step, or None without a key."""
     if key is None:
         return jax.tree.map(lambda _: None, tree)
@@ -90,18 +88,15 @@ def rounded(
         return x.astype(dtype)
     if seed is not None:
         return _stochastic(x, seed, dtype, low_bits, saturates)
-    return (_clipped(x, dtype) if saturates else x).astype(dtype)
-
-
-def _clipped(x: Array, dtype: Any) -> Array:
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit)
+    return (jnp.clip(x, -limit, limit) if saturates else x).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    limit = float(narrow.max)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{wide.bits}")
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, x.dtype)
@@ -110,12 +105,12 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
     sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
-        if saturates:  # one operation, where `_clipped` takes two
-            size = jnp.minimum(size, float(narrow.max))
+        if saturates:  # one operation, where `clip` takes two
+            size = jnp.minimum(size, limit)
         shift = jnp.where(size < tiny, tiny, 0)
         bits = as_bits(size + shift)
     elif saturates:
-        bits = as_bits(_clipped(x, dtype))
+        bits = as_bits(jnp.clip(x, -limit, limit))
     num_random = min(num_extra, 32)
     random = random_bits(seed, x.shape)
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)

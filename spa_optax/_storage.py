@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from spa_optax._precision import Seed, rounded, wide_dtype
 from spa_optax._trees import by_path, is_none, is_trained
@@ -62,11 +62,6 @@ class Form(NamedTuple):
         wide = stored.astype(wide_dtype(stored))
         return jnp.sum(jnp.abs(wide) == float(jnp.finfo(stored.dtype).max), dtype=jnp.int32)
 
-    def describe(self, dtype: Any) -> str:
-        """For messages."""
-        kind = "z itself" if self.unit is None else f"a `{self.node.__name__}`"
-        return f"{kind} in {jnp.dtype(dtype).name}"
-
 
 # Each dtype has a node and a field of its own: checkpoints hold the names of fields, and cast
 # arrays to the dtypes of what they are read into.
@@ -75,24 +70,25 @@ Float16Difference = namedtuple("Float16Difference", "float16")
 E4M3Difference = namedtuple("E4M3Difference", "float8_e4m3fn")
 E5M2Difference = namedtuple("E5M2Difference", "float8_e5m2")
 
+ANY: Any = object()  # any state_dtype
 ITSELF = Form(lambda tree: tree)
 FORMS: dict[Any, Form] = {BFloat16Difference: Form(BFloat16Difference, 1.0)}
 for _node in (Float16Difference, E4M3Difference, E5M2Difference):
-    FORMS[_node] = Form(_node, 2.0**-8)  # since exponents have few bits
+    FORMS[_node] = Form(_node, 2.0**-8)  # 256 (z − y), since exponents have few bits
 
 
-def form_for(state_dtype: DTypeLike | None) -> Form:
+def form_for(state_dtype: Any) -> Form:
     """The form that a `state_dtype` asks for: the difference in 16 bits or fewer, otherwise z."""
-    fields = (None if state_dtype is None else jnp.dtype(state_dtype).name,)
-    return next((form for node, form in FORMS.items() if node._fields == fields), ITSELF)
+    forms = (form for node, form in FORMS.items() if node._fields == (str(state_dtype),))
+    return next(forms, ITSELF)
 
 
-def dtype_for(state_dtype: DTypeLike | None, y: Any) -> Any:
+def dtype_for(state_dtype: Any, y: Any) -> Any:
     """The dtype that a `state_dtype` asks for, for a parameter."""
     if state_dtype is None:
         return wide_dtype(y)
     if not jnp.iscomplexobj(y):
-        return jnp.dtype(state_dtype)
+        return state_dtype
     return jnp.dtype(jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64)
 
 
@@ -106,7 +102,7 @@ def tree_of(z: PyTree) -> PyTree:
     return z if form_of(z) is ITSELF else z[0]
 
 
-def init(params: PyTree, state_dtype: DTypeLike | None) -> PyTree:
+def init(params: PyTree, state_dtype: Any) -> PyTree:
     """The stored z_0 = y_0."""
     form = form_for(state_dtype)
 
@@ -125,16 +121,14 @@ def encode(z: PyTree, params: PyTree, seeds: PyTree, old: PyTree) -> PyTree:
     return form.node(jax.tree.map(leaf, params, z, seeds, tree_of(old), is_leaf=is_none))
 
 
-ANY: Any = object()
-
-
-def check(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -> None:
+def check_stored(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -> None:
     """Raises ValueError unless z has the form and dtypes that a `state_dtype` asks for.
 
     With None dtypes may be wider, since params may have been cast afterwards. With ANY only arrays
     that were cast to a dtype which their form never has are refused.
     """
     form, by_name = form_of(z), by_path(params)
+    kind = lambda form: "z itself" if form is ITSELF else f"a `{form.node.__name__}`"
     for path, leaf in by_path(tree_of(z)).items():
         if not is_trained(y := by_name.get(path, leaf)):
             continue
@@ -146,10 +140,9 @@ def check(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -> None:
             asked, dtype = form_for(state_dtype), jnp.result_type(dtype_for(state_dtype, y))
             is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
             fits = form is asked and (leaf.dtype == dtype or is_wider)
-            of = None if state_dtype is None else jnp.dtype(state_dtype).name
-            rule = f"`state_dtype={of}` asks for, {asked.describe(dtype)}"
+            rule = f"`state_dtype={state_dtype}` asks for, {kind(asked)} in {dtype}"
         if not fits:
             raise ValueError(
-                f"`{name}` must be stored as {rule}, got {form.describe(leaf.dtype)} at"
+                f"`{name}` must be stored as {rule}, got {kind(form)} in {leaf.dtype} at"
                 f" {path or 'its root'}: use `convert(state, params, into=tx.init(params))`"
             )

@@ -108,10 +108,9 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
-    """The path of each leaf of each tree.
+    """The path of each leaf of each tree. Node types may differ, as under Flax nnx.
 
-    Raises ValueError unless each occurs once and is in `params`, with the same shape. Node types
-    may differ, as under Flax nnx.
+    Raises ValueError unless each occurs once and is in `params`, with the same shape.
     """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
     leaves = [by_path(tree) for tree in trees]

@@ -60,9 +60,7 @@ def sharded_like(zeros: Array, x: Any) -> Array:
     return select(never, jnp.real(x).astype(zeros.dtype), zeros)
 
 
-def rescale(
-    y: PyTree, z: PyTree, r: Ratios, at_start: Bool[Array, ""], of_difference: bool
-) -> PyTree:
+def rescale(y: PyTree, z: PyTree, r: Ratios, at_start: Array, of_difference: bool) -> PyTree:
     """y_k + r (z_k − y_k), or y_0; of a difference, r (z_k − y_k)."""
     if of_difference:
         return map_trained(lambda d: scaled(r["float32"], d, d.dtype), z) if r else z

@@ -10,19 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    optimized,
-    table,
-    x64,
-)
+from helpers import optimized, table, x64
 
-from spa_optax import (
-    hyperparams_from_sgdm,
-    hyperparams_to_sgdm,
-    spa,
-    spa_from_sgdm,
-    theory,
-)
+from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, spa, spa_from_sgdm, theory
 from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
 
 
@@ -153,9 +143,6 @@ def test_rates_of_0_have_no_nan() -> None:
     eta, c = ([float(h(k)) for k in range(4)] for h in from_sgdm)
     np.testing.assert_allclose(eta, [0.5, 1, 0, 0], atol=1e-7)
     np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
-
-
-def test_beta_has_no_nan_at_c_of_1() -> None:
-    # η = 0 after η > 0, but z = x: nothing is carried on, and β = 0 does as well as any.
+    # At c = 1 z = x: η = 0 after η > 0 carries nothing on, and β = 0 does as well as any.
     _, beta = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 1.0, 0.0), 1.0)
     np.testing.assert_array_equal([float(beta(k)) for k in range(4)], 0)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +91,10 @@ def test_a_state_of_another_form_is_refused_by_name(make: Any) -> None:
     params = {"w": jnp.ones(3)}
     wide, narrow = make(), make(state_dtype=jnp.bfloat16, rounding_key=KEY)
     x, state = run(wide, params, [params])
-    asked = re.escape(
-        "stored as `state_dtype=bfloat16` asks for, a `BFloat16Difference` in bfloat16,"
-        " got z itself in float32 at ['w']: use `convert"
-    )
+    asked = r"`state_dtype=bfloat16` .* `BFloat16.*got z itself in float32 at \['w'\]: use `convert"
     with pytest.raises(ValueError, match=asked):
         narrow.update(params, state, x)
-    asked = r"`state_dtype=None` asks for, z itself in float32, got a `BFloat16Diff.*` in bfloat16"
-    with pytest.raises(ValueError, match=asked):
+    with pytest.raises(ValueError, match=r"`state_dtype=None` .*, got a `BFloat16.*` in bfloat16"):
         wide.update(params, narrow.init(x), x)
     # Nor is a difference z, if it has been cast to the dtype that z would have.
     cast = jax.tree.map(lambda a: jnp.float32(a) if a.dtype == jnp.bfloat16 else a, narrow.init(x))
