@@ -80,7 +80,7 @@ def spa_adamw(
     """
     checks.RATE.check(weight_decay=weight_decay)
     checks.one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
-    checks.STATE_DTYPE.check(state_dtype=state_dtype)
+    checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
     if second_moment == "factored":
         scale = scale_by_factored_second_moment(b2, eps)
     else:
@@ -157,7 +157,7 @@ def scale_by_second_moment(
     b2, eps, key = _as_python(b2), _as_python(eps), None if dtype is None else rounding_key
 
     def init_fn(params: PyTree) -> Any:
-        checks.check_floats("params", params)
+        checks.check_params(params, are_trained=True)
         zeros = lambda x: jnp.zeros_like(x, dtype=dtype or jnp.finfo(x.dtype).dtype)  # real
         nu = jax.tree.map(lambda x: sharded_like(zeros(x), x), params)
         return RMSState(jnp.zeros([], jnp.int32), nu)
@@ -228,7 +228,7 @@ def scale_by_factored_second_moment(
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
-        checks.check_floats("params", params)
+        checks.check_params(params, are_trained=True)
         state: Any = init(params)
         return state._replace(v=jax.tree.map(sharded_like, state.v, params))
 

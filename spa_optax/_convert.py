@@ -22,7 +22,7 @@ from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import has_narrow, scaled, wide_dtype
 from spa_optax._probe import check_adam
-from spa_optax._storage import form_of, trees_of, z_of
+from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
 
@@ -176,7 +176,7 @@ def _momentum_of(name: str, state: PyTree, params: PyTree) -> Any:
 
 def _tree_of(momentum: Any) -> PyTree:
     """The tree with a leaf for each parameter."""
-    return trees_of(getattr(momentum, MOMENTUM.get(type(momentum), "z")))[0]
+    return tree_of(getattr(momentum, MOMENTUM.get(type(momentum), "z")))
 
 
 def _mu_y_of(momentum: Any) -> PyTree:
@@ -323,20 +323,19 @@ def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
 
 
 def _read_spa(old: Any, job: Job) -> SPAState:
-    form, stored = form_of(old.z), list(map(by_path, trees_of(old.z)))
-    z = {key: z_of(form, x, *(tree[key] for tree in stored)) for key, x in job.x.items()}
+    value, stored = form_of(old.z).value, by_path(tree_of(old.z))
+    z = {key: value(x, stored[key]) for key, x in job.x.items()}
     eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
     return SPAState(job.k, z, eta, c, w, mu_y, old.rule_state)
 
 
 def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
-    form, stored = form_of(new.z), list(map(by_path, trees_of(new.z)))
-    z = {key: [tree[key] for tree in stored] for key in stored[0]}
+    form, z = form_of(new.z), by_path(tree_of(new.z))
     trained = [key for key in z if key in job.x]
-    z |= {key: form.encode(run.z[key], job.y[key], None, *z[key]) for key in trained}
-    if is_surely(sum(form.num_saturated(*z[key]) for key in trained) > 0):
+    z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
+    if is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
-    return run._replace(z=list(zip(*z.values(), strict=True)))
+    return run._replace(z=list(z.values()))
 
 
 def _filled(tree: PyTree, values: ByPath) -> list[Any]:

@@ -1,10 +1,9 @@
 """One update for the whole family. Its members differ only in their scalars.
 
-A member is a rule, from the state to the `Scalars` of a step. `init` and `advance` do the rest.
+A member is a rule, from the state to the `Scalars` of a step. `advance` does the rest.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,29 +14,19 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage
-from spa_optax._checks import KEY, STATE_DTYPE
-from spa_optax._precision import (
-    Seed,
-    Stream,
-    has_narrow,
-    round_update,
-    scalar_dtype,
-    scaled,
-    seeds_like,
-)
-from spa_optax._rescale import Ratio, Ratios, ratios, rescale
-from spa_optax._storage import Form, Storage, form_of, map_stored, trees_of
+from spa_optax._checks import KEY, STATE_DTYPE, check_params
+from spa_optax._precision import Stream, has_narrow, round_update, scalar_dtype, scaled, seeds_like
+from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import (
+    by_path,
     check_kind,
     check_same_tree,
-    is_array,
+    fill_none,
     is_none,
-    is_trained,
-    leaves_with_path,
     map_trained,
     scalar_of,
 )
-from spa_optax._xla import shared
+from spa_optax._xla import Ratios, rescale, shared
 
 
 class SPAState(NamedTuple):
@@ -71,7 +60,7 @@ class Scalars(NamedTuple):
     w: Float[Array, ""]  # w_{k+1}, for the state
     mu_y: Float[Array, ""] | None = None  # None: 1
     delta: Float[Array, ""] | None = None  # None: 0
-    r: Ratio | None = None  # None: 1
+    r: tuple[Float[Array, ""], Float[Array, ""]] | None = None  # as a fraction; None: 1
     rule_state: PyTree[Array] = ()  # for the state
 
 
@@ -92,9 +81,6 @@ class Step(NamedTuple):
     c_before: Float[Array, ""]  # c_k, of the last step
 
 
-Observe = Callable[[Step], None]
-
-
 def transformation(
     rule: Rule,
     state_dtype: Any,  # checked here, for all members
@@ -104,74 +90,57 @@ def transformation(
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
-    STATE_DTYPE.check(state_dtype=state_dtype)
+    STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
-    if rounding_key is None and state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    if rounding_key is None and state_dtype is not None and state_dtype.itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
-    storage = _storage.storage_of(state_dtype)
-    init_fn = functools.partial(
-        init, storage=storage, rounding_key=rounding_key, mu_y_at=mu_y_at, rule_state=rule_state
-    )
-    update = Update(rule, storage, rounding_key, jax.tree.structure(rule_state))
+    member = Member(rule, state_dtype, rounding_key, mu_y_at, rule_state)
     # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
-    return optax.GradientTransformationExtraArgs(init_fn, update)  # pyright: ignore[reportArgumentType]
-
-
-def init(
-    params: PyTree,
-    storage: Storage,
-    rounding_key: PRNGKeyArray | None,
-    mu_y_at: Callable[[Array], Array],
-    rule_state: PyTree[Array],
-) -> SPAState:
-    """The state at step 0, with z_0 = y_0."""
-    _check_params(params)
-    z = _storage.init(params, storage)
-    if rounding_key is None and (has_narrow(params) or has_narrow(z)):
-        warnings.warn(
-            "`rounding_key` should be given where params or z have 16 bits or fewer: rounded to"
-            " nearest, they do not change where a step is below half an ulp. Pass"
-            " `rounding_key=jax.random.key(0)`.",
-            stacklevel=3,
-        )
-    # All are separate arrays, so that all can be donated.
-    dtype = scalar_dtype(params)
-    zero = lambda: jnp.zeros([], dtype)
-    count = jnp.zeros([], jnp.int32)
-    mu_y, own = jnp.array(mu_y_at(count), dtype), jax.tree.map(jnp.array, rule_state)
-    return SPAState(count, z, zero(), zero(), zero(), mu_y, own)
+    return optax.GradientTransformationExtraArgs(member.init, member)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Update:
-    """The `update` of a member."""
+class Member:
+    """A member of the family: Optax's `init`, and Optax's `update` if it is called."""
 
     rule: Rule
-    storage: Storage
+    state_dtype: Any  # None, or a dtype
     rounding_key: PRNGKeyArray | None
-    rule_state: Any  # its structure
+    mu_y_at: Callable[[Array], Array]
+    rule_state: PyTree[Array]
+
+    def init(self, params: PyTree) -> SPAState:
+        """The state at step 0, with z_0 = y_0."""
+        check_params(params)
+        z = _storage.init(params, self.state_dtype)
+        if self.rounding_key is None and (has_narrow(params) or has_narrow(z)):
+            warnings.warn(
+                "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
+                " `jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp.",
+                stacklevel=3,
+            )
+        # All are separate arrays, so that all can be donated.
+        dtype = scalar_dtype(params)
+        eta, c, w = (jnp.zeros([], dtype) for _ in range(3))
+        count = jnp.zeros([], jnp.int32)
+        mu_y, own = jnp.array(self.mu_y_at(count), dtype), jax.tree.map(jnp.array, self.rule_state)
+        return SPAState(count, z, eta, c, w, mu_y, own)
 
     def __call__(
-        self,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        observe: Observe | None = None,
-        **extra_args: Any,
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
-        """`advance`, as Optax calls it. The extra argument `observe` is called with the step."""
-        del extra_args
-        _check_state(state, params)
-        _storage.check("state.z", state.z, params, self.storage)
-        if jax.tree.structure(state.rule_state) != self.rule_state:
-            raise ValueError(
-                f"`state.rule_state` must be this member's, {self.rule_state}, got"
-                f" {jax.tree.structure(state.rule_state)}"
-            )
-        _check_updates(updates, state, params)
+        """`advance`, as Optax calls it. The extra argument `observe` is called with the `Step`."""
+        _check_state(state, params, self.state_dtype)
+        expected, own = map(jax.tree.structure, (self.rule_state, state.rule_state))
+        if own != expected:
+            raise ValueError(f"`state.rule_state` must be this member's, {expected}, got {own}")
+        check_same_tree("updates", updates, "params", params)
+        if odd := sorted(by_path(updates).keys() - by_path(tree_of(state.z)).keys()):
+            at = odd[0] or "its root"
+            raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
         u, state, step = advance(updates, state, params, self.rule, self.rounding_key)
-        if observe is not None:
+        if observe := extra_args.get("observe"):
             observe(step)
         return u, state
 
@@ -181,42 +150,58 @@ def advance(
 ) -> tuple[PyTree, SPAState, Step]:
     """One step: y_{k+1} − y_k, the new state, and what the step did."""
     state = jax.tree.map(jnp.asarray, state)
-    g, y = _as_arrays(updates, state.z), _as_arrays(params, state.z)
-    form, at_start = form_of(state.z), is_at_start(state)
+    form, stored, at_start = form_of(state.z), tree_of(state.z), is_at_start(state)
+    g, y = _as_arrays(updates, stored), _as_arrays(params, stored)
     scalars = rule(state, y)
     eta, c, w = scalars.eta, scalars.c, scalars.w
     p, delta = _for_params(scalars, state)
-    r = ratios(scalars.r, y, form, at_start)
+    r = _ratios(scalars, y, form.follows_params, at_start)
     one = jnp.ones_like(eta)
     mu_y = one if scalars.mu_y is None else scalars.mu_y
     eta, c, w, mu_y, p, delta, r, at_start, opaque_one = shared(
         (eta, c, w, mu_y, p, delta, r, at_start, one)
     )
-    seeds = seeds_like(rounding_key, state.count, trees_of(state.z)[0], Stream.PARAMS_AND_Z)
+    seeds = seeds_like(rounding_key, state.count, stored, Stream.PARAMS_AND_Z)
 
     # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
     # two kernels of `spa_adamw`.)
     # z_k ← y_k + r (z_k − y_k)
-    z = rescale(form, y, _storage.decode(y, state.z), r, at_start)
+    z = rescale(y, map_trained(form.decode, y, stored), r, at_start, form.follows_params)
     # z_{k+1} = z_k − η g_k
     z_next = map_trained(lambda z, g: z - scaled(eta, g, z.dtype), z, g)
-    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k
+    # y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k, rounded to the params' dtype
     distance = lambda z, y: z if form.follows_params else z - y.astype(z.dtype)
-    u = _param_update(y, map_trained(distance, z_next, y), g, p, delta, seeds)
-    # From y + u, an output: XLA for TPU then makes one kernel of both.
+
+    def move(y: Any, d: Any, g: Any, seed: Any) -> Array | None:
+        if d is None:
+            return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
+        u = scaled(p, d, d.dtype)
+        if delta is not None:
+            u -= scaled(delta, g, d.dtype)
+        return round_update(u, y, seed, low_bits=True)
+
+    u = jax.tree.map(move, y, map_trained(distance, z_next, y), g, seeds, is_leaf=is_none)
     itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
-    stored = _storage.encode(map_trained(itself, z_next, y), _add(y, u), seeds, state.z)
+    z_next = map_trained(itself, z_next, y)
+    # From y + u, an output: XLA for TPU then makes one kernel of both.
+    y_next = map_trained(jnp.add, y, u)
+    z_stored = _storage.encode(z_next, y_next, seeds, state.z)
 
     count = jnp.asarray(optax.safe_increment(state.count))
     # Multiplied by a 1 that XLA cannot see, they are one kernel on a GPU.
     own = jax.tree.map(lambda new, old: new.astype(old.dtype), scalars.rule_state, state.rule_state)
     of_state = [(s * opaque_one).astype(state.w.dtype) for s in (eta, c, w, mu_y)]
-    new_state = SPAState(count, stored, *of_state, rule_state=own)
+    new_state = SPAState(count, z_stored, *of_state, rule_state=own)
+
+    def rounding_error(y: Array, stored: Array, d: Array) -> Array:
+        """A bound on that of d = z − y."""
+        eps = max(float(jnp.finfo(array.dtype).eps) for array in (y, stored))
+        return eps * (d if form.follows_params else y.astype(d.dtype))
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
-    rounding = map_stored(_rounding_error, y, state.z, d)
-    saturated = map_stored(lambda form, _, *arrays: form.num_saturated(*arrays), y, state.z)
+    rounding = map_trained(rounding_error, y, stored, d)
+    saturated = map_trained(form.num_saturated, stored)
     if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
@@ -240,28 +225,38 @@ def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]
     return c - (1 - c) * change, of_z if delta is None else of_z + mu_y * delta
 
 
+def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Array, ""]) -> Ratios:
+    """The r for each precision of z − y; 0 at the start and where momentum restarts.
+
+    Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
+    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
+    """
+    if scalars.r is None:
+        return {}
+    (numerator, denominator), result = scalars.r, {}
+    dtypes = map_trained(lambda y: "float32" if of_difference else str(y.dtype), y)
+    # Sorted, since every process must compile the same program.
+    for dtype in sorted(set(jax.tree.leaves(dtypes))):
+        restarts = at_start | (numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator)
+        # With the division last, XLA on CPU does it once, not in every kernel.
+        result[dtype] = jnp.where(restarts, 0, numerator) / denominator
+    return result
+
+
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the compute dtype; at the start, when params may have been replaced, from them."""
     _check_state(state, params)
-    check_same_tree("state.z", trees_of(state.z)[0], "params", params)
-    _storage.check_readable("state.z", state.z, params)
     state = jax.tree.map(jnp.asarray, state)
-    y = _as_arrays(params, state.z)
-    z = map_stored(_storage.z_of, y, state.z)
-    z = rescale(form_of(state.z), y, z, {}, is_at_start(state))
-    return jax.tree.map(lambda y, z: y if z is None else z, y, z, is_leaf=is_none)
-
-
-# ------------------------------------------------------------------------------------------ leaves
+    form, stored = form_of(state.z), tree_of(state.z)
+    y = _as_arrays(params, stored)
+    z = map_trained(form.value, y, stored)
+    return fill_none(rescale(y, z, {}, is_at_start(state), form.follows_params), y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:
-    """A tree as arrays, with None for params that have no z.
-
-    Equinox models hold functions among their params, which are None in `init`.
-    """
+    """A tree as arrays, and None where there is no z: Equinox models hold functions."""
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
-    return jax.tree.map(array, tree, trees_of(z)[0], is_leaf=is_none)
+    return jax.tree.map(array, tree, z, is_leaf=is_none)
 
 
 def is_at_start(state: SPAState) -> Bool[Array, ""]:
@@ -269,53 +264,13 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
     return (scalar_of(state.count) == 0) & (scalar_of(state.w) == 0)
 
 
-def _rounding_error(form: Form, y: Array, *arrays: Array) -> Array:
-    """A bound on the rounding error of d = z − y, which comes after the arrays of z."""
-    *stored, d = arrays
-    eps = max(float(jnp.finfo(y.dtype).eps), form.eps(*stored))
-    return eps * (d if form.follows_params else y.astype(d.dtype))
-
-
-def _param_update(
-    y: PyTree, d: PyTree, g: PyTree, p: Array, delta: Array | None, seeds: PyTree
-) -> PyTree:
-    """y_{k+1} − y_k = p d − δ g_k, with y_{k+1} rounded to the params' dtype."""
-
-    def leaf(y: Any, d: Any, g: Any, seed: Seed | None) -> Array | None:
-        if d is None:
-            return None if g is None or y is None else jnp.zeros_like(y)  # integers stay
-        u = scaled(p, d, d.dtype)
-        if delta is not None:
-            u -= scaled(delta, g, d.dtype)
-        return round_update(u, y, seed, low_bits=True)
-
-    return jax.tree.map(leaf, y, d, g, seeds, is_leaf=is_none)
-
-
-def _add(y: PyTree, u: PyTree) -> PyTree:
-    return jax.tree.map(lambda y, u: y if u is None else y + u, y, u, is_leaf=is_none)
-
-
-# ------------------------------------------------------------------------------------------ checks
-
-
-def _check_params(params: PyTree) -> None:
-    for path, leaf in leaves_with_path(params):
-        if not (leaf is None or is_array(leaf)):
-            raise ValueError(
-                f"`params` must be a tree of arrays, got a `{type(leaf).__name__}` at"
-                f" {path or 'its root'}. For an Equinox model use `eqx.filter(model, eqx.is_array)`"
-            )
-        if not path and leaf is not None and not is_trained(leaf):
-            dtype = jnp.result_type(leaf)
-            raise ValueError(f"`params` must be floating-point arrays, got one of dtype {dtype}")
-
-
-def _check_state(state: Any, params: PyTree | None) -> None:
+def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.ANY) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
     check_kind("state", state, SPAState)
     check_scalars("state", state)
+    _storage.check_stored("state.z", state.z, params, state_dtype)
+    check_same_tree("state.z", tree_of(state.z), "params", params)
 
 
 def check_scalars(name: str, state: SPAState) -> None:
@@ -325,12 +280,3 @@ def check_scalars(name: str, state: SPAState) -> None:
         if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype in wide):
             kind = "an integer" if field == "count" else "float32 or float64"
             raise ValueError(f"`{name}.{field}` must be {kind}, whatever the params, got {dtype}")
-
-
-def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
-    check_same_tree("updates", updates, "params", params)
-    z_leaves = jax.tree.leaves(trees_of(state.z)[0], is_leaf=is_none)
-    for (path, g), z in zip(leaves_with_path(updates), z_leaves, strict=True):
-        if g is not None and z is None:
-            at = path or "its root"
-            raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")

@@ -6,7 +6,7 @@ from jaxtyping import Array, PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, check_scalars, is_at_start
 from spa_optax._precision import wide_dtype
-from spa_optax._storage import check_readable, form_of, trees_of, z_of
+from spa_optax._storage import check_stored, form_of, tree_of
 from spa_optax._wrappers import StochasticRoundingState
 from spa_optax._xla import select
 
@@ -50,9 +50,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             continue
         if checks.is_surely(mu_y <= 0):
             raise ValueError("`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost")
-        of_z = [trees.by_path(tree) for tree in trees_of(state.z)]
-        for key in filter(lambda key: trees.is_trained(x[key]), of_z[0]):
-            z = z_of(form_of(state.z), x[key], *(tree[key] for tree in of_z))
+        stored = trees.by_path(tree_of(state.z))
+        for key in filter(lambda key: trees.is_trained(x[key]), stored):
+            z = form_of(state.z).value(x[key], stored[key])
             y = x[key].astype(z.dtype)
             average = y + (1 / mu_y.astype(z.dtype) - 1) * (y - z)
             # Before the first step params may have been replaced, which z does not follow.
@@ -117,8 +117,8 @@ def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> li
     if not states:
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
     for tree in (params, *others):
-        trees.keys_of(name, [trees_of(state.z)[0] for state in states], tree)
+        trees.keys_of(name, [tree_of(state.z) for state in states], tree)
     for state in states:
-        check_readable(name, state.z, params)
+        check_stored(name, state.z, params)
         check_scalars(name, state)
     return states

@@ -38,14 +38,13 @@ _NEEDS_A_NUMBER = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-AtCount = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """A schedule, of a count or an array of counts, from a function of an int32 count."""
 
-    at: AtCount
+    at: Callable[[Array], Array]
     sgdm: SGDMHyperparams | None = None  # spares `theory.audit` the look-ahead at each step
 
     def __call__(self, count: ArrayLike) -> Array:
@@ -53,7 +52,7 @@ class Schedule:
         return jnp.vectorize(self.at)(jnp.asarray(count).astype(jnp.int32))
 
 
-def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> AtCount:
+def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array], Array]:
     """A hyper-parameter as a function of the count, a scalar of the default floating dtype."""
 
     def at(count: Int[Array, ""]) -> Float[Array, ""]:

@@ -1,7 +1,4 @@
-"""Dtypes to train and to compute in, and stochastic rounding for storage.
-
-Stochastic rounding picks one of the two neighbours of a number at random, without bias.
-"""
+"""Dtypes to train and to compute in, and unbiased stochastic rounding for storage."""
 
 import enum
 import functools
@@ -11,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
-from spa_optax._trees import is_trained
+from spa_optax._trees import is_trained, map_trained
 
 Seed = UInt32[Array, ""]
 
 
 class Stream(enum.IntEnum):
-    """What random words are for; each kind has its own."""
+    """What random words are for."""
 
     PARAMS_AND_Z = 0
     SECOND_MOMENT = 1
@@ -36,10 +33,11 @@ def scalar_dtype(params: PyTree) -> Any:
     return jnp.dtype(jnp.float64 if 64 in bits else jnp.float32)
 
 
-def wide_dtype(*arrays: Array) -> Any:
+def wide_dtype(*arrays: Any) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
+    dtypes = (a.dtype if hasattr(a, "dtype") else jnp.result_type(a) for a in arrays)
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
-        return jnp.result_type(*(a.dtype for a in arrays if a.itemsize > 2), jnp.float32)
+        return jnp.result_type(*(dtype for dtype in dtypes if dtype.itemsize > 2), jnp.float32)
 
 
 def scaled(scalar: Array, leaf: Array, dtype: Any) -> Array:
@@ -49,24 +47,17 @@ def scaled(scalar: Array, leaf: Array, dtype: Any) -> Array:
 
 def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
-
-    def leaf(x: Any) -> Any:
-        if not is_trained(x):
-            return None
-        dtype = jnp.result_type(x)
-        dtype = jnp.float32 if dtype.itemsize <= 2 else dtype
-        is_shape = isinstance(x, jax.ShapeDtypeStruct)
-        return jax.ShapeDtypeStruct(x.shape, dtype) if is_shape else jnp.asarray(x, dtype)
-
-    return jax.tree.map(leaf, tree)
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    as_shape = lambda x: jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
+    as_array = lambda x: jnp.asarray(x, wide_dtype(x))
+    return map_trained(lambda x: as_shape(x) if is_shape(x) else as_array(x), tree)
 
 
 def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) -> Array:
-    """An update in the dtype of x, such that x + u rounds once.
+    """An update in the dtype of x: x + u is rounded to that dtype, and x subtracted.
 
-    x + u is rounded to that dtype first. Adding the result to x gives exactly that if u neither
-    more than halves nor more than doubles x, nor turns its sign (Sterbenz). Otherwise the result is
-    rounded to nearest too, and the sum is up to an ulp off, of x or of x + u.
+    Adding it to x is then exact if u neither more than halves nor more than doubles x, nor turns
+    its sign (Sterbenz). Otherwise the sum is up to an ulp off, of x or of x + u.
     """
     dtype = wide_dtype(u, x)
     if dtype == x.dtype:
@@ -74,13 +65,11 @@ def round_update(u: Array, x: Array, seed: Seed | None, low_bits: bool = False) 
     return rounded(x.astype(dtype) + u.astype(dtype), x.dtype, seed, low_bits) - x
 
 
-def seeds_like(
-    key: PRNGKeyArray | None, count: Int[Array, ""], tree: PyTree, stream: Stream
-) -> PyTree:
+def seeds_like(key: PRNGKeyArray | None, count: Array, tree: PyTree, stream: Stream) -> PyTree:
     """A random word for each leaf at a step, or None without a key."""
-    leaves, structure = jax.tree.flatten(tree)
     if key is None:
-        return structure.unflatten([None] * len(leaves))
+        return jax.tree.map(lambda _: None, tree)
+    leaves, structure = jax.tree.flatten(tree)
     key = jax.random.fold_in(jax.random.fold_in(key, count), int(stream))
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     words = jax.lax.optimization_barrier(jax.random.bits(key, (len(leaves),), jnp.uint32))
@@ -100,28 +89,24 @@ def _one_by_one(array: Array, num_loops: Int[Array, ""]) -> list[Array]:
 def rounded(
     x: Array, dtype: Any, seed: Seed | None, low_bits: bool = False, saturates: bool = False
 ) -> Array:
-    """`x` in a dtype as wide or narrower: rounded to nearest, or at random with a seed.
+    """`x` in a dtype as wide or narrower: rounded to nearest, or with a seed so that the mean is x.
 
-    The probabilities of the two neighbours make the mean x. One 32-bit hash serves two arrays that
-    drop 16 bits each: one takes its high bits, the other its low bits. What saturates is at most
-    the largest number of the dtype, and NaN may become any.
+    One 32-bit hash serves two arrays that drop 16 bits each: one takes its high bits, the other
+    its low bits. What saturates is at most the dtype's largest number, and NaN may become any.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)
-    if seed is None:
-        return (_clipped(x, dtype) if saturates else x).astype(dtype)
-    return _stochastic(x, seed, dtype, low_bits, saturates)
-
-
-def _clipped(x: Array, dtype: Any) -> Array:
+    if seed is not None:
+        return _stochastic(x, seed, dtype, low_bits, saturates)
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit)
+    return (jnp.clip(x, -limit, limit) if saturates else x).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool) -> Array:
     """`rounded` with a seed, with the derivative of a cast."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    limit = float(narrow.max)
     num_extra = wide.nmant - narrow.nmant  # bits to drop
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{wide.bits}")
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, x.dtype)
@@ -130,12 +115,12 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
     sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
-        if saturates:  # one operation, where `_clipped` takes two
-            size = jnp.minimum(size, float(narrow.max))
+        if saturates:  # one operation, where `clip` takes two
+            size = jnp.minimum(size, limit)
         shift = jnp.where(size < tiny, tiny, 0)
         bits = as_bits(size + shift)
     elif saturates:
-        bits = as_bits(_clipped(x, dtype))
+        bits = as_bits(jnp.clip(x, -limit, limit))
     num_random = min(num_extra, 32)
     random = random_bits(seed, x.shape)
     random = random & jnp.uint32(2**num_random - 1) if low_bits else random >> (32 - num_random)
@@ -151,9 +136,7 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
 
 
 @_stochastic.defjvp
-def _(
-    dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any
-) -> tuple[Array, Array]:
+def _(dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any) -> Any:
     if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
         raise ValueError("state in 8 bits must not be differentiated, got a tangent")
     return _stochastic(*primals, dtype, low_bits, saturates), tangents[0].astype(dtype)
@@ -170,10 +153,10 @@ def rounds_to(wide: Array, x: Array) -> Bool[Array, "..."]:
 def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """32 bits for each element, which depend only on the seed and its position.
 
-    A hash that fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
-    element and, on CPU, 15 times as long as a whole update. The hash multiplies only twice, since
-    that is slow on TPU, and needs random seeds: for two seeds that differ in one bit it is not a
-    good hash. The seed enters twice: entering once, it would only permute the bits of an array.
+    This hash fuses into its consumer. `jax.random.bits` would take 20 bytes of temporaries per
+    element and, on CPU, 15 times as long as a whole update. It multiplies only twice, since that is
+    slow on TPU, so seeds must be random, not differ in one bit. The seed enters twice: entering
+    once, it would only permute the bits of an array.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from spa_optax._checks import (
     ABOVE_1,
     AVERAGING,
-    DECAY,
+    B1,
     MOMENTUM,
     NOT_NEGATIVE,
     NOT_NEGATIVE_INTEGER,
@@ -414,7 +414,7 @@ def ema_nesterov(
       >>> tx = primal_averaging(muon, c, mu_y)
     """
     RATE.check(learning_rate=learning_rate)
-    DECAY.check(decay=decay)
+    B1.check(decay=decay)
     MOMENTUM.check(lookahead=lookahead)
     NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
     beta, later = _up_to_and_after("lookahead", lookahead, num_steps)

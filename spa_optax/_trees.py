@@ -25,22 +25,17 @@ def is_trained(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def map_trained(
-    function: Callable[..., Any], tree: PyTree, *trees: PyTree, otherwise: PyTree = None
-) -> PyTree:
-    """`jax.tree.map` over floating-point leaves of the first tree that all others have too.
+def map_trained(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
+    """`jax.tree.map` over floating-point leaves that all other trees have too; None elsewhere."""
+    has_all = lambda first, *rest: is_trained(first) and not any(map(is_none, rest))
+    leaf = lambda *leaves: function(*leaves) if has_all(*leaves) else None
+    return jax.tree.map(leaf, tree, *trees, is_leaf=is_none)
 
-    Integers, and leaves that are None in one of the trees, come from `otherwise`.
-    """
 
-    def leaf(first: Any, other: Any, *rest: Any) -> Any:
-        if is_trained(first) and not any(map(is_none, rest)):
-            return function(first, *rest)
-        return other
-
-    if otherwise is None:
-        otherwise = jax.tree.map(lambda _: None, tree, is_leaf=is_none)
-    return jax.tree.map(leaf, tree, otherwise, *trees, is_leaf=is_none)
+def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
+    """A tree with leaves from another where it has None."""
+    choose = lambda leaf, other: other if leaf is None or other is None else leaf
+    return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
 def scalar_of(value: PyTree) -> Array:
@@ -48,7 +43,9 @@ def scalar_of(value: PyTree) -> Array:
     return jnp.asarray(*jax.tree.leaves(value))
 
 
-# ------------------------------------------------------------------------------------------- nodes
+def copy(state: PyTree) -> PyTree:
+    """A state that shares no buffer with another, so that both can be donated."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
 
 
 def find(state: PyTree, kinds: Any) -> list[Any]:
@@ -79,14 +76,22 @@ def kinds_of(state: PyTree) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-# ------------------------------------------------------------------------------------------- leaves
+def check_kind(name: str, state: Any, kind: type) -> None:
+    """Raises ValueError unless a state is of a type."""
+    if not isinstance(state, kind):
+        raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
+
+
+def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves, None among them, with their paths as strings."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves, by their paths as strings; numbers as arrays."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    array = lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf
-    return {jax.tree_util.keystr(path): array(leaf) for path, leaf in leaves}
+    """The leaves that are not None, by their paths; numbers as arrays."""
+    leaves = ((path, leaf) for path, leaf in leaves_with_path(tree) if leaf is not None)
+    return {path: jnp.asarray(leaf) if is_array(leaf) else leaf for path, leaf in leaves}
 
 
 def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
@@ -95,24 +100,17 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     def cast(leaf: Any, old: Any) -> Any:
         if not is_array(old) or jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
             return leaf
-        dtype = jnp.asarray(old).dtype
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return (jnp.asarray(leaf) if is_complex else jnp.real(leaf)).astype(dtype)
+        leaf = leaf if jnp.iscomplexobj(old) else jnp.real(leaf)
+        return jnp.asarray(leaf, jnp.asarray(old).dtype)
 
     pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(node), strict=True)
     return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
-def copy(state: PyTree) -> PyTree:
-    """A state that shares no buffer with another, so that both can be donated."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
-
-
 def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
-    """The path of each leaf of each tree, as a string.
+    """The path of each leaf of each tree. Node types may differ, as under Flax nnx.
 
-    Raises ValueError unless each occurs once and is in `params`, with the same shape. Node types
-    may differ, as under Flax nnx.
+    Raises ValueError unless each occurs once and is in `params`, with the same shape.
     """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
     leaves = [by_path(tree) for tree in trees]
@@ -126,18 +124,6 @@ def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str
     return [list(of_tree) for of_tree in leaves]
 
 
-def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves, None among them, with their paths as strings."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def check_kind(name: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state is of a type."""
-    if not isinstance(state, kind):
-        raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
-
-
 def check_same_tree(
     name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
 ) -> None:
@@ -148,19 +134,20 @@ def check_same_tree(
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
     nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
-    found = ""
+    pairs = ((path, leaf, others.get(path)) for path, leaf in leaves.items())
+    shapes = [(p, np.shape(a), np.shape(b)) for p, a, b in pairs if not (a is None or b is None)]
+    rule = "structure"
     if odd := sorted(leaves.keys() ^ others.keys()):
         owner = name if odd[0] in leaves else like_name
         found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
     elif same_nodes and nodes != other_nodes:
         found = _first_difference(nodes, other_nodes)
-    if found:
-        raise ValueError(f"`{name}` must have the structure of `{like_name}`: {found}")
-    for path, leaf in leaves.items():
-        shape, other = np.shape(leaf), np.shape(others[path])
-        if shape != other and leaf is not None and others[path] is not None:
-            found = f"{shape} against {other} at {path or 'its root'}"
-            raise ValueError(f"`{name}` must have the shapes of `{like_name}`: {found}")
+    elif odd := [shape for shape in shapes if shape[1] != shape[2]]:
+        path, shape, other = odd[0]
+        rule, found = "shapes", f"{shape} against {other} at {path or 'its root'}"
+    else:
+        return
+    raise ValueError(f"`{name}` must have the {rule} of `{like_name}`: {found}")
 
 
 def _first_difference(nodes: Any, others: Any) -> str:

@@ -90,8 +90,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
             trees.check_same_tree("updates", updates, "params", params)
         with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
             u, state = tx.update(widen(updates), state, widen(params), **extra)
-        of_integers = lambda u, g: g if u is None or g is None else u
-        return jax.tree.map(of_integers, u, updates, is_leaf=trees.is_none), state
+        return trees.fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
 
@@ -158,7 +157,7 @@ def primal_averaging(
         observe = extra.pop("observe", None)  # the step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra)
-        minus_u = trees.map_trained(jnp.negative, u, otherwise=u)
+        minus_u = trees.fill_none(trees.map_trained(jnp.negative, u), u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -290,7 +289,7 @@ def float8_momentum(
         inputs = (updates,) if params is None else (updates, params)
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
             cast = lambda u, *of: u.astype(jnp.result_type(*of))
-            u = trees.map_trained(cast, u, *inputs, otherwise=u)
+            u = trees.fill_none(trees.map_trained(cast, u, *inputs), u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
 from spa_optax import SPAState, _storage
+from spa_optax._trees import map_trained
 
 # As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
 FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
@@ -112,7 +113,8 @@ def spa_state(state: Any) -> SPAState:
 
 def z_of(state: Any, params: Any) -> Any:
     """The value of z, however it is stored."""
-    return _storage.map_stored(_storage.z_of, params, spa_state(state).z)
+    z = spa_state(state).z
+    return map_trained(_storage.form_of(z).value, params, _storage.tree_of(z))
 
 
 @functools.cache

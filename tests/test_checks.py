@@ -39,8 +39,12 @@ NAN, INF = float("nan"), float("inf")
 KEY, STATE = jax.random.key(0), optax.sgd(0.1, 0.9).init(jnp.ones(3))
 MEMBERS, AVERAGES = (spa, spa_adamw, spa_from_sgdm), (spa, spa_adamw, primal_averaging)
 SCHEDULES = (stagewise, momentum_drop, hyperparams_to_sgdm)
+WRAPPERS = (primal_averaging, stochastic_rounding, float8_momentum)
+OF_A_RATE = (*SCHEDULES, hyperparams_from_sgdm, schedule_free_averaging)
 NO_SCALARS = [None, "a", [0.5], np.ones(1), jnp.ones(1), 1j, True]
 NO_KEYS = [0, jnp.ones(2), jnp.zeros(5, jnp.uint32), jax.random.split(KEY)]
+NO_STATE_DTYPES = ["floaty", int, jnp.complex64, jnp.float8_e8m0fnu, jnp.float8_e5m2fnuz]
+NO_STATE_DTYPES += [jnp.ones(3)]
 NO_COUNTS = [-1, True, 3.0, "3", jnp.ones(1, int), jnp.array(1.0), 2**31, 10**5_000]
 
 
@@ -59,23 +63,15 @@ def call(function: Any, **arguments: Any) -> Any:
     [
         (MEMBERS, "learning_rate", "finite and >= 0", [-0.1, NAN, INF, np.float64(-1), 10**400]),
         ([spa, spa_from_sgdm], "learning_rate", "a scalar or a schedule", NO_SCALARS),
-        (SCHEDULES, "learning_rate", "finite and >= 0", [-0.1]),
-        ([hyperparams_from_sgdm], "learning_rate", "finite and >= 0", [-0.1]),
-        ([schedule_free_averaging], "learning_rate", "finite and >= 0", [-0.1]),
+        (OF_A_RATE, "learning_rate", "finite and >= 0", [-0.1]),
         (AVERAGES, "averaging", "in [0, 1]", [-0.5, 1.5, NAN]),
         (SCHEDULES, "averaging", "in [0, 1]", [1.5]),
         (AVERAGES, "interpolation", "in (0, 1]", [0.0, 1e-46, 1.1, NAN]),
         ([spa_from_sgdm, hyperparams_from_sgdm], "momentum", "in [0, 1)", [-0.1, 1.0, NAN]),
-        (
-            [*MEMBERS, primal_averaging],
-            "state_dtype",
-            "a floating-point dtype",
-            ["floaty", int, jnp.complex64, jnp.float8_e8m0fnu, jnp.float8_e5m2fnuz, jnp.ones(3)],
-        ),
+        ([*MEMBERS, primal_averaging], "state_dtype", "a floating-point dtype", NO_STATE_DTYPES),
         ([spa, spa_from_sgdm, full], "rounding_key", "one key of `jax.random`", NO_KEYS),
         ([stochastic_rounding, float8_momentum], "key", "one key of `jax.random`", NO_KEYS),
-        ([primal_averaging, stochastic_rounding], "base", "a gradient transform", [0.1, optax.sgd]),
-        ([float8_momentum], "base", "a gradient transformation", [0.1]),
+        (WRAPPERS, "base", "a gradient transformation", [0.1, optax.sgd]),
         ([in_float32], "inner", "a gradient transformation", [0.1]),
         ([spa_from_sgdm, hyperparams_from_sgdm], "horizon", "a concrete integer >= 1", [0]),
         ([spa_from_sgdm, convert], "nesterov", "True or False", ["no", 1, None, KEY]),
@@ -160,7 +156,7 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             lambda: optax.inject_hyperparams(spa_adamw)(0.1).init(jnp.ones(3, jnp.bfloat16)),
             "`b2` must be .* as float32, got .* `hyperparam_dtype=jnp.float32`",
         ),
-        (lambda: spa(0.1).init(3), "`params` must be floating-point .* one of dtype int32"),
+        (lambda: spa(0.1).init(3), "`params` must be floating-point .*, got .*int"),
         (lambda: full(dtype=jnp.bfloat16), "`rounding_key` must be given with a bfloat16 sec"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
         (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have .* got \(\) and \(\)"),

@@ -11,8 +11,8 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import B2, DECAY, POSITIVE_INTEGER, TRANSFORMATION, Rule, is_surely
-from spa_optax._core import SPAState, Update
+from spa_optax._checks import B1, B2, POSITIVE_INTEGER, TRANSFORMATION, Rule, is_surely
+from spa_optax._core import Member, SPAState
 from spa_optax._optax_states import (
     ADAM_OR_TRACE,
     MOMENTUM,
@@ -21,7 +21,7 @@ from spa_optax._optax_states import (
     check_moments,
     step_of_optax,
 )
-from spa_optax._storage import trees_of
+from spa_optax._storage import tree_of
 from spa_optax._trees import check_kind, find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
@@ -103,13 +103,13 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and Figure 2.
     """
     TRANSFORMATION.check(inner=inner)
-    DECAY.check(decay=decay)
+    B1.check(decay=decay)
     POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
     AVERAGING_OF_OPTAX.check(averaging=averaging)
     B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Update)
+    is_member = isinstance(inner.update, Member)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -118,7 +118,7 @@ def track_momentum(
         refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
         for wrapper in find(state, refused):
             raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
-        tree = trees_of(momentum.z)[0] if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
+        tree = tree_of(momentum.z) if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
         if (got := len(jax.tree.leaves(tree))) != (num := len(jax.tree.leaves(params))):
             raise ValueError(f"`inner` must hold a momentum of all {num} arrays, got {got}")
         if is_spa and averaging is not None:

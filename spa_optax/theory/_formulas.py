@@ -26,7 +26,7 @@ import optax
 from jaxtyping import Array, ArrayLike as Real, Float, PyTree
 from numpy.typing import ArrayLike
 
-from spa_optax._checks import POSITIVE_INTEGER, check_floats, is_surely
+from spa_optax._checks import POSITIVE_INTEGER, check_params, is_surely
 
 Reals = Float[Array, "..."]
 
@@ -234,7 +234,7 @@ def estimate_smoothness(
     """
     POSITIVE_INTEGER.check(num_iterations=num_iterations)
     params = jax.tree.map(jnp.asarray, params)
-    check_floats("params", params)
+    check_params(params, are_trained=True)
 
     def iterate(v: PyTree, _: None) -> tuple[PyTree, Float[Array, ""]]:
         norm = optax.tree.norm(v)
