@@ -140,11 +140,12 @@ def check_params(params: PyTree, are_trained: bool = False) -> None:
 
 
 def check_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule is 0 at one of 550 counts, and above 0 later.
+    """Raises ValueError where a schedule is 0 at a count up to 10,000, or some later, and rises.
 
     One that falls to 0 may end there, or after the run.
     """
-    counts = np.append(0, np.unique(np.geomspace(1, 10**6, 700).astype(np.int32)))
+    later = np.geomspace(10**4, 10**7, 700).astype(np.int32)
+    counts = np.append(np.arange(10**4, dtype=np.int32), np.unique(later))
     try:
         with jax.ensure_compile_time_eval():
             values = np.asarray(jax.vmap(schedule)(jnp.asarray(counts)), float)

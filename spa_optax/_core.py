@@ -195,13 +195,13 @@ def advance(
 
     def rounding_error(y: Array, stored: Array, d: Array) -> Array:
         """A bound on that of d = z − y."""
-        eps = max(float(jnp.finfo(array.dtype).eps) for array in (y, stored))
+        eps = max(float(jnp.finfo(y.dtype).eps), form.eps(stored))
         return eps * (d if form.follows_params else y.astype(d.dtype))
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
-    saturated = map_trained(form.num_saturated, stored)
+    saturated = map_trained(lambda _, stored: form.num_saturated(stored), y, stored)
     if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))

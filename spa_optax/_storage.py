@@ -55,6 +55,10 @@ class Form(NamedTuple):
         # Where z is NaN, y is, so any number will do.
         return rounded((z - y.astype(z.dtype)) / self.unit, old.dtype, seed, saturates=True)
 
+    def eps(self, stored: Array) -> float:
+        """The relative precision of what is stored."""
+        return float(jnp.finfo(stored.dtype).eps)
+
     def num_saturated(self, stored: Array) -> Int[Array, ""]:
         """How many elements are at the limit of what can be stored."""
         if self.unit is None:

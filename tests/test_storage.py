@@ -1,8 +1,10 @@
 """The form of z stands in the structure of a state: what is read as something else is refused."""
 
+import dataclasses
 import functools
 import itertools
 import pickle
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from spa_optax import (
     spa,
     spa_from_sgdm,
 )
-from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference
+from spa_optax._precision import random_bits
+from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference, Form
+from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(0)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -190,6 +194,53 @@ def test_state_sharded_otherwise_than_params(make: Any, axis_type: Any) -> None:
             x, state = run(tx, x, [g] * 2, jax.tree.map(put, tx.init(x)))
             found = jax.device_get(eval_params(state, x))
             chex.assert_trees_all_close(found, expected, rtol=2 * 2.0**-7)
+
+
+Int8Rows = namedtuple("Int8Rows", "int8")
+
+
+class RowScaled(Form):
+    """z − y in int8, with a scale for each row of the params. Nothing else knows of it."""
+
+    def scale(self, y: Any) -> Any:
+        return jnp.max(jnp.abs(y.astype(jnp.float32)), axis=-1, keepdims=True) / 32
+
+    def decode(self, y: Any, stored: Any) -> Any:
+        return stored.astype(jnp.float32) * self.scale(y)
+
+    def encode(self, z: Any, y: Any, seed: Any, old: Any) -> Any:
+        part = 0.5 if seed is None else random_bits(seed, z.shape).astype(jnp.float32) / 2.0**32
+        q = jnp.floor((z - y.astype(z.dtype)) / self.scale(y) + part)
+        return jnp.clip(q, -127, 127).astype(jnp.int8)
+
+    def eps(self, stored: Any) -> float:
+        return 1 / 127
+
+    def num_saturated(self, stored: Any) -> Any:
+        return jnp.sum(jnp.abs(stored) == 127, dtype=jnp.int32)
+
+
+def test_a_third_form_needs_nothing_but_its_codec(monkeypatch: Any) -> None:
+    monkeypatch.setitem(_storage.FORMS, Int8Rows, RowScaled(Int8Rows, 1.0))
+    wide = spa(0.25, 0.1, 0.5)
+    member: Any = dataclasses.replace(wide.update, state_dtype=jnp.dtype("int8"), rounding_key=KEY)  # pyright: ignore
+    tx = optax.GradientTransformationExtraArgs(member.init, member)
+    params = {"w": jnp.ones((4, 20_000))}
+    grads = [jax.tree.map(lambda p: p * jnp.array([[1.0], [-2.0], [0.5], [0.0]]), params)] * 5
+    expected, wide_state = run(wide, params, grads)
+    found, state = run(track_momentum(tx), params, grads)
+    assert isinstance(spa_state(state).z, Int8Rows)
+    for values, of in ((found, expected), (z_of(state, found), wide_state.z)):
+        values, of = values["w"], of["w"]
+        error = values.std(1) / np.sqrt(20_000) + 1e-6
+        assert (np.abs(values.mean(1) - of[:, 0]) < 5 * error).all()
+    assert momentum_report(state).num_measured == 5
+    chex.assert_trees_all_equal(reanchor(state, found, expected), state)
+    back = convert(convert(state, found, into=wide.init(found)), found, into=tx.init(found))
+    atol = float(jnp.abs(found["w"]).max()) / 32
+    chex.assert_trees_all_close(z_of(back, found), z_of(state, found), atol=atol)
+    with pytest.raises(ValueError, match="z itself in float32, got a `Int8Rows` in int8"):
+        wide.update(grads[0], state.inner, found)
 
 
 def test_nodes_are_plain_named_tuples() -> None:

@@ -116,6 +116,11 @@ def test_refused() -> None:
         ],
         "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
         "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
+        "not find its rate by how far": [optax.contrib.prodigy(), optax.contrib.dadapt_adamw()],
+        'not compare params .*: set `params_of_base="z"`': [
+            optax.contrib.cocob(),
+            optax.contrib.mechanize(sgd),
+        ],
     }
     both: Any = optax.LookaheadParams(1.0, 1.0)
     for match, bases in refused.items():
@@ -123,6 +128,8 @@ def test_refused() -> None:
             with pytest.raises(ValueError, match=f"`base` must {match}"):
                 primal_averaging(base, 0.1).init(both if "Look" in match else PARAMS)
     primal_averaging(optax.contrib.sam(sgd, sgd, opaque_mode=True), 0.1).init(PARAMS)
+    for base in (optax.contrib.cocob(), optax.contrib.mechanize(sgd)):
+        primal_averaging(base, 0.1, params_of_base="z").init(PARAMS)
     for base in averages:  # `eval_params` would be y
         with pytest.raises(ValueError, match=r"not average, .*and pass `rounding_key` to that"):
             stochastic_rounding(base, KEY).init(PARAMS)
