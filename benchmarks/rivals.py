@@ -8,7 +8,6 @@
   Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim at 32 bits has the same.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,14 +54,14 @@ def decode(codec: Codec, stored: Codes) -> jax.Array:
     return codec.inverse(codec.value(codes) * scales)
 
 
-@functools.cache
 def dynamic(signed: bool) -> Codec:
     """256 values: the smaller a number, the fewer digits it has."""
     ends = lambda i: np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
     means = [10.0 ** (i - 6) * (ends(i)[:-1] + ends(i)[1:]) / 2 for i in range(7)]
     positive = np.concatenate(means)
     table = np.sort(np.concatenate([positive, -positive if signed else [], [0, 1]]))
-    middles = jnp.asarray((table[:-1] + table[1:]) / 2, F32)
+    # Of NumPy, since an array of JAX would choose the platform before the command line does.
+    middles = ((table[:-1] + table[1:]) / 2).astype(np.float32)
     code = lambda x: jnp.searchsorted(middles, x).astype(jnp.uint8)
     return Codec(256, code, lambda codes: jnp.asarray(table, F32)[codes])
 
