@@ -3,11 +3,11 @@
     python benchmarks/gauge.py --data-dir DIR
 
 Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560 images of
-CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and the decoder of bytes of
-language_model.py (with `spa_adamw`), each with a warm-up and a cosine. Prints gain over noise level
-and alignment of each layer, in the first twentieth of the steps, in the middle and in the last
-tenth: above 1 momentum pays there. With --plot the curves are drawn. With --json a run that is in
-OUT, a line each, is not run again.
+CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and nanoGPT on Tiny Shakespeare
+(that of language_model.py, with `spa_adamw`), each with a warm-up and a cosine. Prints gain over
+noise level and alignment of each layer, in the first twentieth of the steps, in the middle and in
+the last tenth: above 1 momentum pays there. With --plot the curves are drawn. With --json a run
+that is in OUT, a line each, is not run again.
 """
 
 import argparse
@@ -15,13 +15,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import bases
 import common
-import grid
 import jax
 import jax.numpy as jnp
 import language_model
 import low_precision
+import nanogpt
 import numpy as np
 import optax
 
@@ -30,12 +29,15 @@ from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum
 
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
 PHASES = {"early": (0.0, 0.05), "middle": (0.3, 0.6), "late": (0.9, 1.0)}
-TEXT = {"width": 128, "heads": 4, "layers": 2, "length": 128, "batch": 8}
 
 
 def layer_of(params: Any) -> Any:
-    """The label of each array: its layer, without the number of the array in it."""
-    label = lambda path, _: ".".join(str(entry.key) for entry in path[:-1])
+    """The label of each array: its layer in Flax, and in nanoGPT its name."""
+
+    def label(path: Any, _: Any) -> str:
+        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        return ".".join(names if names[0] in nanogpt.NAMES else names[:-1])
+
     return jax.tree_util.tree_map_with_path(label, params)
 
 
@@ -56,14 +58,10 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
                 reports.setdefault(label, []).append([count, *map(float, report)])
 
     if task == "text":
-
-        def make(h: Any, run: bases.Run) -> optax.GradientTransformation:
-            rate = lambda k: h["rate"] * bases.cosine(run)(k)
-            return gauged(spa_adamw(rate, 0.2, b2=bases.B2, weight_decay=bases.DECAY))
-
-        scheme, of_text = bases.Scheme(jnp.float32, make), language_model.make_task(TEXT)
-        run = grid.make_train(scheme, of_text, arguments.steps, watch)
-        loss = grid.final(run({"rate": TASKS[task]}, seed))
+        make = lambda rate, key: gauged(spa_adamw(rate, 0.2, **language_model.recipe))
+        row, texts = language_model.Row(TASKS[task], make), nanogpt.read(arguments.data_dir)
+        run = language_model.train(row, TASKS[task], arguments.steps, seed, texts, watch)
+        loss = language_model.best(run)
     else:
         of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)
         eta = lambda alpha, beta: lambda k: alpha(k) / (1 - beta)
@@ -112,8 +110,8 @@ def main(argv: list[str] | None = None) -> str:
     add("--task", nargs="+", choices=TASKS, default=list(TASKS), help="what to train")
     add("--seeds", type=int, default=3, help="how many")
     add("--epochs", type=int, help="of digits and images, by default 107 and 25")
-    add("--steps", type=int, default=1_000, help="of the decoder")
-    add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
+    add("--steps", type=int, default=1_000, help="of nanoGPT")
+    add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10 and Tiny Shakespeare")
     add("--plot", type=Path, help="where to draw the gauges of seed 0, a picture a task")
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
     records = common.Records(arguments.json, ("task", "seed"))

@@ -1,101 +1,285 @@
-"""The optimizers of today, as they are, in bfloat16 and averaged, on a small language model.
+"""Every optimizer on nanoGPT's recipe for Tiny Shakespeare on a CPU: loss by bytes a parameter.
 
-    python benchmarks/language_model.py --json benchmarks/results/text.jsonl
+    python benchmarks/language_model.py --json benchmarks/results/language_model.jsonl
 
-Trains a decoder of bytes on the modules of Python's own standard library, an eighth of whose files
-are held out. What is compared is in bases.py, how it is tuned in grid.py.
+nanoGPT's README has a validation loss of 1.88 after 2,000 steps, from a sample of batches. Here the
+loss in the end is that of the whole validation text. All runs of a seed have the same initial
+params and batches. Computed in float32, with gradients in the params' dtype.
 """
 
 import functools
-import sysconfig
-import zlib
+import itertools
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
-import grid
 import jax
 import jax.numpy as jnp
+import nanogpt
 import numpy as np
-from bases import BF16
-from flax import nnx
+import optax
+from nanogpt import B1, B2, DECAY
+from optax.contrib import MuonDimensionNumbers
+from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low_half
+from scipy import stats
+
+from spa_optax import (
+    eval_params,
+    float8_momentum,
+    in_float32,
+    primal_averaging,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
+
+EVERY = 100  # steps between two validations, by an eighth of the text; the last is by all of it
+EMA = 0.99  # the decay of an average of the weights, which training does not see
+PEER = ("AdamW", 4e-3)
+E4M3 = jnp.float8_e4m3fn
+Record = dict[str, Any]
+Make = Callable[[optax.Schedule, jax.Array], Tx]
 
 
-@functools.cache
-def read_text() -> tuple[np.ndarray, np.ndarray]:
-    """The bytes to train on, and those of an eighth of the files, by a hash of their path."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files: list[list[bytes]] = [[], []]
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not {"site-packages", "dist-packages", "test", "tests"} & set(name.parts):
-            files[zlib.crc32(name.as_posix().encode()) % 8 == 0].append(path.read_bytes())
-    seen, unseen = (np.frombuffer(b"\0".join(f), np.uint8) for f in files)
-    return seen, unseen
+# -------------------------------------------------------------------------------------- optimizers
 
 
-class Block(nnx.Module):
-    """Attention, then a perceptron, each behind a LayerNorm."""
+class Row(NamedTuple):
+    """An optimizer, from its schedule and a key."""
 
-    def __init__(
-        self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs, *, causal: bool = True
-    ) -> None:
-        """Params are float32, whatever the dtype to compute in."""
-        self.causal = causal
-        self.norm_1, self.norm_2 = (nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, dtype=dtype, rngs=rngs)
-        self.widen = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
-        self.narrow = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Shaped like `x`."""
-        mask = nnx.make_causal_mask(x[..., 0]) if self.causal else None
-        x += self.attention(self.norm_1(x), mask=mask)
-        return x + self.narrow(nnx.gelu(self.widen(self.norm_2(x))))
+    rate: float  # at its peak
+    make: Make
+    dtype: Any = F32  # of the params
+    floor: float = 0.1  # the last rate over the peak
+    ema_dtype: Any = None  # by default that of the params
 
 
-class Decoder(nnx.Module):
-    """Logits of the next byte."""
-
-    def __init__(
-        self, width: int, heads: int, layers: int, length: int, dtype: Any, rngs: nnx.Rngs
-    ) -> None:
-        """For texts of `length` bytes."""
-        self.tokens = nnx.Embed(256, width, dtype=dtype, rngs=rngs)
-        self.places = nnx.Embed(length, width, dtype=dtype, rngs=rngs)
-        blocks = (Block(width, heads, dtype, rngs) for _ in range(layers))
-        self.blocks = nnx.Sequential(*blocks)
-        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """From (batch, length) to (batch, length, 256)."""
-        x = self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))
-        return self.tokens.attend(self.norm(self.blocks(x)))
+matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
+recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
+adamw = functools.partial(optax.adamw, b1=B1, **recipe)
+averaged_adamw = functools.partial(spa_adamw, averaging=0.05, interpolation=0.9, **recipe)
+factored_adamw = functools.partial(averaged_adamw, second_moment="factored")
+averaged = functools.partial(primal_averaging, averaging=0.0125, interpolation=0.4)
 
 
-def make_task(sizes: dict[str, int]) -> grid.Task:
-    """To foresee the next byte."""
+def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:
+    of_matrices = optax.add_decayed_weights(decay, **matrices)
+    return optax.chain(direction, of_matrices, optax.scale_by_learning_rate(rate))
 
-    def batches(text: jax.Array) -> Callable[[jax.Array], grid.Batch]:
-        last = text.size - sizes["length"] - 1
 
-        def batch(key: jax.Array) -> grid.Batch:
-            starts = jax.random.randint(key, (sizes["batch"], 1), 0, last)
-            tokens = text[starts + jnp.arange(sizes["length"] + 1)].astype(jnp.int32)
-            return tokens[:, :-1], tokens[:, 1:]
+def muon(rate: optax.Schedule) -> Tx:
+    """With steps of Adam's size, and Adam for what is no matrix of a layer."""
 
-        return batch
+    def axes(path: Any, x: jax.Array) -> MuonDimensionNumbers | None:
+        return MuonDimensionNumbers() if x.ndim == 2 and path[0].key == "h" else None
 
-    shape = {name: sizes[name] for name in ("width", "heads", "layers", "length")}
-    seen, unseen = (batches(jnp.asarray(text)) for text in read_text())
-    return grid.Task("text", lambda rngs: Decoder(**shape, dtype=BF16, rngs=rngs), seen, unseen)
+    numbers = functools.partial(jax.tree_util.tree_map_with_path, axes)
+    options: dict[str, Any] = {"muon_weight_dimension_numbers": numbers, "consistent_rms": 0.2}
+    return with_decay(optax.contrib.muon(-1.0, adam_b2=B2, **options), rate)
+
+
+def adafactor(rate: optax.Schedule) -> Tx:
+    descent = optax.adafactor(None, multiply_by_parameter_scale=False)
+    return with_decay(optax.chain(descent, optax.scale(-1.0)), rate)
+
+
+def sgdm(momentum: Tx) -> Tx:
+    """Rates are far larger than Adam's, so the decay is smaller."""
+    return optax.chain(optax.add_decayed_weights(DECAY / 1_000, **matrices), momentum)
+
+
+ROWS = {
+    "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
+    "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
+    "AdamW to 0": Row(4e-3, lambda rate, key: adamw(rate), floor=0.0),
+    "AdamW, EMA in bfloat16": Row(4e-3, lambda rate, key: adamw(rate), ema_dtype=BF16),
+    "AdamW, bfloat16 m": Row(
+        4e-3, lambda rate, key: stochastic_rounding(adamw(rate, mu_dtype=BF16), key), BF16
+    ),
+    "AdamW, companded moments, low half": Row(
+        4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED)), BF16
+    ),
+    "AdamW, companded moments": Row(
+        4e-3, lambda rate, key: stochastic_rounding(in_codes(adamw(rate), COMPANDED), key), BF16
+    ),
+    "AdamW, 8-bit moments": Row(
+        4e-3, lambda rate, key: stochastic_rounding(in_codes(adamw(rate), DYNAMIC), key), BF16
+    ),
+    "spa_adamw": Row(4e-3, lambda rate, key: averaged_adamw(rate)),
+    "spa_adamw, bfloat16 z": Row(
+        4e-3, lambda rate, key: factored_adamw(rate, state_dtype=BF16, rounding_key=key), BF16
+    ),
+    "spa_adamw, 8-bit z": Row(
+        4e-3, lambda rate, key: factored_adamw(rate, state_dtype=E4M3, rounding_key=key), BF16
+    ),
+    "Muon": Row(8e-3, lambda rate, key: muon(rate)),
+    "Muon averaged": Row(16e-3, lambda rate, key: averaged(muon(rate))),
+    "Muon averaged, 8-bit m and z": Row(
+        16e-3,
+        lambda rate, key: averaged(
+            float8_momentum(muon(rate), key), state_dtype=E4M3, rounding_key=key
+        ),
+        BF16,
+    ),
+    "Muon, float8 m": Row(
+        8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
+    ),
+    "Muon, 8-bit m, linear": Row(
+        8e-3, lambda rate, key: stochastic_rounding(in_codes(muon(rate), LINEAR), key), BF16
+    ),
+    "SGD+M": Row(0.25, lambda rate, key: sgdm(optax.sgd(rate, 0.9))),
+    "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
+    "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
+    "Adafactor": Row(4e-3, lambda rate, key: adafactor(rate)),
+}
+ROWS |= {
+    f"{name}, constant": ROWS[name]._replace(floor=1.0)
+    for name in ("spa_adamw", "spa_adamw, bfloat16 z", "spa_adamw, 8-bit z")
+}
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
+    """From initial params to the carry; and a step, from carry and batch to carry and loss.
+
+    The carry is params, the optimizer's state, and e ← e + (1 − EMA) (params − e) with its state.
+    """
+    schedule = nanogpt.schedule(rate, num_steps, row.floor)
+    clip = in_float32(optax.clip_by_global_norm(nanogpt.CLIP))
+    tx = optax.chain(clip, row.make(schedule, key))
+    mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
+    loss = lambda params, *batch: nanogpt.losses(params, *batch).mean()
+
+    def start(params: Any) -> Any:
+        e = jax.tree.map(jnp.copy, optax.tree.cast(params, row.ema_dtype or row.dtype))
+        params = optax.tree.cast(params, row.dtype)
+        return params, tx.init(params), e, mean.init(e)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: Any, *batch: jax.Array) -> Any:
+        params, state, e, of_mean = carry
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        towards = lambda x, e: (1 - EMA) * (x.astype(F32) - e.astype(F32))
+        change, of_mean = mean.update(jax.tree.map(towards, params, e), of_mean, e)
+        return (params, state, optax.apply_updates(e, change), of_mean), value
+
+    return start, step
+
+
+def train(
+    row: Row,
+    rate: float,
+    num_steps: int,
+    seed: int,
+    texts: tuple[np.ndarray, np.ndarray],
+    watch: Callable[[int, Any], None] = lambda count, state: None,
+) -> Record:
+    """Bytes, and validation losses of the weights, of their EMA and of x by the number of steps.
+
+    `watch` is shown the optimizer's state after every step. A run ends when its loss is not finite.
+    """
+    keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
+    start, step = make_steps(row, rate, num_steps, keys[2])
+    carry = start(nanogpt.init(keys[0]))
+    seen, unseen = jnp.asarray(texts[0]), [jnp.asarray(x) for x in nanogpt.windows(texts[1])]
+    batch = jax.jit(lambda k: nanogpt.batch(seen, jax.random.fold_in(keys[1], k)))
+
+    @jax.jit
+    def mean_loss(params: Any, batches: Any) -> jax.Array:
+        of = lambda batch: (nanogpt.losses(params, *batch[:2]) * batch[2]).sum()
+        return jax.lax.map(of, batches).sum() / batches[2].sum()
+
+    def validate(carry: Any, every: int) -> list[float | None]:
+        params, state, e, _ = carry
+        points = [params, e]
+        if optax.tree.get_all_with_path(state, "z"):
+            points.append(eval_params(state, params))
+        of_points = [float(mean_loss(x, [y[::every] for y in unseen])) for x in points]
+        return [round(loss, 6) if np.isfinite(loss) else None for loss in of_points]
+
+    begin, curve = time.perf_counter(), []
+    for k in range(num_steps):
+        carry, _ = step(carry, *batch(k))
+        watch(k, carry[1])
+        if (is_last := k + 1 == num_steps) or (k + 1) % EVERY == 0:
+            curve.append([k + 1, *validate(carry, 1 if is_last else 8)])
+            if curve[-1][1] is None:
+                break
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree)) / optax.tree.size(carry[0])
+    result: Record = {"bytes": size(carry[:2]), "of EMA": size(carry[2]), "curve": curve}
+    return result | {"seconds": round(time.perf_counter() - begin)}
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def best(record: Record) -> float:
+    """The loss in the end at the point to evaluate: x, or the weights."""
+    _, weights, _, *x = record["curve"][-1]
+    loss = (x or [weights])[0]
+    return np.inf if loss is None else loss
+
+
+def minus(runs: list[Record], others: list[Record]) -> str:
+    """The mean difference of the same seeds, and its 95 % interval by Student's t."""
+    of_seed = {record["seed"]: best(record) for record in others}
+    both = [best(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
+    if not both or runs is others:
+        return ""
+    text = f"{statistics.mean(both):+.4f}"
+    if len(both) > 1 and np.all(np.isfinite(both)):
+        low, high = stats.ttest_1samp(both, 0).confidence_interval(0.95)
+        text += f" [{low:+.4f}, {high:+.4f}]"
+    return text.replace("-", "−")
+
+
+def table(records: list[Record]) -> str:
+    """Mean losses in the end."""
+    cells: dict[tuple[str, float], list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda r: (list(ROWS).index(r["optimizer"]), r["rate"])):
+        cells[record["optimizer"], record["rate"]].append(record)
+    rows = []
+    for (name, rate), runs in cells.items():
+        first, ends = runs[0], [record["curve"][-1][1:] for record in runs]
+        means = [
+            "–" if None in losses else f"{statistics.mean(losses):.4f}"
+            for losses in zip(*ends, strict=True)
+        ]
+        weights, ema, x = (*means, "")[:3] if len(means) < 3 else means
+        ema += f" ({first['bytes'] + first['of EMA']:.1f})"
+        row = [name, f"{first['bytes']:.1f}", f"{rate:g}", str(len(runs)), weights, ema, x]
+        seconds = statistics.mean(record["seconds"] for record in runs)
+        rows.append([*row, minus(runs, cells.get(PEER, [])), f"{seconds:.0f}"])
+    header = ["optimizer", "bytes", "rate", "seeds", "weights", "EMA (bytes)", "x"]
+    return common.markdown([*header, "− AdamW", "seconds"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
-    sizes = grid.NETWORK | {"length": (128, "of a text, in bytes"), "batch": (8, "texts at a step")}
-    arguments = grid.parse(common.parser(__doc__), argv, sizes)
-    return grid.compare(make_task(arguments.sizes), arguments)
+    parser = common.parser(__doc__)
+    add = functools.partial(parser.add_argument, nargs="+")
+    add("--optimizers", choices=ROWS, metavar="NAME", default=list(ROWS), help="of the table")
+    add("--rates", type=float, help="peaks of the learning rate, by default one of each optimizer")
+    add("--seeds", type=int, default=[0], help="of initial params, batches and rounding")
+    parser.add_argument("--steps", type=int, default=nanogpt.STEPS, help="of each run")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
+    arguments = common.parse(parser, argv, "steps")
+    records = common.Records(arguments.json, ("optimizer", "rate", "steps", "seed"))
+    texts, chosen = nanogpt.read(arguments.data_dir), []
+    for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
+        for rate in arguments.rates or [ROWS[name].rate]:
+            run = functools.partial(train, ROWS[name], rate, arguments.steps, seed, texts)
+            chosen.append(records.get((name, rate, arguments.steps, seed), run))
+            print(f"{name}, {rate:g}, seed {seed}: {best(chosen[-1]):.4f}", flush=True)
+    print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{(text := table(chosen))}")
+    return text
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Writes the tables of results/*.jsonl as results/*.md.
 
-python benchmarks/render.py
+    python benchmarks/render.py [--check]
+
+With --check it writes nothing, and fails if a page is not that of its records.
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import common
-import grid
+import language_model
 import memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,13 +26,13 @@ def read(name: str) -> list[Record]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
-def of_grid(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """A section for each length of the runs, and size of the batches."""
-    by_size: dict[tuple[int, int], list[Record]] = defaultdict(list)
+def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """A section for each length of the runs."""
+    by_steps: dict[int, list[Record]] = defaultdict(list)
     for record in records:
-        by_size[record["sizes"]["steps"], record["sizes"]["batch"]].append(record)
-    for (num_steps, batch), runs in sorted(by_size.items(), key=lambda item: -len(item[1])):
-        yield f"{num_steps:,} steps, batches of {batch}", grid.report(runs)
+        by_steps[record["steps"]].append(record)
+    for num_steps, runs in sorted(by_steps.items()):
+        yield f"{num_steps:,} steps", language_model.table(runs)
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
@@ -61,8 +64,7 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
 def pages() -> dict[str, str]:
     """From the name of a page to its text."""
     sections = {
-        "text": of_grid(read("text.jsonl")),
-        "images": of_grid(read("images.jsonl")),
+        "language_model": of_language_model(read("language_model.jsonl")),
         "memory": of_memory(RESULTS / "memory.jsonl"),
         "trainers": of_trainers(read("trainers.jsonl")),
     }
@@ -73,6 +75,17 @@ def pages() -> dict[str, str]:
     return result
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    parser = common.command_line.make_parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="whether the pages are up to date")
+    check = parser.parse_args(argv).check
     for name, text in pages().items():
-        (RESULTS / f"{name}.md").write_text(text)
+        path = RESULTS / f"{name}.md"
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"error: {path} is not up to date: run `{SOURCE}`")
+
+
+if __name__ == "__main__":
+    main()

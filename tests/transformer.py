@@ -1,4 +1,4 @@
-"""A decoder of bytes, fully sharded: the params of each layer are spread over all devices.
+"""nanoGPT on bytes, fully sharded: the params of each layer are spread over all devices.
 
 Run as a script, with `benchmarks` on the path, by each of several processes:
 `transformer.py HOST:PORT NUM_PROCESSES PROCESS_ID OUT`.
@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import nanogpt
 import numpy as np
 import optax
-from flax import nnx
-from grid import make_loss
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from language_model import Decoder
 
 from spa_optax import spa_from_sgdm
 
-WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 64, 4, 1, 32, 16
-NUM_STEPS = 8
-
-
-def make_network(rngs: nnx.Rngs) -> Decoder:
-    return Decoder(WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, jnp.float32, rngs)
+LENGTH, BATCH, NUM_STEPS = 32, 16, 8
+SIZES = nanogpt.Sizes(vocabulary=256, length=LENGTH, layers=1, heads=4, width=64)
 
 
 def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
@@ -40,7 +33,7 @@ def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
 def make_init(mesh: Mesh, tx: Any) -> Any:
     """Params and state, made where they belong."""
 
-    params = lambda: nnx.to_pure_dict(nnx.state(make_network(nnx.Rngs(0)), nnx.Param))
+    params = lambda: nanogpt.init(jax.random.key(0), SIZES)
     of_params = jax.tree.map(lambda leaf: sharding(mesh, leaf), jax.eval_shape(params))
 
     def init() -> Any:
@@ -66,12 +59,13 @@ def optimizer() -> Any:
 def train(mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NUM_STEPS) -> Any:
     """Params, state, and the losses of the steps from `start` to `stop`."""
     params, state = carry or make_init(mesh, tx)()
-    loss_of, tokens, losses = make_loss(make_network), batches(mesh), []
+    tokens, losses = batches(mesh), []
+    loss_of = lambda params, *batch: nanogpt.losses(params, *batch, sizes=SIZES).mean()
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         batch = tokens[:, :-1], tokens[:, 1:]
-        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        value, grads = jax.value_and_grad(loss_of)(params, *batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

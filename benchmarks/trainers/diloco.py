@@ -4,7 +4,8 @@
 
 Two replicas take H steps of AdamW, each over four devices. Then their mean change is the gradient
 of an outer SGD with Nesterov momentum: rate 0.3 and momentum 0.9, as in MaxText. `spa_adamw` with
-an interpolation below 1 is its form for one worker, with c = 1 − 0.9^(1/H).
+an interpolation below 1 is its form for one worker, with c = 1 − 0.9^(1/H). The network is
+nanoGPT's, for Tiny Shakespeare in the folder `data`, or another argument, or downloaded to it.
 
 Douillard et al., DiLoCo, 2023, arXiv:2311.08105, Algorithm 1.
 """
@@ -18,18 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.append(str(Path(__file__).parents[1]))
 import common
-import grid
-import language_model
+import nanogpt
 
 from spa_optax import eval_params, spa_adamw, spa_from_sgdm
 
 REPLICAS, H, ROUNDS, RATE = 2, 30, 10, 4e-3
-SIZES = {"width": 64, "heads": 4, "layers": 2, "length": 64, "batch": 8}
+SIZES, BATCH = nanogpt.Sizes(width=64, layers=2), 8
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
 OUTER = {
     "optax.sgd(0.3, 0.9, nesterov=True)": optax.sgd(0.3, 0.9, nesterov=True),
@@ -46,11 +45,13 @@ class Run:
         self.key = jax.random.key(0)
         mesh = Mesh(np.array(jax.devices()).reshape(REPLICAS, -1), ("replica", "data"))
         self.split = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
-        self.task = language_model.make_task(SIZES)
-        self.loss = grid.make_loss(self.task.make_network)
+        folder = Path((sys.argv[1:] or ["data"])[0])
+        seen, unseen = map(jnp.asarray, nanogpt.read(folder))
+        self.seen = lambda key: nanogpt.batch(seen, key, SIZES, BATCH)
+        self.unseen = lambda key: nanogpt.batch(unseen, key, SIZES, BATCH)
+        self.loss = lambda params, batch: nanogpt.losses(params, *batch, sizes=SIZES).mean()
         self.inner = optax.adamw(RATE, 0.9, 0.99, weight_decay=0.1)
-        network = lambda key: nnx.state(self.task.make_network(nnx.Rngs(key)), nnx.Param)
-        new_params = lambda key: nnx.to_pure_dict(network(key))
+        new_params = lambda key: nanogpt.init(key, SIZES)
         self.params = jax.jit(new_params, out_shardings=self.split())(self.key)
 
     def inner_step(self, params: Any, state: Any, keys: Any) -> Any:
@@ -58,7 +59,7 @@ class Run:
 
         def step(params: Any, state: Any, key: Any) -> Any:
             place = lambda x: jax.lax.with_sharding_constraint(x, self.split("data"))
-            grads = jax.grad(self.loss)(params, jax.tree.map(place, self.task.seen(key)))
+            grads = jax.grad(self.loss)(params, jax.tree.map(place, self.seen(key)))
             updates, state = self.inner.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
@@ -66,7 +67,7 @@ class Run:
 
     def validation_loss(self, params: Any) -> str:
         keys = jax.random.split(jax.random.key(1), 16)
-        mean = lambda params: jax.lax.map(lambda k: self.loss(params, self.task.unseen(k)), keys)
+        mean = lambda params: jax.lax.map(lambda k: self.loss(params, self.unseen(k)), keys)
         return f"{float(jax.jit(mean, out_shardings=self.split())(params).mean()):.4f}"
 
     def diloco(self, outer: Any) -> list[str]:
@@ -115,7 +116,7 @@ class Run:
         @jax.jit
         def step(params: Any, state: Any, k: Any) -> Any:
             keys = jax.random.split(jax.random.fold_in(self.key, k), REPLICAS)
-            both = jax.vmap(self.task.seen)(keys)
+            both = jax.vmap(self.seen)(keys)
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), both)
             updates, state = tx.update(jax.grad(self.loss)(params, batch), state, params)
             return optax.apply_updates(params, updates), state

@@ -1,0 +1,137 @@
+"""Storage that others proposed, re-implemented in few lines: 8-bit moments, and split params.
+
+- `DYNAMIC`: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861,
+  Section 2; blocks of 256, as in bitsandbytes and torchao.
+- `LINEAR`: Gupta et al., Effective Quantization of Muon Optimizer States, 2025, arXiv:2509.23106.
+- `COMPANDED`: Gonzalez Ortiz et al., FlashOptim, 2026, arXiv:2602.23349, with groups of 32.
+- `with_low_half`: Kalamkar et al., Optimizing Deep Learning Recommender Systems Training on CPU
+  Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim at 32 bits has the same.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+SMALLEST = 4_096  # elements of an array that is stored in 8 bits, as in bitsandbytes
+Tx = optax.GradientTransformation
+
+
+class Codec(NamedTuple):
+    """How numbers x are stored: each block as code(f(x) / s) with s = max |f(x)|."""
+
+    block: int
+    code: Callable[[jax.Array], jax.Array]  # from [−1, 1] to 8 bits
+    value: Callable[[jax.Array], jax.Array]  # and back
+    f: Callable[[jax.Array], jax.Array] = lambda x: x
+    inverse: Callable[[jax.Array], jax.Array] = lambda x: x
+    scale_dtype: Any = F32
+
+
+class Codes(NamedTuple):
+    """An array in 8 bits."""
+
+    codes: jax.Array  # of its shape
+    scales: jax.Array  # s of each block
+
+
+def encode(codec: Codec, x: jax.Array) -> Codes:
+    flat = codec.f(x.astype(F32)).ravel()
+    blocks = jnp.pad(flat, (0, -flat.size % codec.block)).reshape(-1, codec.block)
+    scales = jnp.abs(blocks).max(1).astype(codec.scale_dtype)
+    unit = blocks / jnp.where(scales > 0, scales, 1).astype(F32)[:, None]
+    codes = codec.code(jnp.clip(unit, -1, 1)).ravel()[: x.size]
+    return Codes(codes.reshape(x.shape), scales)
+
+
+def decode(codec: Codec, stored: Codes) -> jax.Array:
+    codes, scales = stored
+    scales = jnp.repeat(scales.astype(F32), codec.block)[: codes.size].reshape(codes.shape)
+    return codec.inverse(codec.value(codes) * scales)
+
+
+def dynamic(signed: bool) -> Codec:
+    """256 values: the smaller a number, the fewer digits it has."""
+    ends = lambda i: np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
+    means = [10.0 ** (i - 6) * (ends(i)[:-1] + ends(i)[1:]) / 2 for i in range(7)]
+    positive = np.concatenate(means)
+    table = np.sort(np.concatenate([positive, -positive if signed else [], [0, 1]]))
+    # Of NumPy, since an array of JAX would choose the platform before the command line does.
+    middles = ((table[:-1] + table[1:]) / 2).astype(np.float32)
+    code = lambda x: jnp.searchsorted(middles, x).astype(jnp.uint8)
+    return Codec(256, code, lambda codes: jnp.asarray(table, F32)[codes])
+
+
+def to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
+
+
+# From a field of Optax's states to how it is stored. m is companded by y = 2 x / (1 + |x|).
+DYNAMIC = {"mu": dynamic(True), "nu": dynamic(False)}
+LINEAR = {"mu": Codec(2_048, to(jnp.int8), lambda codes: codes / 127)}
+COMPANDED = {
+    "mu": Codec(
+        32,
+        lambda x: to(jnp.int8)(2 * x / (1 + jnp.abs(x))),
+        lambda codes: (y := codes / 127) / (2 - jnp.abs(y)),
+        scale_dtype=jnp.float16,
+    ),
+    "nu": Codec(32, to(jnp.uint8), lambda codes: codes / 255, jnp.sqrt, jnp.square, jnp.float16),
+}
+
+
+def in_codes(base: Tx, codecs: dict[str, Codec]) -> Tx:
+    """An optimizer with these fields of its state in 8 bits."""
+
+    def map_fields(function: Callable[[Codec, Any], Any], state: Any) -> Any:
+        def leaf(path: Any, x: Any) -> Any:
+            names = [name for entry in path if (name := getattr(entry, "name", None)) in codecs]
+            size = x.codes.size if isinstance(x, Codes) else x.size
+            return function(codecs[names[-1]], x) if names and size >= SMALLEST else x
+
+        is_codes = lambda node: isinstance(node, Codes)
+        return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=is_codes)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = base.update(updates, map_fields(decode, state), params)
+        return updates, map_fields(encode, state)
+
+    return Tx(lambda params: map_fields(encode, base.init(params)), update)
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 as the nearest bfloat16 and what its bits lack, 16 bits each."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    high = (bits + 0x8000) >> 16
+    low = (bits - (high << 16)).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), BF16), low
+
+
+def join(high: jax.Array, low: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    bits += jax.lax.bitcast_convert_type(low, jnp.int16).astype(jnp.int32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits, F32)
+
+
+def with_low_half(base: Tx) -> Tx:
+    """Trains bfloat16 params as if they were float32: the state has the lower half of each."""
+
+    def init(params: Any) -> Any:
+        x = optax.tree.cast(params, F32)
+        return base.init(x), jax.tree.map(lambda x: split(x)[1], x)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        of_base, low = state
+        x = jax.tree.map(join, params, low)
+        u, of_base = base.update(optax.tree.cast(updates, F32), of_base, x)
+        x = optax.apply_updates(x, u)
+        # In float32 the difference of two bfloat16 numbers is exact, unless one is tiny.
+        change = lambda x, old: split(x)[0].astype(F32) - old.astype(F32)
+        u = jax.tree.map(change, x, params)
+        return u, (of_base, jax.tree.map(lambda x: split(x)[1], x))
+
+    return Tx(init, update)
