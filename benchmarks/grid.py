@@ -30,7 +30,7 @@ EVALUATION_BATCHES = 32
 REFERENCE = ("AdamW", "float32")
 CONTROLS = (REFERENCE, ("Muon", "float32"), ("AdamW", "EMA"))
 ALSO_TOLD = (("Adam, factored", "averaged, 8 bits"), ("Adam, factored", "Schedule-Free"))
-# Differences that docs/which.md states.
+# Cells to compare directly.
 PAIRS = (
     ("Muon × bfloat16", "Muon × float32"),
     ("Muon × Schedule-Free", "Muon × float32"),
