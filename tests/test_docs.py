@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 from helpers import optimized, quick_names, relative_difference, run
 from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
@@ -168,7 +169,8 @@ def test_files_hold_the_statistics_of_batch_norm(tmp_path: Path) -> None:
 @standard_promotion
 def test_muon_trains_kernels_alone() -> None:
     """The function of the page needed two names, which a position embedding has not."""
-    kernels = run_blocks("docs/any-optimizer.md")[0]["kernels"]
+    page, _ = run_blocks("docs/any-optimizer.md")
+    kernels, name_rule = page["kernels"], page["name_rule"]
     params = {
         "position": jnp.ones((4, 8)),
         "out": {"kernel": jnp.ones((2, 4, 8)), "bias": jnp.ones(8)},
@@ -181,6 +183,37 @@ def test_muon_trains_kernels_alone() -> None:
         "layers": [{"kernel": numbers((0,), (1, 2))}],
     }
     assert kernels(params["position"]) is None
+    rules = jax.tree_util.tree_map_with_path(name_rule, params)
+    assert rules["position"] == name_rule((), params["position"]) == "adam"
+    assert rules["out"] == {"kernel": "muon", "bias": "adam"}
+
+
+@pytest.mark.slow
+@standard_promotion
+def test_fine_tuning() -> None:
+    """z has the checkpoint's digits, params of any container freeze, and a group starts anew."""
+    page, _ = run_blocks("docs/finetuning.md")
+    params, checkpoint, label = (page[name] for name in ("params", "checkpoint", "label"))
+    one_group = page["make"](1e-3, KEY)
+    state = convert(
+        one_group.init(checkpoint), checkpoint, into=one_group.init(params), new_params=params
+    )
+    z = state[1].z.bfloat16["trunk"]["kernel"] + params["trunk"]["kernel"].astype(float)
+    off = lambda kernel: jnp.abs(kernel - checkpoint["trunk"]["kernel"]).max()
+    assert off(z) < off(params["trunk"]["kernel"].astype(float)) / 100
+    counts = optax.tree.get_all_with_path(page["state"], "count")
+    assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
+    assert {int(count) for path, count in counts if path[1].key == "trunk"} == {1}
+    linear = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    of_nnx = nnx.state(nnx.Dict(head=linear(), trunk=linear()), nnx.Param)
+    for tree in (params, freeze(params), of_nnx):
+        assert set(jax.tree.leaves(label(tree))) == {"head", "trunk"}
+        assert jax.tree.structure(label(tree)) == jax.tree.structure(tree)
+    full = spa_adamw(1.0, averaging=1.0, weight_decay=0.0)  # a new ν under an old count
+    y, old = run(full, jnp.zeros(1), [jnp.ones(1)])
+    old = optax.tree.set(old, nu=jnp.zeros(1), count=jnp.array(20_000, jnp.int32))
+    step, _ = full.update(jnp.ones(1), old, y)
+    assert -step[0] == pytest.approx(32, rel=0.02)
 
 
 @standard_promotion
