@@ -6,6 +6,7 @@ With --check it writes nothing, and fails if a page is not that of its records.
 """
 
 import json
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -61,12 +62,41 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
     yield "Killed after step 170 of 300", common.markdown(header, rows)
 
 
+def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """Means over seeds. Figures of the whole update are those at the rate in the middle."""
+    of_update = ("moved", "cosine", "length", "distance")
+    by_steps: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        by_steps[record["steps"]].append(record)
+    for num_steps, runs in by_steps.items():
+        rates = sorted({run["rate"] for run in runs})
+        middle = rates[len(rates) // 2]
+        header = ["row", "bytes/param", *(f"accuracy at {rate:g}" for rate in rates)]
+        header += [f"{name} at {middle:g}" for name in of_update]
+        by_cell: dict[tuple[str, float], list[Record]] = defaultdict(list)
+        for run in runs:
+            by_cell[run["row"], run["rate"]].append(run)
+
+        def cell(row: str, rate: float, key: str, by_cell: Any = by_cell) -> str:
+            values = [run[key] for run in by_cell[row, rate]]
+            return f"{statistics.mean(values):.3f}" if values else ""
+
+        rows = []
+        for name, num_bytes in {run["row"]: run["bytes"] for run in runs}.items():
+            accuracies = [cell(name, rate, "accuracy") for rate in rates]
+            update = [cell(name, middle, key) for key in of_update]
+            rows.append([name, f"{num_bytes:.2f}", *accuracies, *update])
+        num_seeds = common.command_line.count(len({run["seed"] for run in runs}), "seed")
+        yield f"{num_steps:,} steps, {num_seeds}", common.markdown(header, rows)
+
+
 def pages() -> dict[str, str]:
     """From the name of a page to its text."""
     sections = {
         "language_model": of_language_model(read("language_model.jsonl")),
         "memory": of_memory(RESULTS / "memory.jsonl"),
         "trainers": of_trainers(read("trainers.jsonl")),
+        "finetune": of_finetune(read("finetune.jsonl")),
     }
     result = {}
     for name, of_page in sections.items():

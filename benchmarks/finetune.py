@@ -1,0 +1,252 @@
+"""What fine-tuning loses in bfloat16, by how params and the optimizer's state are stored.
+
+    python benchmarks/finetune.py --data-dir DIR --json benchmarks/results/finetune.jsonl
+
+Fine-tunes MiniLM-L6 on SST-2 as examples/finetune.py does, at rates that are usual for it. A record
+has the validation accuracy and loss, and the whole update, from the first to the last params, in
+numbers: the share of params that moved at all, and cosine, length and distance relative to the
+update of the row "float32" of the same rate and seed. That one is kept in the folder --updates.
+
+LoRA trains the last layer and matrices of rank 8 beside those of queries and values.
+"""
+
+import importlib.util
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from bases import BF16, F32
+
+from spa_optax import in_float32, spa_adamw, stochastic_rounding
+
+# The example has the name of this file.
+PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
+spec = importlib.util.spec_from_file_location("example_finetune", PATH)
+assert spec is not None
+assert spec.loader is not None
+example: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+RATES = (1e-5, 2e-5, 5e-5)
+RANK, LORA_SCALE = 8, 2.0
+FLOAT8 = jnp.float8_e4m3fn
+REFERENCE = "float32"
+KEYS = ("row", "rate", "seed", "steps")
+Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+class Run(NamedTuple):
+    """What an optimizer needs of a run."""
+
+    rate: float
+    num_steps: int
+    seed: int
+
+    @property
+    def key(self) -> jax.Array:
+        """For stochastic rounding."""
+        return jax.random.key(self.seed)
+
+    def schedule(self, count: Any) -> Any:
+        """That of the example: to the peak in the first tenth, then linearly to 0."""
+        part = count / self.num_steps
+        return self.rate * jnp.minimum(10 * part, (1 - part) / 0.9)
+
+
+class Row(NamedTuple):
+    """What is compared: an optimizer, and the dtype to compute the loss in."""
+
+    make: Callable[[Run], Optimizer]
+    compute_dtype: Any = F32
+    is_lora: bool = False
+
+
+def of_example(name: str) -> Row:
+    return Row(lambda run: example.optimizers(*run)[name])
+
+
+def matrices(params: Any) -> Any:
+    """What is decayed."""
+    is_matrix = lambda path, _: path[-1].key not in ("bias", "scale")
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+decay: Any = {"weight_decay": 0.01, "mask": matrices}
+
+
+def adamw(run: Run, **options: Any) -> optax.GradientTransformation:
+    return optax.adamw(run.schedule, **decay, **options)
+
+
+def averaged(run: Run, c: float = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
+    return BF16, spa_adamw(run.schedule, c, mu_y, rounding_key=run.key, **decay, **options)
+
+
+def lion(run: Run) -> Optimizer:
+    """At a fifth of the rate, since every element of a step has its size."""
+    slower = run._replace(rate=run.rate / 5)
+    return BF16, stochastic_rounding(optax.lion(slower.schedule, mu_dtype=BF16, **decay), run.key)
+
+
+def adafactor(run: Run) -> Optimizer:
+    """Without momentum, and with Adam's rates."""
+    tx = optax.adafactor(run.schedule, multiply_by_parameter_scale=False)
+    return BF16, stochastic_rounding(tx, run.key)
+
+
+def lora(make: Callable[[Run], Optimizer]) -> Row:
+    """At ten times the rate, as is usual."""
+
+    def partitioned(run: Run) -> Optimizer:
+        dtype, tx = make(run._replace(rate=10 * run.rate))
+        return dtype, optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, kinds)
+
+    return Row(partitioned, is_lora=True)
+
+
+factored = partial(averaged, second_moment="factored")
+ROWS = {
+    **{name: of_example(name) for name in example.optimizers(1.0, 1, 0)},
+    # A control: what is lost is not lost in the moments.
+    "bfloat16, float32 moments": Row(lambda run: (BF16, in_float32(adamw(run)))),
+    "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
+    "z and ν in float32": Row(averaged),
+    "z and ν in bfloat16": Row(partial(averaged, state_dtype=BF16, second_moment="bfloat16")),
+    "z in float8_e5m2": Row(partial(factored, state_dtype=jnp.float8_e5m2)),
+    "z in float8, c = 0.05, μ_y = 0.9": Row(
+        partial(factored, c=0.05, mu_y=0.9, state_dtype=FLOAT8)
+    ),
+    "Lion, stochastic_rounding": Row(lion),
+    "Adafactor, stochastic_rounding": Row(adafactor),
+    "LoRA, float32": lora(lambda run: (F32, adamw(run))),
+    "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
+    "LoRA, z in float8": lora(partial(factored, state_dtype=FLOAT8)),
+}
+
+
+# -------------------------------------------------------------------------------------------- LoRA
+
+
+def with_lora(params: Any, seed: int) -> Any:
+    """Beside the params matrices a (layers, width, RANK) and b, which begins at 0."""
+
+    def pair(key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        layers, width, out = kernel.shape
+        a = jax.random.normal(key, (layers, width, RANK)) / width**0.5
+        return {"a": a, "b": jnp.zeros((layers, RANK, out))}
+
+    keys = dict(zip(("query", "value"), jax.random.split(jax.random.key(seed)), strict=True))
+    pairs = {name: pair(key, params["layers"][name]["kernel"]) for name, key in keys.items()}
+    return {"base": params, "lora": pairs}
+
+
+def kinds(params: Any) -> Any:
+    def kind(path: Any, _: Any) -> str:
+        is_trained = {"lora", "head"} & {entry.key for entry in path}
+        return "trained" if is_trained else "frozen"
+
+    return jax.tree_util.tree_map_with_path(kind, params)
+
+
+def merged(params: Any) -> Any:
+    """The kernels with a b added to them in float32; only what is trained has gradients."""
+    freeze = lambda leaf, kind: jax.lax.stop_gradient(leaf) if kind == "frozen" else leaf
+    params = jax.tree.map(freeze, params, kinds(params))
+    layers = dict(params["base"]["layers"])
+    for name, pair in params["lora"].items():
+        kernel, a, b = (x.astype(F32) for x in (layers[name]["kernel"], pair["a"], pair["b"]))
+        layers[name] = layers[name] | {"kernel": kernel + LORA_SCALE * a @ b}
+    return params["base"] | {"layers": layers}
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.ndarray, Any]:
+    """The whole update as one array, and what was reached on the way."""
+    graphdef, params = example.load_model(model_dir, run.seed)
+    loss_of_model = loss = example.make_loss(graphdef, row.compute_dtype)
+    whole = lambda params: params
+    if row.is_lora:
+        params, whole = with_lora(params, run.seed), merged
+        loss = lambda params, *batch: loss_of_model(merged(params), *batch)
+    optimizer = row.make(run)
+    end, rows = example.train(optimizer, loss, params, data, run.num_steps, run.seed)
+    start = whole(optax.tree.cast(params, optimizer[0]))
+    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), whole(end), start)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)]), rows
+
+
+def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    """The share of params that moved; length and distance are relative to the reference."""
+    u, r = (array.astype(np.float64) for array in (update, reference))
+    norm = np.linalg.norm
+    figures = {
+        "moved": np.mean(u != 0),
+        "cosine": u @ r / max(norm(u) * norm(r), np.finfo(float).tiny),
+        "length": norm(u) / norm(r),
+        "distance": norm(u - r) / norm(r),
+    }
+    return {name: round(float(figure), 5) for name, figure in figures.items()}
+
+
+def measure(name: str, run: Run, data: list[Any], model_dir: Path, folder: Path) -> dict[str, Any]:
+    """The record of a run. The update of the reference is made if it is not in the folder."""
+    path = folder / f"{run.rate:g}_{run.seed}_{run.num_steps}.npy"
+    if name != REFERENCE and not path.exists():
+        measure(REFERENCE, run, data, model_dir, folder)
+    start = time.perf_counter()
+    update, rows = finetune(ROWS[name], run, data, model_dir)
+    minutes = (time.perf_counter() - start) / 60
+    if name == REFERENCE:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(path, update)
+    return {
+        "accuracy": round(rows[-1]["accuracy"], 5),
+        "loss": round(rows[-1]["loss"], 5),
+        "bytes": round(rows[-1]["bytes"], 4),
+        **compared(update, np.load(path)),
+        "curve": [(row["step"], round(row["accuracy"], 5)) for row in rows],
+        "minutes": round(minutes, 1),
+    }
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = common.parser(__doc__)
+    add = parser.add_argument
+    add("--row", nargs="+", choices=ROWS, default=list(ROWS), help="what to compare")
+    add("--rate", nargs="+", type=float, default=RATES, help="at its peak")
+    add("--seeds", type=int, default=3, help="how many")
+    add("--steps", type=int, default=150, help="how many")
+    add("--data-dir", type=Path, default=Path("data/sst2"), help="where SST-2 is, or is put")
+    add("--model-dir", type=Path, default=Path("data/minilm"), help="the same of the model")
+    add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
+    arguments = common.parse(parser, argv, "seeds", "steps")
+
+    records, model_dir = common.Records(arguments.json, KEYS), arguments.model_dir
+    if not model_dir.exists():
+        example.download_model(model_dir)
+    data = example.load_data(arguments.data_dir, model_dir)
+    result = []
+    runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
+    for seed, rate, name in runs:
+        run = Run(rate, arguments.steps, seed)
+        measured = partial(measure, name, run, data, model_dir, arguments.updates)
+        result.append(records.get((name, rate, seed, arguments.steps), measured))
+        print({key: value for key, value in result[-1].items() if key != "curve"}, flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    common.command_line.run(main)
