@@ -41,7 +41,11 @@ MD5 = {"train": "d326d674d60c335d027a80436ee0c229", "test": "268856b487b2a31a28c
 CLASSES, LENGTH = 2, 64  # tokens of a sentence, at most
 BATCH, VALIDATION_BATCH, NUM_REPORTS = 16, 109, 5  # sentences; reports in a run
 COMPUTE_DTYPE = jnp.float32  # of activations; a GPU or TPU is faster in bfloat16, a CPU slower
-COMPARED = ("float32", "bfloat16", "z in float8")  # by --plot
+COMPARED = {  # by --plot
+    "float32": "AdamW in float32",
+    "bfloat16": "AdamW in bfloat16",
+    "z in float8": "spa_adamw in bfloat16",
+}
 
 
 # -------------------------------------------------------------------------------------- optimizers
@@ -254,11 +258,11 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     kinds = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with plt.rc_context(dict.fromkeys(kinds, "0.5")):
         at, (figure, axes) = 0.0, plt.subplots(figsize=(7, 3.6), layout="constrained")
-        for name, rows in sorted(runs.items(), key=lambda item: item[1][-1]["accuracy"]):
+        for name, rows in sorted(runs.items(), key=lambda run: run[1][-1]["accuracy"]):
             steps, accuracies = np.transpose([(row["step"], 100 * row["accuracy"]) for row in rows])
             (line,) = axes.plot(steps, accuracies, marker="o", markersize=3)
             at = max(at + 2, accuracies[-1])  # labels are 2 points apart or more
-            text = f"  {name}, {rows[-1]['bytes']:.0f} bytes"
+            text = f"  {COMPARED[name]}: {rows[-1]['bytes']:.0f} bytes"
             axes.text(steps[-1], at, text, color=line.get_color(), va="center")
         axes.set(xlabel="step", ylabel="validation accuracy, %")
         axes.spines[["top", "right"]].set_visible(False)
