@@ -217,7 +217,7 @@ def measure(name: str, run: Run, data: list[Any], model_dir: Path, folder: Path)
         "loss": round(rows[-1]["loss"], 5),
         "bytes": round(rows[-1]["bytes"], 4),
         **compared(update, np.load(path)),
-        "curve": [(row["step"], round(row["accuracy"], 5)) for row in rows],
+        "curve": [[row["step"], round(row["accuracy"], 5)] for row in rows],
         "minutes": round(minutes, 1),
     }
 
