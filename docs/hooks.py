@@ -1,4 +1,4 @@
-"""Links and equations, which the site has in another form than GitHub."""
+"""Links, equations and ranks in the search, which the site has in another form than GitHub."""
 
 import html
 import re
@@ -7,8 +7,13 @@ from typing import Any
 from latex2mathml.converter import convert
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Pages link to `../benchmarks` and `../examples`; the site has both inside."""
+def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+    """Pages link to `../benchmarks` and `../examples`; the site has both inside.
+
+    Pages of raw results come last in the search.
+    """
+    if page.file.src_uri.startswith("benchmarks/results/"):
+        page.meta["search"] = {"boost": 0.1}
     for link, on_site in (("../benchmarks/", "benchmarks/"), ("../examples/", "examples/")):
         markdown = markdown.replace(f"]({link}", f"]({on_site}")
     return markdown.replace("](../docs/", "](../")

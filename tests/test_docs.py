@@ -218,7 +218,7 @@ def test_fine_tuning() -> None:
 
 @standard_promotion
 def test_the_rate_to_log() -> None:
-    """Each row of the table in docs/getting-started.md, after five steps."""
+    """Each row of the table in docs/recipes.md, after five steps."""
     rate = optax.cosine_decay_schedule(1e-2, 100)
     base = optax.inject_hyperparams(optax.adamw)(rate)
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
@@ -282,8 +282,9 @@ def test_factored_by_leaf_on_a_mesh() -> None:
 @pytest.mark.slow
 def test_a_state_in_host_memory() -> None:
     """Moved to the device, as on the page, it is the state that it was."""
-    page, _ = run_blocks("docs/scale.md")
-    params, new = page["params"], page["params"] * 2
+    page, _ = run_blocks("docs/recipes.md")
+    params = page["params"]["w"]
+    new = params * 2
     tx = spa(0.1, 0.05, 0.9, state_dtype=jnp.bfloat16, rounding_key=KEY)
     on_device = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)[1]
     on_host = page["in_memory"](on_device, "pinned_host")
