@@ -89,9 +89,9 @@ def convert(
       `into` with the run. It shares no buffer with the arguments.
 
     Raises:
-      ValueError: if an argument is missing or out of range, the states do not match, or something
-        would be lost: accumulated gradients, or the other of x and y. (Under `jax.jit` these two
-        give NaN.)
+      ValueError: if an argument is missing or out of range, or `adam` is not Adam; if the states do
+        not match, or are not known; if accumulated gradients would be lost, or only one run trains
+        at y. (Under `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -187,16 +187,13 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     most = 2**-8 if isinstance(new, optax.contrib.ScheduleFreeState) else 1
     differs = ((mu_y == 1) != (new_mu_y == 1)) | (jnp.abs(mu_y - new_mu_y) > most)
     if checks.is_surely(differs):
-        raise ValueError(
-            "`into` must train at the params of `old_state`: at x, as AdamW and `interpolation=1.0`"
-            f" do, or at y, with the b1 of Schedule-Free, got μ_y = {mu_y:g} into {new_mu_y:g}"
-        )
+        rule = "at x, as AdamW and `interpolation=1.0` do, or at y, with the b1 of Schedule-Free"
+        got = f"got μ_y = {mu_y:g} into {new_mu_y:g}"
+        raise ValueError(f"`into` must train at the params of `old_state`: {rule}, {got}")
     mini_step = sum(scalar_of(of.mini_step) for of in trees.find(dropped, optax.MultiStepsState))
     if checks.is_surely(mini_step > 0):
-        raise ValueError(
-            "`into` must have the `optax.MultiSteps` of `old_state` in the middle of an"
-            f" accumulation, got another or none at a mini_step of {mini_step}"
-        )
+        rule = "must have the `optax.MultiSteps` of `old_state` in the middle of an accumulation"
+        raise ValueError(f"`into` {rule}, got another or none at a mini_step of {mini_step}")
     return differs | (mini_step > 0)
 
 
@@ -232,11 +229,9 @@ def _warn_of_narrow_params(old: Any, x: ByPath) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
     moments = by_path(getattr(old, "nu", _tree_of(old)))
     if has_narrow([x[key] for key in moments]) and not has_narrow(moments):
-        warnings.warn(
-            "`params` should be the float32 master copy of the run if it has one, as its float32"
-            " moments suggest: z is made from them. Cast the params after `convert`.",
-            stacklevel=3,
-        )
+        rule = "should be the float32 master copy of the run if it has one, as its float32 moments"
+        hint = "suggest: z is made from them. Cast the params after `convert`."
+        warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
 
 
 def _read_trace(old: Any, job: Job) -> SPAState:
@@ -346,10 +341,8 @@ def _read_second_moment(olds: list[Any], news: list[Any], job: Job) -> ByPath:
     is_nu = lambda node: isinstance(node, (*SECOND_MOMENTS, optax.ScaleByAdamState))
     found, wanted = list(filter(is_nu, olds)), list(filter(is_nu, news))
     if len(found) != len(wanted) or len(found) > 1:
-        raise ValueError(
-            "`old_state` and `into` must both hold one second moment to convert, or none, got"
-            f" {len(found)} and {len(wanted)}"
-        )
+        rule = "must both hold one second moment to convert, or none"
+        raise ValueError(f"`old_state` and `into` {rule}, got {len(found)} and {len(wanted)}")
     if not found:
         return {}
     if not isinstance(found[0], optax.FactoredState):

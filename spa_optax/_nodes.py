@@ -92,8 +92,7 @@ def matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list[
         elif kind in _MAY_DIFFER:
             dropped, added = dropped + olds, added + news
         elif jax.tree.leaves([olds, news]):
-            raise ValueError(
-                "`into` must have the other states of `old_state`, in the same shapes, got"
-                f" {len(news)} `{kind.__name__}` for {len(olds)}"
-            )
+            rule = "must have the other states of `old_state`, in the same shapes"
+            got = f"{len(news)} `{kind.__name__}` for {len(olds)}"
+            raise ValueError(f"`into` {rule}, got {got}")
     return kept, dropped, added

@@ -103,7 +103,6 @@ def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: Arr
                 return
         raise ValueError("updates of 0")
     except Exception as error:
-        raise ValueError(
-            "`adam` must be the optimizer of the run, `optax.adam` or `optax.adamw` with the given"
-            f" `b1`, `b2` and `eps`, got in a step of tiny params: {error}"
-        ) from error
+        rule = "must be the optimizer of the run, `optax.adam` or `optax.adamw`"
+        given = "with the given `b1`, `b2` and `eps`, got in a step of tiny params"
+        raise ValueError(f"`adam` {rule} {given}: {error}") from error

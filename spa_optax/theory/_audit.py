@@ -237,11 +237,8 @@ def audit(
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.
 
       >>> from spa_optax import stagewise, theory
-      >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
-      ...     print(line[:58])
-      α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      100 steps as SPA: η 1 to 10, c 0.1 to 1
-      and as SGD+M: α 1 to 10, β 0 to 0.9
+      >>> print(theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().split(",")[0])
+      α spikes from 1 to 10 at step 19
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.AVERAGING.check(averaging=averaging)
