@@ -79,8 +79,8 @@ def convert(
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
       b1: β₁ of Adam, in [0, 1).
-      b2: β₂ of both runs' second moments, in [0, 1).
-      eps: ε of both runs' second moments, ≥ 0.
+      b2: β₂ of the second moment of both runs, in [0, 1).
+      eps: ε of both runs, ≥ 0.
       weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
       count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that of
         `optax.sgd` with a number as learning rate, unless it is at its start.

@@ -66,7 +66,7 @@ def lyapunov(
     """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}), and the step equation, for k ≥ 1.
 
         Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*] + w ‖x_{k+1} − x_k‖²
-              w = L/(2 η_k² c_{k+1}²); augmented: w = L²(1 − c)/(2ηc³(2 − c)), the paper's w + ρ
+              w = L/(2 η_k² c_{k+1}²); augmented: times η/`max_learning_rate`, the paper's w + ρ
         (‖∇f(x_k)‖² + ‖∇f(z_k)‖²)/(2η_k)
             ≤ Λ_k − E Λ_{k+1} + L E‖g_k‖² + R_k + `step_weight` · ‖x_k − x_{k−1}‖²
 
@@ -76,13 +76,13 @@ def lyapunov(
     >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
     >>> print(*[lyapunov(3.0, 3.0, 3.0, **known, augmented=a) for a in (False, True)])
     42.0 26.0
-    >>> # 3/½² + (1/½)(2 − 1)·3 + 3 w, where w is 1/(2·¼·¼) = 8, and ½/(2·½·⅛·1½) = 2⅔
+    >>> # 3/½² + (1/½)(2 − 1)·3 + 3 w, where w is 1/(2·¼·¼) = 8, and 8·½/1½ = 2⅔
     """
     f_z, f_x, sq_step = _arrays(f_z=f_z, f_x=f_x, sq_step=sq_step)
     eta, c, c_next, L = _arrays(eta=eta, c=c, c_next=c_next, smoothness=smoothness)
     w = L / (2 * eta**2 * c_next**2)
     if augmented:
-        w = L**2 * (1 - c_next) / (2 * eta * c_next**3 * (2 - c_next))
+        w *= eta / _max_learning_rate(c_next, L)
     return f_z / eta**2 + L * _weight_of_f_x(eta, c) * f_x + w * sq_step
 
 
@@ -119,16 +119,15 @@ def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Real
 
 
 def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
-    """The weight of E‖g_k‖² with the augmented function, (1 + ηL(1 − c)/(c(2 − c))) L/2.
+    """(1 + η/`max_learning_rate`) L/2, the weight of E‖g_k‖² with the augmented function.
 
-    It needs E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. For small η momentum adds −L/2 to L; Section 4
-    (Insight 1) prints L/2.
+    If E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L; Insight 1 prints L/2.
 
-    >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾·½/(½·1½))·½
+    >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾/1½)·½
     0.75
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
-    return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
+    return (1 + eta / _max_learning_rate(c, L)) * L / 2
 
 
 def max_learning_rate(c: Real, smoothness: Real) -> Reals:
