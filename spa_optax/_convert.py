@@ -15,7 +15,6 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax import _checks as checks, _nodes as nodes, _trees as trees
 from spa_optax._adam import factored_axes
-from spa_optax._checks import is_surely
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
@@ -27,8 +26,8 @@ from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# The arguments of `convert`; k; y, the params that the run goes on with; x, those that are trained,
-# in 32 bits or more; and ν without bias.
+# The arguments of `convert`; k, the count; y, the params that the run goes on with; x, the trained
+# ones before, in 32 bits or more; and nu, ν without bias.
 Job = SimpleNamespace
 
 
@@ -57,14 +56,14 @@ def convert(
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
         optax.contrib.schedule_free     its z, and b1 = μ_y
 
-    From `optax.sgd` w is that of `spa_from_sgdm`; to `optax.sgd` it is the state's. From AdamW, the
-    next step's momentum is AdamW's, except for the gradient's effect on ν. A momentum that keeps
-    its form is copied: both runs must have the same kind of optimizer, which is not checked.
+    From `optax.sgd` w is that of `spa_from_sgdm`; to it, the state's. From AdamW, the next step's
+    momentum is AdamW's, except for the gradient's effect on ν. A momentum that keeps its form is
+    copied: both runs must have the same kind of optimizer, which is not checked.
 
     Second moments may change their form. Counts become k. Injected hyper-parameters and gauges are
-    those of `into`. Wrappers that skip updates may be in one state or in both; the length of an
-    `optax.MultiSteps`, then the same, is not checked. Directions and base optimizers that both runs
-    hold go on. Any other state, of which is not known on what it depends, is refused.
+    those of `into`. Wrappers that skip updates may be in one state or in both; then the length of
+    an `optax.MultiSteps` must be the same, which is not checked. Directions and base optimizers
+    that both runs hold go on. Any other state is refused.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`, or of Flax nnx.
@@ -74,25 +73,25 @@ def convert(
         these. It is tried out on tiny params, since others have states of the same type.
       new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z in
         16 bits keeps what they lose.
-      learning_rate: α_k or η_k, a scalar or a schedule of the count k. Needed from `optax.sgd`,
+      learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`,
         from and to AdamW, and to Schedule-Free, unless the momentum keeps its form.
-      momentum: β_k, a scalar or a schedule of the count k. Needed from `optax.sgd`.
+      momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
       b1: β₁ of Adam, in [0, 1).
-      b2: β₂ of both runs, in [0, 1), if they have a second moment.
-      eps: ε of both runs, ≥ 0, if they have a second moment.
+      b2: β₂ of the second moment of both runs, in [0, 1).
+      eps: ε of both runs, ≥ 0.
       weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
-      count: k, the number of steps taken. Needed if `old_state` has none, as that of `optax.sgd`
-        with a number as learning rate, unless it is at its start.
+      count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that of
+        `optax.sgd` with a number as learning rate, unless it is at its start.
 
     Returns:
-      `into` with the run, and k as its counts. It shares no buffer with the arguments.
+      `into` with the run. It shares no buffer with the arguments.
 
     Raises:
       ValueError: if an argument is missing or out of range, or `adam` is not Adam; if the states do
-        not match, or hold none of these momenta or several; if accumulated gradients would be lost,
-        or only one run trains at y. (Under `jax.jit` the last two give NaN.)
+        not match, or are not known; if accumulated gradients would be lost, or only one run trains
+        at y. (Under `jax.jit` the last two give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -112,6 +111,7 @@ def convert(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 2.
     """
+    job = Job(**locals())
     checks.RATE.optional().check(learning_rate=learning_rate)
     checks.MOMENTUM.optional().check(momentum=momentum)
     checks.AVERAGING.optional().check(averaging=averaging)
@@ -120,8 +120,6 @@ def convert(
     checks.EPS.check(eps=eps, weight_power=weight_power)
     checks.FLAG.check(nesterov=nesterov)
     checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
-    given = {"adam": adam, "learning_rate": learning_rate, "momentum": momentum, "b1": b1, "b2": b2}
-    given |= {"averaging": averaging, "nesterov": nesterov, "eps": eps, "power": weight_power}
     new_params = params if new_params is None else new_params
     trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     old, new = _momentum_of("old_state", old_state, params), _momentum_of("into", into, params)
@@ -130,11 +128,10 @@ def convert(
     own = [getattr(momentum, "rule_state", ()) for momentum in (new, old)]
     trees.check_same_tree("into.rule_state", own[0], "old_state.rule_state", own[1])
     old_nodes = nodes.nodes_of("old_state", old_state, type(old))
-    new_nodes = nodes.nodes_of("into", into, type(new))
-    kept, dropped, added = nodes.matched(old_nodes, new_nodes)
+    kept, dropped, added = nodes.matched(old_nodes, nodes.nodes_of("into", into, type(new)))
     is_lost = _is_lost(old, new, dropped)
 
-    job, x, wide = Job(**given), by_path(params), lambda x: x.astype(wide_dtype(x))
+    x, wide = by_path(params), lambda leaf: leaf.astype(wide_dtype(leaf))
     job.x = {key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])}
     job.y = by_path(new_params)
     job.k = _steps_taken(old, old_nodes, job, count)
@@ -160,7 +157,7 @@ def convert(
         return with_leaves(node, new_node)
 
     state = nodes.map_nodes(moved, into)
-    if not is_surely(~is_lost):
+    if not checks.is_surely(~is_lost):
         nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
         state = jax.tree.map(nan, state)
     return trees.copy(state)
@@ -189,18 +186,15 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     # Schedule-Free keeps its b1, which may be rounded to bfloat16. A member changes its own.
     most = 2**-8 if isinstance(new, optax.contrib.ScheduleFreeState) else 1
     differs = ((mu_y == 1) != (new_mu_y == 1)) | (jnp.abs(mu_y - new_mu_y) > most)
-    if is_surely(differs):
-        raise ValueError(
-            "`into` must train at the params of `old_state`: at x, as AdamW and `interpolation=1.0`"
-            f" do, or at y, with the b1 of Schedule-Free, got μ_y = {mu_y:g} into {new_mu_y:g}"
-        )
-    steps = [scalar_of(of.mini_step) for of in dropped if isinstance(of, optax.MultiStepsState)]
-    if is_surely(sum(steps) > 0):
-        raise ValueError(
-            "`into` must have the `optax.MultiSteps` of `old_state` in the middle of an"
-            f" accumulation, got another or none at a mini_step of {sum(steps)}"
-        )
-    return differs | (sum(steps) > 0)
+    if checks.is_surely(differs):
+        rule = "at x, as AdamW and `interpolation=1.0` do, or at y, with the b1 of Schedule-Free"
+        got = f"got μ_y = {mu_y:g} into {new_mu_y:g}"
+        raise ValueError(f"`into` must train at the params of `old_state`: {rule}, {got}")
+    mini_step = sum(scalar_of(of.mini_step) for of in trees.find(dropped, optax.MultiStepsState))
+    if checks.is_surely(mini_step > 0):
+        rule = "must have the `optax.MultiSteps` of `old_state` in the middle of an accumulation"
+        raise ValueError(f"`into` {rule}, got another or none at a mini_step of {mini_step}")
+    return differs | (mini_step > 0)
 
 
 def _steps_taken(old: Any, old_nodes: list[Any], job: Job, count: int | None) -> Array:
@@ -216,11 +210,11 @@ def _steps_taken(old: Any, old_nodes: list[Any], job: Job, count: int | None) ->
     k, *others = map(scalar_of, counts or [0]) if count is None else [jnp.asarray(count)]
     moving = [jnp.any(m != 0) for m in by_path(old.trace).values()]
     has_schedule = callable(job.learning_rate) or callable(job.momentum)
-    is_at_start = not has_schedule and all(is_surely(~of) for of in moving)
+    is_at_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
     is_unknown = count is None and not counts and not is_at_start
-    if is_unknown or any(is_surely(other != k) for other in others):
+    if is_unknown or any(checks.is_surely(other != k) for other in others):
         raise ValueError("`count` must be given where `old_state` does not hold one, got None")
-    if is_surely(k == 0) and any(map(is_surely, moving)):
+    if checks.is_surely(k == 0) and any(map(checks.is_surely, moving)):
         raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
     return k.astype(jnp.int32)
 
@@ -235,14 +229,9 @@ def _warn_of_narrow_params(old: Any, x: ByPath) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
     moments = by_path(getattr(old, "nu", _tree_of(old)))
     if has_narrow([x[key] for key in moments]) and not has_narrow(moments):
-        warnings.warn(
-            "`params` should be the float32 master copy of the run if it has one, as its float32"
-            " moments suggest: z is made from them. Cast the params after `convert`.",
-            stacklevel=3,
-        )
-
-
-# ------------------------------------------------------------- momentum, from and to an `SPAState`
+        rule = "should be the float32 master copy of the run if it has one, as its float32 moments"
+        hint = "suggest: z is made from them. Cast the params after `convert`."
+        warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
 
 
 def _read_trace(old: Any, job: Job) -> SPAState:
@@ -280,19 +269,18 @@ def _behind(m: ByPath, scale: Array, eta: Array, c: Array, w: Array, job: Job) -
 
 def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
     """The m of x − z = scale · m, or 0 if the scale is 0."""
-
-    def m(x: Array, z: Array) -> Array:
-        dtype = wide_dtype(x, z)
-        return _over(x.astype(dtype) - z.astype(dtype), jnp.where(job.k > 0, scale, 0))
-
-    return {key: m(x, run.z[key]) for key, x in job.x.items()}
+    m = {}
+    for key, x in job.x.items():
+        dtype = wide_dtype(x, z := run.z[key])
+        m[key] = _over(x.astype(dtype) - z.astype(dtype), jnp.where(job.k > 0, scale, 0))
+    return m
 
 
 def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
     """η, c and w of the next step."""
     eta = at_count("learning_rate", _required(job, "learning_rate"))(job.k)
     c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(job.k)
-    if is_surely(c <= 0):
+    if checks.is_surely(c <= 0):
         raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
     return eta, c, eta * (1 - c)
 
@@ -305,7 +293,7 @@ def _divisor(key: str, job: Job) -> Array:
 
 def _read_schedule_free(old: Any, job: Job) -> SPAState:
     eta, total, z = scalar_of(old.max_lr), scalar_of(old.weight_sum), by_path(old.z)
-    c = _over(eta**job.power, total)
+    c = _over(eta**job.weight_power, total)
     return SPAState(job.k, z, eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
 
 
@@ -317,7 +305,7 @@ def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
     rate = at_count("learning_rate", _required(job, "learning_rate"))
     largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
     max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
-    total = _over(max_lr**job.power, run.c)
+    total = _over(max_lr**job.weight_power, run.c)
     z, k = _filled(new.z, run.z), job.k + 1
     return new._replace(b1=run.mu_y, weight_sum=total, step_count=k, max_lr=max_lr, z=z)
 
@@ -333,7 +321,7 @@ def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
     form, z = form_of(new.z), by_path(tree_of(new.z))
     trained = [key for key in z if key in job.x]
     z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-    if is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
+    if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
     return run._replace(z=list(z.values()))
 
@@ -348,18 +336,13 @@ def _over(a: Array, b: Array) -> Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b).astype(a.dtype))
 
 
-# --------------------------------------------------------------------------------- second moments
-
-
 def _read_second_moment(olds: list[Any], news: list[Any], job: Job) -> ByPath:
     """ν without bias, if there is one that takes another form; 0 before the first step."""
     is_nu = lambda node: isinstance(node, (*SECOND_MOMENTS, optax.ScaleByAdamState))
     found, wanted = list(filter(is_nu, olds)), list(filter(is_nu, news))
     if len(found) != len(wanted) or len(found) > 1:
-        raise ValueError(
-            "`old_state` and `into` must both hold one second moment to convert, or none, got"
-            f" {len(found)} and {len(wanted)}"
-        )
+        rule = "must both hold one second moment to convert, or none"
+        raise ValueError(f"`old_state` and `into` {rule}, got {len(found)} and {len(wanted)}")
     if not found:
         return {}
     if not isinstance(found[0], optax.FactoredState):

@@ -9,14 +9,8 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
+from spa_optax import _optax_states as of_optax, _trees as trees, _wrappers as wrappers
 from spa_optax._core import SPAState
-from spa_optax._optax_states import DIRECTIONS, MOMENTUM, MONITORS, SECOND_MOMENTS, SKIPS_UPDATES
-from spa_optax._trees import is_array, kinds_of
-from spa_optax._wrappers import (
-    Float8MomentumState,
-    PrimalAveragingState,
-    StochasticRoundingState,
-)
 from spa_optax.diagnostics._track import TrackMomentumState
 
 # Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
@@ -31,20 +25,13 @@ _WRAPPERS: dict[Any, tuple[str, str | None]] = {
     optax.ConditionallyTransformState: ("inner_state", "step"),
     optax.ConditionallyMaskState: ("inner_state", "step"),
     optax.contrib.ScheduleFreeState: ("base_optimizer_state", None),
-    PrimalAveragingState: ("base average", None),
-    StochasticRoundingState: ("base", "count"),
+    wrappers.PrimalAveragingState: ("base average", None),
+    wrappers.StochasticRoundingState: ("base", "count"),
     TrackMomentumState: ("inner", None),
 }
-_MAY_DIFFER = (*SECOND_MOMENTS, *SKIPS_UPDATES)
-_KNOWN = (
-    *_WRAPPERS,
-    *_MAY_DIFFER,
-    *MOMENTUM,
-    *DIRECTIONS,
-    *MONITORS,
-    SPAState,
-    Float8MomentumState,
-)
+_MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
+_KNOWN = (*of_optax.MOMENTUM, *of_optax.DIRECTIONS, *of_optax.MONITORS)
+_KNOWN += (*_WRAPPERS, *_MAY_DIFFER, SPAState, wrappers.Float8MomentumState)
 
 
 def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
@@ -65,24 +52,20 @@ def map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = ""
 def nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
     """The nodes of a state, without the momentum.
 
-    Raises ValueError if that is out of reach, and at a state of which is not known on what it
-    depends. Inside a base optimizer it may go on with that.
+    Raises ValueError if that is out of reach, and at a state that is not known, which may depend on
+    anything. Inside a base optimizer any may go on.
     """
-    nodes: list[Any] = []
-
-    def add(path: str, node: Any) -> Any:
+    nodes: dict[str, Any] = {}
+    map_nodes(lambda path, node: nodes.setdefault(path, node), state)
+    for path, node in nodes.items():
         is_known = isinstance(node, _KNOWN) or count_field(type(node)) or ".base" in path
-        if not is_known and any(map(is_array, jax.tree.leaves(node))):
+        if not is_known and any(map(trees.is_array, jax.tree.leaves(node))):
             got = f"a `{type(node).__name__}` at {path or 'its root'}"
             raise ValueError(f"`{name}` must hold only states that `convert` knows, got {got}")
-        nodes.append(node)
-        return node
-
-    map_nodes(add, state)
-    if momentum not in map(type, nodes):
+    if momentum not in map(type, nodes.values()):
         rule = "must hold its momentum in wrappers that `convert` knows"
-        raise ValueError(f"`{name}` {rule}, got one in {kinds_of(state)}")
-    return [node for node in nodes if type(node) is not momentum]
+        raise ValueError(f"`{name}` {rule}, got one in {trees.kinds_of(state)}")
+    return [node for node in nodes.values() if type(node) is not momentum]
 
 
 def kind_of(node: Any) -> Any:
@@ -109,8 +92,7 @@ def matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list[
         elif kind in _MAY_DIFFER:
             dropped, added = dropped + olds, added + news
         elif jax.tree.leaves([olds, news]):
-            raise ValueError(
-                "`into` must have the other states of `old_state`, in the same shapes, got"
-                f" {len(news)} `{kind.__name__}` for {len(olds)}"
-            )
+            rule = "must have the other states of `old_state`, in the same shapes"
+            got = f"{len(news)} `{kind.__name__}` for {len(olds)}"
+            raise ValueError(f"`into` {rule}, got {got}")
     return kept, dropped, added

@@ -1,7 +1,4 @@
-"""Steps of tiny params, which show whether an optimizer is Adam. Its state does not show it.
-
-Adamax, Adopt, RAdam, Yogi, NAdam(W) and LAMB keep a state of the same type.
-"""
+"""Steps of tiny params show whether an optimizer is Adam: Adamax, Yogi, … have the same state."""
 
 import contextlib
 from collections.abc import Iterator
@@ -59,25 +56,21 @@ def steps_of(tx: Any, params: PyTree, count: int = 0) -> list[Step]:
     ramp = jax.tree.map(lambda x: jnp.cumsum(x).reshape(x.shape) / x.size, params)
     update = jax.jit(optax.with_extra_args_support(tx).update)
     start = tx.init(params)
-    adam = find_one(start, "adam", optax.ScaleByAdamState)
-    wide = lambda x: jnp.ravel(x).astype(wide_dtype(x))
+    adam_of = lambda state: find_one(state, "adam", optax.ScaleByAdamState)
+    adam, wide = adam_of(start), lambda x: jnp.ravel(x).astype(wide_dtype(x))
     vector = lambda tree: jnp.concatenate([wide(by_path(tree)[key]) for key in by_path(adam.mu)])
 
     def step(state: PyTree, old: Any, g: float) -> Step:
         state = tree_map_with_path(at_count, state)
         state = replace(state, optax.ScaleByAdamState, lambda _: old)
         for _ in range(_MAX_BATCHES):
-            grads = optax.tree.scale(g, ramp)
-            u, state = update(grads, state, params, value=jnp.zeros([]))
-            new = find_one(state, "adam", optax.ScaleByAdamState)
-            if new.count != old.count:
+            u, state = update(optax.tree.scale(g, ramp), state, params, value=jnp.zeros([]))
+            if (new := adam_of(state)).count != old.count:
                 return Step(*map(vector, (old.nu, new.mu, new.nu, u)), adam=new, state=state)
         raise ValueError(f"no step in {_MAX_BATCHES} batches")
 
-    steps = []
-    for k, mu, root_nu, g in _BEFORE:
-        moments = {"mu": full(adam.mu, mu), "nu": full(adam.nu, root_nu**2)}
-        steps.append(step(start, adam._replace(count=full(adam.count, k), **moments), g))
+    before = lambda k, mu, root_nu: map(full, adam, (k, mu, root_nu**2))
+    steps = [step(start, optax.ScaleByAdamState(*before(*of)), g) for *of, g in _BEFORE]
     return [*steps, step(steps[3].state, steps[3].adam, -_S)]
 
 
@@ -110,7 +103,6 @@ def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: Arr
                 return
         raise ValueError("updates of 0")
     except Exception as error:
-        raise ValueError(
-            "`adam` must be the optimizer of the run, `optax.adam` or `optax.adamw` with the given"
-            f" `b1`, `b2` and `eps`, got in a step of tiny params: {error}"
-        ) from error
+        rule = "must be the optimizer of the run, `optax.adam` or `optax.adamw`"
+        given = "with the given `b1`, `b2` and `eps`, got in a step of tiny params"
+        raise ValueError(f"`adam` {rule} {given}: {error}") from error

@@ -308,7 +308,8 @@ def test_unknown_states_are_refused(name: str) -> None:
         state = optax.contrib.schedule_free(unknown, 0.1, b1=0.9).init(x)
         base = optax.tree.ones_like(state.base_optimizer_state)
         state = state._replace(base_optimizer_state=base)
-        moved = convert(state, x, into=primal_averaging(unknown, 0.1, 0.9).init(x))
+        wrapped = primal_averaging(unknown, 0.1, 0.9, params_of_base="z")
+        moved = convert(state, x, into=wrapped.init(x))
         chex.assert_trees_all_equal(moved.base, base)
 
 

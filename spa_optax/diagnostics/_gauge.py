@@ -67,8 +67,8 @@ class Gauge(NamedTuple):
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step, of separate arrays, so that all can be donated."""
     zeros = lambda number, dtype=jnp.float32: [jnp.zeros(shape, dtype) for _ in range(number)]
-    means, alignment, numbers = Means(*zeros(4)), AlignmentMeans(*zeros(4)), zeros(5, jnp.int32)
-    return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *numbers])
+    means, alignment = Means(*zeros(4)), AlignmentMeans(*zeros(4))
+    return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *zeros(5, jnp.int32)])
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
@@ -90,8 +90,8 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     if odd := by_path.keys() - labels.keys():
         at = min(odd) or "its root"
         raise ValueError(f"`per_leaf` must be False if `inner` changes the tree, got {at}")
-    names = sorted(set(labels.values()))
-    groups = [total(by_path[path] for path in by_path if labels[path] == name) for name in names]
+    of_label = lambda name: total(sums for path, sums in by_path.items() if labels[path] == name)
+    groups = map(of_label, sorted(set(labels.values())))
     return jax.tree.map(lambda *sums: jnp.stack(sums), *groups, whole)
 
 
@@ -134,27 +134,26 @@ def update_gauge(
     unit = jnp.where(scale > 0, scale, 1)
     iterate, level, term = square / unit, noise / unit, -2 * c * b * g_d / unit
     fits = is_finite & jnp.isfinite(iterate) & jnp.isfinite(level)
-    is_zero = (scale <= 0) | (square < jnp.finfo(jnp.float32).tiny)
-    is_rounded = c**2 * sq_rounding > 0.1 * square  # it may be only rounding error
+    is_zero = fits & ((scale <= 0) | (square < jnp.finfo(jnp.float32).tiny))
+    is_rounded = fits & ~is_zero & (c**2 * sq_rounding > 0.1 * square)  # perhaps rounding error
     has_unit = fits & ~is_zero & ~is_rounded
 
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
     slow = jnp.maximum(decay, (1 - c) ** (2 * every))
     if_unit = lambda new, old: jnp.where(has_unit, new, old)
     counted = lambda number, is_so: jnp.where(is_so, optax.safe_increment(number), number)
-    new = Gauge(
+    new = gauge._replace(
         iterate=if_unit(iterate, -1),
         noise=if_unit(level, gauge.noise),
         gradient=gradient,
-        spread=gauge.spread,
         cross_sum=if_unit(slow * gauge.cross_sum + term, gauge.cross_sum),
         cross_error=if_unit(jnp.hypot(slow * gauge.cross_error, term), gauge.cross_error),
         means=means,
         alignment=alignment,
         num_measured=counted(gauge.num_measured, has_unit),
         num_skipped=counted(gauge.num_skipped, ~fits),
-        num_zero=counted(gauge.num_zero, fits & is_zero),
-        num_rounded=counted(gauge.num_rounded, fits & ~is_zero & is_rounded),
+        num_zero=counted(gauge.num_zero, is_zero),
+        num_rounded=counted(gauge.num_rounded, is_rounded),
         num_saturated=jnp.maximum(saturated, gauge.num_saturated),
     )
     new = jax.tree.map(lambda new, old: jnp.where(is_measured, new, old), new, gauge)

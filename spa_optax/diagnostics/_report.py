@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from spa_optax._checks import check_one_run
+from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
-from spa_optax._trees import find, find_one, scalar_of
 from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -75,12 +74,8 @@ class MomentumReport(NamedTuple):
 
 @overload
 def momentum_report(opt_state: PyTree, *, by_label: Literal[False] = False) -> MomentumReport: ...
-
-
 @overload
 def momentum_report(opt_state: PyTree, *, by_label: bool) -> dict[str, MomentumReport]: ...
-
-
 def momentum_report(
     opt_state: PyTree, *, by_label: bool = False
 ) -> MomentumReport | dict[str, MomentumReport]:
@@ -116,13 +111,13 @@ def momentum_report(
       >>> print(momentum_report(state).verdict())
       Steps add up: the gain is 19.00 times that of pure noise. Momentum speeds the run up here.
     """
-    state = find_one(opt_state, "opt_state", TrackMomentumState)
-    check_one_run("opt_state", state.count)
+    state = trees.find_one(opt_state, "opt_state", TrackMomentumState)
+    checks.check_one_run("opt_state", state.count)
     leaves = map(jnp.asarray, jax.tree.leaves(state.gauge))  # under Flax nnx they are in variables
     gauge = jax.tree.unflatten(jax.tree.structure(new_gauge(())), leaves)
     means, aligned = gauge.means, gauge.alignment
     error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
-    lengths = [1 / scalar_of(node.c) for node in find(state.inner, SPAState)] or [jnp.nan]
+    members = trees.find(state.inner, SPAState)
     report = MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=means.noise / means.gradient,
@@ -131,8 +126,8 @@ def momentum_report(
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
         t=jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
-        average_length=jnp.asarray(lengths[0]),
-        num_steps=scalar_of(state.count),
+        average_length=1 / trees.scalar_of(members[0].c) if members else jnp.asarray(jnp.nan),
+        num_steps=trees.scalar_of(state.count),
         **{name: getattr(gauge, name) for name in gauge._fields if name.startswith("num_")},
     )
     of_label = lambda i: jax.tree.map(lambda v: v[i] if v.ndim else v, report)
@@ -165,8 +160,8 @@ def plot_momentum(
     if not labels or any(list(of) != labels or not are_fit(of.values()) for of in by_step.values()):
         rule = "must map steps to reports of one run, with the same labels at every step"
         raise ValueError(f"`reports` {rule}, got {reprlib.repr(reports)}")
-    fields = np.array([list(of.values()) for of in by_step.values()], float).T
-    gain, level, alignment, *_ = fields  # each of shape (labels, steps)
+    # Each of shape (labels, steps).
+    gain, level, alignment, *_ = np.array([list(of.values()) for of in by_step.values()], float).T
     ratios = np.divide(gain, level, out=np.full_like(gain, np.nan), where=level > 0)
     from_noise = np.nansum(np.abs(ratios - 1), axis=1)
     others = [i for i, label in enumerate(labels) if label not in ("", "all")]
@@ -178,8 +173,8 @@ def plot_momentum(
             style = {"linewidth": 1.2, "label": label}
         elif i not in others:
             style = {"color": "black", "linewidth": 2.5, "label": label}
-        top.plot(list(by_step), ratios[i], **style)
-        bottom.plot(list(by_step), alignment[i], **style)
+        for axis, values in ((top, ratios), (bottom, alignment)):
+            axis.plot(list(by_step), values[i], **style)
     top.set(ylabel="gain / noise level", yscale="log", title="Steps add up above 1")
     top.yaxis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)), major_formatter="{x:g}")
     top.yaxis.set_minor_formatter("")

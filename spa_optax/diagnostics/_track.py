@@ -11,26 +11,17 @@ import optax
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._checks import B1, B2, POSITIVE_INTEGER, TRANSFORMATION, Rule, is_surely
+from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
 from spa_optax._core import Member, SPAState
-from spa_optax._optax_states import (
-    ADAM_OR_TRACE,
-    MOMENTUM,
-    SKIPS_UPDATES,
-    c_and_b2,
-    check_moments,
-    step_of_optax,
-)
 from spa_optax._storage import tree_of
-from spa_optax._trees import check_kind, find, find_one, is_trained, leaves_with_path
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 
-PER_LEAF = Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
-AVERAGING_OF_OPTAX = Rule(  # not 0; unlike other rules it reads arrays that are not traced
+PER_LEAF = checks.Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
+AVERAGING_OF_OPTAX = checks.Rule(  # not 0; unlike other rules it reads arrays that are not traced
     "in (0, 1]",
-    lambda v: not isinstance(v, bool) and not is_surely(~(jnp.float32(v) > 0) | (v > 1)),
+    lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1)),
     may_be_none=True,
     is_averaging=True,
 )
@@ -102,40 +93,40 @@ def track_momentum(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and Figure 2.
     """
-    TRANSFORMATION.check(inner=inner)
-    B1.check(decay=decay)
-    POSITIVE_INTEGER.check(every=every)
+    checks.TRANSFORMATION.check(inner=inner)
+    checks.B1.check(decay=decay)
+    checks.POSITIVE_INTEGER.check(every=every)
     PER_LEAF.check(per_leaf=per_leaf)
     AVERAGING_OF_OPTAX.check(averaging=averaging)
-    B2.check(b2=b2)
+    checks.B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
     is_member = isinstance(inner.update, Member)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
-        momentum = find_one(state, "inner", SPAState, ADAM_OR_TRACE)
+        momentum = trees.find_one(state, "inner", SPAState, of_optax.ADAM_OR_TRACE)
         is_spa = isinstance(momentum, SPAState)
-        refused = (*SKIPS_UPDATES, TrackMomentumState, *(() if is_spa else (Float8MomentumState,)))
-        for wrapper in find(state, refused):
+        refused = (*of_optax.SKIPS_UPDATES, TrackMomentumState)
+        for wrapper in trees.find(state, refused if is_spa else (*refused, Float8MomentumState)):
             raise ValueError(f"`inner` must not hold a `{type(wrapper).__name__}`: put it outside")
-        tree = tree_of(momentum.z) if is_spa else getattr(momentum, MOMENTUM[type(momentum)])
+        tree = tree_of(getattr(momentum, of_optax.MOMENTUM.get(type(momentum), "z")))
         if (got := len(jax.tree.leaves(tree))) != (num := len(jax.tree.leaves(params))):
             raise ValueError(f"`inner` must hold a momentum of all {num} arrays, got {got}")
-        if is_spa and averaging is not None:
-            raise ValueError(f"`averaging` must be None, as `inner` has its own c, got {averaging}")
         if not is_spa:
-            c_and_b2(state, averaging, b2)
+            of_optax.c_and_b2(state, averaging, b2)
+        elif averaging is not None:
+            raise ValueError(f"`averaging` must be None, as `inner` has its own c, got {averaging}")
         if isinstance(momentum, optax.ScaleByAdamState):
-            check_moments(inner, params, averaging, b2)
+            of_optax.check_moments(inner, params, averaging, b2)
         labels = _labels(per_leaf, params)
-        groups = {name: optax.EmptyState() for name in sorted(set((labels or {}).values()))}
+        groups = {name: optax.EmptyState() for name in sorted({*(labels or {}).values()})}
         gauge = new_gauge(() if labels is None else (len(groups) + 1,))
         return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, TrackMomentumState]:
-        check_kind("state", state, TrackMomentumState)
+        trees.check_kind("state", state, TrackMomentumState)
         if per_leaf is not False and params is None:
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels, count = _labels(per_leaf, params), jnp.asarray(state.count)
@@ -144,7 +135,8 @@ def track_momentum(
             steps = []
             observe = {**extra_args, "observe": steps.append}
             u, now = tx.update(updates, inner_state, params, **observe)
-            return u, now, steps[0] if steps else step_of_optax(inner_state, now, averaging, b2)
+            steps = steps or [of_optax.step_of_optax(inner_state, now, averaging, b2)]
+            return u, now, steps[0]
 
         given = (updates, state.inner, params)
         separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
@@ -173,16 +165,17 @@ def _labels(per_leaf: Any, params: PyTree) -> dict[str, str] | None:
     if per_leaf is False:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = [path for path, leaf in leaves if is_trained(leaf)]
+    paths = [path for path, leaf in leaves if trees.is_trained(leaf)]
+    keys = list(map(keystr, paths))
     if per_leaf is True:
         simple = lambda path: keystr(path, simple=True, separator=".").removesuffix(".value")
-        are_unique = len(set(map(simple, paths))) == len(paths)
-        return {keystr(path): (simple if are_unique else keystr)(path) for path in paths}
+        names = list(map(simple, paths))
+        return dict(zip(keys, names if len({*names}) == len(keys) else keys, strict=True))
     tree, labels = per_leaf(params), {}
     with contextlib.suppress(ValueError):  # `tree` is no prefix
         labelled = jax.tree.map(lambda label, of: jax.tree.map(lambda _: label, of), tree, params)
-        labels = dict(leaves_with_path(labelled))
-    if not all(isinstance(labels.get(keystr(path)), str) for path in paths):
+        labels = dict(trees.leaves_with_path(labelled))
+    if not all(isinstance(labels.get(key), str) for key in keys):
         got = reprlib.repr(tree)
         raise ValueError(f"`per_leaf` must return strings for params or their nodes, got {got}")
-    return {keystr(path): labels[keystr(path)] for path in paths}
+    return {key: labels[key] for key in keys}

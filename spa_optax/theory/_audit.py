@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
-from spa_optax._checks import AVERAGING, FLAG, POSITIVE_INTEGER, RATE, Rule
+from spa_optax import _checks as checks
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
@@ -18,8 +18,9 @@ from spa_optax.theory import _formulas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Values = Float[np.ndarray, " n"]
 _is_real = lambda v: np.ndim(v) == 0 and np.asarray(v).dtype.kind in "iuf"
-SMOOTHNESS = Rule("finite and > 0", lambda v: _is_real(v) and 0 < v < np.inf).optional()
+SMOOTHNESS = checks.Rule("finite and > 0", lambda v: _is_real(v) and 0 < v < np.inf).optional()
 
 _OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
 _SPIKE = "α spikes to over twice its neighbours"
@@ -47,22 +48,21 @@ class Finding(NamedTuple):
 class Audit(NamedTuple):
     """A schedule as SPA and as SGD+M, and the terms of the bound: float64, k = 0, …, n − 1."""
 
-    eta: Float[np.ndarray, " n"]  # η_k
-    c: Float[np.ndarray, " n"]  # c_{k+1}, which step k uses
-    alpha: Float[np.ndarray, " n"]  # α_k of SGD+M
-    beta: Float[np.ndarray, " n"]  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
-    remainder_x: Float[np.ndarray, " n"]  # R_k's coefficient of f(x_{k−1}) − f*, over L
-    remainder_z: Float[np.ndarray, " n"]  # R_k's coefficient of f(z_k) − f*
-    step_weight: Float[np.ndarray, " n"] | None  # None without a smoothness
-    max_learning_rate: Float[np.ndarray, " n"] | None
-    max_decay_ratio: Float[np.ndarray, " n"] | None  # of η_{k−1}/η_k
+    eta: Values  # η_k
+    c: Values  # c_{k+1}, which step k uses
+    alpha: Values  # α_k of SGD+M
+    beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
+    remainder_x: Values  # R_k's coefficient of f(x_{k−1}) − f*, over L
+    remainder_z: Values  # R_k's coefficient of f(z_k) − f*
+    step_weight: Values | None  # None without a smoothness
+    max_learning_rate: Values | None
+    max_decay_ratio: Values | None  # of η_{k−1}/η_k
 
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
         findings, breaches = self.findings(), self.breaches()
         lines = [finding.text for finding in findings] or [
-            f"neither α nor {self._total_effect()[0]} jumps (a factor of 1.5 or more, in no ramp,"
-            " above 1e-4 of the largest)."
+            f"neither α nor {self._total_effect()[0]} jumps (by a factor of 1.5 or more)."
         ]
         if all(finding.kind == "drop" for finding in findings):
             lines[0] = f"Nothing to change: {lines[0]}"
@@ -80,12 +80,11 @@ class Audit(NamedTuple):
     def breaches(self) -> dict[str, Bool[np.ndarray, " n"]]:
         """The steps that break each condition; those that rest on the bound come last."""
         eta, c, alpha, beta = self[:4]
-        in_range = (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1)  # not NaN
-        of_sgdm = (beta >= 0) & (beta < 1)
-        in_range &= of_sgdm if self._is_sgdm() else np.append(True, beta[1:] >= 0)  # β_0 is free
+        of_sgdm = ((beta >= 0) & (beta < 1)) if self._is_sgdm() else np.append(True, beta[1:] >= 0)
+        fits = (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & of_sgdm  # not NaN
         around = np.pad(alpha, 1, constant_values=np.inf)  # no spike at either end
         breaches = {
-            _OUT_OF_RANGE: ~in_range,
+            _OUT_OF_RANGE: ~fits,
             _SPIKE: alpha > 2 * np.maximum(around[:-2], around[2:]),
             "β is 1 or more": beta >= 1,
             "β is negative": beta < 0,
@@ -132,8 +131,7 @@ class Audit(NamedTuple):
         for kind, sign, rest in (("rise", 1, check), ("drop", -1, "")):
             for name, values, jumps in (("α", alpha, of_alpha), (symbol, total, of_total)):
                 if (where := jumps == sign).any():
-                    change = _from_to(values, where.argmax())
-                    text = f"{name} {kind}s {change} {_at(where)}.{rest}"
+                    text = f"{name} {kind}s {_from_to(values, where.argmax())} {_at(where)}.{rest}"
                     found.append(Finding(kind, _steps(where), text, needs_change=False))
         return found
 
@@ -144,14 +142,13 @@ class Audit(NamedTuple):
         """
         import matplotlib.pyplot as plt
 
-        values = {"η": self.eta, "c": self.c, "α = ηc": self.alpha, "β": self.beta}
         findings = [finding for finding in self.findings() if finding.kind != "range"]
         columns = [slice(None, None, max(1, len(self.eta) // 50_000))]  # fewer than 100,000
         columns += [slice(max(of.steps[0] - 50, 0), of.steps[0] + 20) for of in findings[:1]]
         options = {"figsize": (6 * len(columns), 9), "layout": "constrained", "sharex": "col"}
         figure, axes = plt.subplots(4, len(columns), squeeze=False, **options)
         figure.suptitle(textwrap.fill(self.report().splitlines()[0], 60 * len(columns)))
-        for row, (name, value) in zip(axes, values.items(), strict=True):
+        for row, name, value in zip(axes, ("η", "c", "α = ηc", "β"), self[:4], strict=True):
             scale = "log" if 0 < 20 * value.min() < value.max() else "linear"
             for axis, steps in zip(row, columns, strict=True):
                 axis.plot(np.arange(len(value))[steps], value[steps])
@@ -193,23 +190,20 @@ def _jumps(values: np.ndarray) -> np.ndarray:
 
 
 def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[np.ndarray]:
-    schedules = [at_count(name, hyperparam) for name, hyperparam in hyperparams.items()]
-    counts = jnp.arange(num_steps, dtype=jnp.int32)
-    values = jax.jit(jax.vmap(lambda k: [schedule(k) for schedule in schedules]))(counts)
-    return [np.asarray(value, np.float64) for value in values]
+    schedules = [at_count(*hyperparam) for hyperparam in hyperparams.items()]
+    at = jax.jit(jax.vmap(lambda k: [schedule(k) for schedule in schedules]))
+    return [np.asarray(values, float) for values in at(jnp.arange(num_steps, dtype=jnp.int32))]
 
 
 def _from_sgdm(sgdm: SGDMHyperparams, num_steps: int, nesterov: bool) -> tuple[np.ndarray, ...]:
     """η, c, α and β of a recipe of SGD+M, in O(n): w backward, which is stable."""
     alpha, beta = _values(num_steps, **sgdm._asdict())
-    ahead = in_range(jnp.asarray(alpha), jnp.asarray(beta))
-    ahead_alpha, ahead_beta = (np.asarray(values, float) for values in ahead)
-    ahead_a = ahead_alpha * (ahead_beta if nesterov else 1)
-    w = np.zeros(num_steps + 1)
-    w[-1] = jax.jit(lambda k: look_ahead(*sgdm, k, nesterov=nesterov).w)(np.int32(num_steps - 1))
+    later = np.asarray(jnp.stack(in_range(jnp.asarray(alpha), jnp.asarray(beta))), float)
+    a, later_a = (of[0] * (of[1] if nesterov else 1) for of in ((alpha, beta), later))
+    last = jax.jit(lambda k: look_ahead(*sgdm, k, nesterov=nesterov).w)(np.int32(num_steps - 1))
+    w = np.append(np.zeros(num_steps), last)
     for k in reversed(range(num_steps)):
-        w[k] = ahead_beta[k] * (ahead_a[k] + w[k + 1])
-    a = alpha * (beta if nesterov else 1)
+        w[k] = later[1, k] * (later_a[k] + w[k + 1])
     eta = a + w[1:]
     c = a / np.where(eta == 0, 1, eta)
     if nesterov:  # without any momentum, x goes where z goes
@@ -224,34 +218,31 @@ def audit(
     *,
     smoothness: float | None = None,
 ) -> Audit:
-    """Checks a schedule of SPA step by step: a verdict, and the conditions of arXiv:2010.00406.
+    """Checks a schedule of SPA at every step: a verdict, and the conditions of arXiv:2010.00406.
 
     The verdict names averages that leave more than 1 % of x_0 in x, and jumps of α and of η (of
     α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one step, above 1e-4 of
-    the largest value. It has 22 % of all change within four steps on either side, so a ramp of five
+    the largest value, and has 22 % of all change within four steps on either side: a ramp of five
     equal steps is gradual. (Theorem 1, Sections 3.1, 5, 6.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule that can be vmapped. A pair of schedules
-        from `hyperparams_from_sgdm` is evaluated in O(n), and its `horizon` is ignored.
+      averaging: c_{k+1} in [0, 1], as above. A pair from `hyperparams_from_sgdm` is evaluated in
+        O(n), and its `horizon` is ignored.
       num_steps: the number of steps to check, n ≥ 1.
-      smoothness: L, to check the conditions of the bound too. `estimate_smoothness` gives the
-        curvature at one point, which is not the L of the theorem.
+      smoothness: L > 0, to check the conditions of the bound too. The curvature at one point, from
+        `estimate_smoothness`, is not the L of the theorem.
 
     Examples:
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.
 
       >>> from spa_optax import stagewise, theory
-      >>> for line in theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().splitlines():
-      ...     print(line[:58])
-      α spikes from 1 to 10 at step 19, as in Figure 1(e): c ris
-      100 steps as SPA: η 1 to 10, c 0.1 to 1
-      and as SGD+M: α 1 to 10, β 0 to 0.9
+      >>> print(theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().split(",")[0])
+      α spikes from 1 to 10 at step 19
     """
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
-    POSITIVE_INTEGER.check(num_steps=num_steps)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.AVERAGING.check(averaging=averaging)
+    checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     SMOOTHNESS.check(smoothness=smoothness)
     sgdm = getattr(learning_rate, "sgdm", None)
     if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
@@ -264,22 +255,22 @@ def audit(
     # Rounding of 0 is not a breach: of float32 hyper-parameters, or of c = 1 or η at the limit.
     unless_rounding = lambda value, size: np.where(known & (np.abs(value) > size), value, 0)
     change = lambda new, old: unless_rounding(new - old, 1e-6 * np.maximum(abs(new), abs(old)))
-    weight_of_f_x = _formulas._weight_of_f_x
+    weight_of_f_x, of_bound = _formulas._weight_of_f_x, [None] * 3
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
             beta[0] = np.nan
         of_x = change(weight_of_f_x(eta, c_now), weight_of_f_x(eta_prev, c_prev))
-        found = Audit(eta, c, alpha, beta, of_x, change(1 / eta**2, 1 / eta_prev**2), *[None] * 3)
-        if smoothness is None:
-            return found
-        smoothness = float(smoothness)
-        weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
-        return found._replace(
-            step_weight=unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
-            max_learning_rate=_formulas._max_learning_rate(c, smoothness),
-            max_decay_ratio=_formulas._max_decay_ratio(eta_prev, c_now, smoothness),
-        )
+        of_z = change(1 / eta**2, 1 / eta_prev**2)
+        if smoothness is not None:
+            smoothness = float(smoothness)
+            weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
+            of_bound = [
+                unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
+                _formulas._max_learning_rate(c, smoothness),
+                _formulas._max_decay_ratio(eta_prev, c_now, smoothness),
+            ]
+    return Audit(eta, c, alpha, beta, of_x, of_z, *of_bound)
 
 
 def audit_sgdm(
@@ -302,11 +293,11 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
-    FLAG.check(nesterov=nesterov)
+    checks.FLAG.check(nesterov=nesterov)
     hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
     if not nesterov:
         return audit(*hyperparams, num_steps, smoothness=smoothness)
-    POSITIVE_INTEGER.check(num_steps=num_steps)
+    checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     if smoothness is not None:
         raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
     recipe, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)

@@ -26,7 +26,7 @@ import optax
 from jaxtyping import Array, ArrayLike as Real, Float, PyTree
 from numpy.typing import ArrayLike
 
-from spa_optax._checks import POSITIVE_INTEGER, check_params, is_surely
+from spa_optax import _checks as checks
 
 Reals = Float[Array, "..."]
 
@@ -37,8 +37,8 @@ _max_decay_ratio = lambda eta, c, L: 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 +
 
 
 def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
-    m = 1 / c - 1
-    return L / 2 * ((m + eta * L) * m / eta**2 + L / eta * m**2 - 1 / (eta_prev**2 * c**2))
+    ratio = _weight_of_f_x(eta, c)
+    return L / 2 * (ratio**2 + ratio * L / c - 1 / (eta_prev * c) ** 2)
 
 
 def _arrays(**values: Real) -> list[Reals]:
@@ -47,7 +47,7 @@ def _arrays(**values: Real) -> list[Reals]:
     for name, array in arrays.items():
         low = {"num_steps": 1}.get(name, -np.inf if name.startswith(("f_", "sq_")) else 0)
         high = 1 if name in ("c", "c_prev", "c_next") else np.inf
-        if is_surely(jnp.any(~((array >= low) & (array <= high)))):
+        if checks.is_surely(jnp.any(~((array >= low) & (array <= high)))):
             raise ValueError(f"`{name}` must be in [{low}, {high}], got {values[name]!r}")
     return list(arrays.values())
 
@@ -66,8 +66,7 @@ def lyapunov(
     """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}), and the step equation, for k ≥ 1.
 
         Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*] + w ‖x_{k+1} − x_k‖²
-              w = L/(2 η_k² c_{k+1}²); augmented: w = L²(1 − c)/(2ηc³(2 − c)), the paper's w + ρ
-
+              w = L/(2 η_k² c_{k+1}²); augmented: times η/`max_learning_rate`, the paper's w + ρ
         (‖∇f(x_k)‖² + ‖∇f(z_k)‖²)/(2η_k)
             ≤ Λ_k − E Λ_{k+1} + L E‖g_k‖² + R_k + `step_weight` · ‖x_k − x_{k−1}‖²
 
@@ -75,16 +74,15 @@ def lyapunov(
     replaces L. The paper's base case divides f(x_0) − E f(z_1) by η_0, and should divide by η_0².
 
     >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
-    >>> print(lyapunov(3.0, 3.0, 3.0, **known))  # 3/½² + (1/½)(2 − 1)·3 + 3/(2·¼·¼)
-    42.0
-    >>> print(lyapunov(3.0, 3.0, 3.0, **known, augmented=True))  # w is ½/(2·½·⅛·1½) = 2⅔
-    26.0
+    >>> print(*[lyapunov(3.0, 3.0, 3.0, **known, augmented=a) for a in (False, True)])
+    42.0 26.0
+    >>> # 3/½² + (1/½)(2 − 1)·3 + 3 w, where w is 1/(2·¼·¼) = 8, and 8·½/1½ = 2⅔
     """
     f_z, f_x, sq_step = _arrays(f_z=f_z, f_x=f_x, sq_step=sq_step)
     eta, c, c_next, L = _arrays(eta=eta, c=c, c_next=c_next, smoothness=smoothness)
     w = L / (2 * eta**2 * c_next**2)
     if augmented:
-        w = L**2 * (1 - c_next) / (2 * eta * c_next**3 * (2 - c_next))
+        w *= eta / _max_learning_rate(c_next, L)
     return f_z / eta**2 + L * _weight_of_f_x(eta, c) * f_x + w * sq_step
 
 
@@ -112,32 +110,28 @@ def remainder(
 def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Reals:
     """The weight of ‖x_k − x_{k−1}‖² in the step equation (Section 3.1); it should be ≤ 0.
 
-        (L/2) [(1/c_k − 1 + η_k L)(1/c_k − 1)/η_k² + (L/η_k)(1/c_k − 1)² − 1/(η_{k−1}² c_k²)]
+        (L/2) [q² + q L/c_k − 1/(η_{k−1} c_k)²]      q = (1/c_k − 1)/η_k
 
-    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))  # ½ [(1 + 1)·1 + 1·1² − 4]
+    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))  # ½ [1² + 1·1/½ − 1/½²]
     -0.5
     """
     return _step_weight(*_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness))
 
 
 def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
-    """The weight of E‖g_k‖² with the augmented function, if E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0.
+    """(1 + η/`max_learning_rate`) L/2, the weight of E‖g_k‖² with the augmented function.
 
-        (1 + ηL(1 − c)/(c(2 − c))) L/2
+    If E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L; Insight 1 prints L/2.
 
-    For small η momentum adds −L/2 to L; Section 4 (Insight 1) prints L/2.
-
-    >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾·½/(½·1½))·½
+    >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾/1½)·½
     0.75
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
-    return (1 + eta * L * (1 - c) / (c * (2 - c))) * L / 2
+    return (1 + eta / _max_learning_rate(c, L)) * L / 2
 
 
 def max_learning_rate(c: Real, smoothness: Real) -> Reals:
-    """The largest constant η with `step_weight` ≤ 0. Runs that train well are often far above it.
-
-        η ≤ c (2 − c) / (L (1 − c))
+    """The largest constant η with `step_weight` ≤ 0, c (2 − c)/(L(1 − c)). Good runs exceed it.
 
     Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 − c)/(L(1 − c)).
 
@@ -208,8 +202,8 @@ def forward_recursion(
     """
     alpha, beta = np.asarray(alphas, np.float64), np.asarray(betas, np.float64)
     if alpha.ndim != 1 or beta.shape not in ((), alpha.shape):
-        got = f"{alpha.shape} and {beta.shape}"
-        raise ValueError(f"`alphas` must have shape (n,), `betas` that or none, got {got}")
+        rule = "`alphas` must have shape (n,), `betas` that or none"
+        raise ValueError(f"{rule}, got {alpha.shape} and {beta.shape}")
     with np.errstate(all="ignore"):  # deviations grow as 1/β^k, which may overflow
         beta = np.broadcast_to(beta, alpha.shape)
         eta = alpha / (1 - beta) if eta0 is None else np.full_like(alpha, eta0)
@@ -221,25 +215,23 @@ def forward_recursion(
 def estimate_smoothness(
     loss: Callable[[PyTree], Real], params: PyTree, *, key: Array, num_iterations: int = 100
 ) -> Float[Array, ""]:
-    """The largest |eigenvalue| of the Hessian of a loss at real `params`, from below.
+    """The largest |eigenvalue| of the Hessian H of a loss at real `params`, from below.
 
-        v ← Hv/‖Hv‖      |λ| ≈ ‖Hv‖
-
-    Power iteration from a random v (`key`). The paper's L bounds the curvature everywhere, and for
-    the loss of a network there is often no such L.
+    Power iteration, v ← Hv/‖Hv‖, from a random v (`key`). The paper's L bounds the curvature
+    everywhere; the loss of a network often has no such L.
 
     >>> loss = lambda p: (3 * p["x"] ** 2 - 5 * p["y"] ** 2) / 2
     >>> print(f"{estimate_smoothness(loss, {'x': 1.0, 'y': 1.0}, key=jax.random.key(0)):.3f}")
     5.000
     """
-    POSITIVE_INTEGER.check(num_iterations=num_iterations)
+    checks.POSITIVE_INTEGER.check(num_iterations=num_iterations)
     params = jax.tree.map(jnp.asarray, params)
-    check_params(params, are_trained=True)
+    checks.check_params(params, are_trained=True)
 
-    def iterate(v: PyTree, _: None) -> tuple[PyTree, Float[Array, ""]]:
+    def iterate(_: int | Array, v: PyTree) -> PyTree:
         norm = optax.tree.norm(v)
-        v = jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), v)
-        hessian_v = jax.jvp(jax.grad(loss), (params,), (v,))[1]
-        return hessian_v, jnp.asarray(optax.tree.norm(hessian_v))
+        unit = jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), v)
+        return jax.jvp(jax.grad(loss), (params,), (unit,))[1]
 
-    return jax.lax.scan(iterate, optax.tree.random_like(key, params), length=num_iterations)[1][-1]
+    v = jax.lax.fori_loop(0, num_iterations, iterate, optax.tree.random_like(key, params))
+    return jnp.asarray(optax.tree.norm(v))
