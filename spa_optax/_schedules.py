@@ -273,8 +273,8 @@ def schedule_free_averaging(
     last = max(end, start, 100)  # from here on the expansion below is exact to 1e-13
     n = np.arange(1.0, last + 2)
     largest = np.pad(np.maximum.accumulate(rates), (0, last - end), mode="edge")
-    w = np.where(n > start, n**r * (largest / largest[-1]) ** weight_power, 0)
-    inverse = np.divide(np.cumsum(w), w, np.where(n > start, np.inf, 1), where=w > 0)
+    w = np.where(n > int(start), n**r * (largest / largest[-1]) ** weight_power, 0)
+    inverse = np.divide(np.cumsum(w), w, np.where(n > int(start), np.inf, 1), where=w > 0)
     # Afterwards Σ j^r grows as Euler and Maclaurin have it, from where the table ends.
     power_sum = lambda n: n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
     constant = inverse[-1] - power_sum(n[-1])
