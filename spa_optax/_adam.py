@@ -39,9 +39,8 @@ def spa_adamw(
     It is `spa` on the directions d: AdamW scales an average of gradients, this averages scaled
     gradients, without bias correction. A step is the learning rate times the mean of the last 1/c
     directions. With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, b1 = μ_y.
-
-    To change a part, chain the pieces:
-    `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`, `spa`.
+    To change a part, chain the pieces, with `spa` after
+    `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
@@ -207,9 +206,9 @@ def scale_by_factored_second_moment(
     checks.EPS.check(eps=eps)
     checks.POWER.check(power=power)
     checks.POSITIVE_INTEGER.check(min_dim_size_to_factor=min_dim_size_to_factor)
-    b2, eps, rho = _as_python(b2), _as_python(eps), _as_python(power)
+    b2, eps, rho = map(_as_python, (b2, eps, power))
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
-    real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    real = lambda x: jnp.real(x) if jnp.iscomplexobj(x) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
@@ -222,11 +221,8 @@ def scale_by_factored_second_moment(
         trees.check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
-        if rho is None:
-            k_float = k.astype(float)
-            decay = b2 * (1 - b2**k_float) / (1 - b2 ** (k_float + 1))  # weights sum up to 1
-        else:
-            decay = 1 - (k + 1.0) ** -rho
+        n = k.astype(float)
+        decay = b2 * (1 - b2**n) / (1 - b2 ** (n + 1)) if rho is None else 1 - (k + 1.0) ** -rho
         average = lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype)
 
         def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:

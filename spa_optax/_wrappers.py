@@ -155,7 +155,7 @@ def primal_averaging(
 def stochastic_rounding(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains 16-bit params by any optimizer without a master copy (arXiv:1502.02551).
+    """Trains params of 16 bits or fewer by any optimizer, with no master copy (arXiv:1502.02551).
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
@@ -195,8 +195,7 @@ def stochastic_rounding(
             raise ValueError("`params` must be passed to `update`, got None")
         trees.check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra)
-        count = jnp.asarray(state.count)
-        seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
+        seeds = seeds_like(key, count := jnp.asarray(state.count), u, Stream.PARAMS_AND_Z)
 
         def leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None or not trees.is_trained(x):
@@ -220,15 +219,15 @@ def float8_momentum(
     stored. With bfloat16 params put this into `stochastic_rounding` or `primal_averaging`.
 
     Args:
-      base: an optimizer with the momentum of Optax's SGD, Adam, AdamW, Lion, Muon or Adafactor. Put
-        `diagnostics.track_momentum` directly around it.
+      base: an optimizer with the momentum of Optax's SGD, Adam, Lion, Muon or Adafactor, or its
+        `ema`. Put `diagnostics.track_momentum` directly around it.
       key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may have the same.
 
     Returns:
       A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in its state.
 
     Raises:
-      ValueError: unless `base` holds such momentum, real and in 32 bits, and does not average.
+      ValueError: unless `base` holds such momentum, real and below 64 bits, and does not average.
 
     Examples:
       >>> import jax
@@ -249,9 +248,8 @@ def float8_momentum(
         scales = list(map(_scale, arrays))
         seeds = seeds_like(key, count, arrays, Stream.MOMENTUM)
         q = jax.tree.map(lambda m, s, seed: rounded(m / s, _FLOAT8, seed), arrays, scales, seeds)
-        return Float8MomentumState(
-            count, _with_momentum(of_base, q), jnp.array(scales, jnp.float32)
-        )
+        of_base = _with_momentum(of_base, q)
+        return Float8MomentumState(count, of_base, jnp.array(scales, jnp.float32))
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = tx.init(params)
@@ -267,8 +265,8 @@ def float8_momentum(
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
         u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra)
         inputs = (updates,) if params is None else (updates, params)
+        cast = lambda u, *of: u.astype(jnp.result_type(*of))
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
-            cast = lambda u, *of: u.astype(jnp.result_type(*of))
             u = trees.fill_none(trees.map_trained(cast, u, *inputs), u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
