@@ -32,28 +32,23 @@ def spa_adamw(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with primal averaging in place of its first moment: `spa` on Adam's direction.
+    """AdamW (arXiv:1711.05101) with primal averaging in place of its first moment.
 
-    With λ the weight decay, the direction is
+        ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²      d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
-        d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k      ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
-
-    AdamW scales an average of gradients; this averages scaled gradients, without bias correction.
-    Rates and momenta are on AdamW's scale: averaging is 1 − b1, and a step is the learning rate
-    times the mean of the last 1/c directions. To change a part, chain the pieces yourself: `spa`
-    after `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
-
-    With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw` with b1 = μ_y. bfloat16
-    params and the state take 10 bytes a parameter, and with a bfloat16 z and a factored ν 4.
+    It is `spa` on the directions d: AdamW scales an average of gradients, this averages scaled
+    gradients, without bias correction. A step is the learning rate times the mean of the last 1/c
+    directions. With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, b1 = μ_y.
+    To change a part, chain the pieces, with `spa` after
+    `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
 
     Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
+      averaging: c_{k+1} = 1 − b1 in [0, 1], a scalar or a schedule of the count k.
       interpolation: μ_y in (0, 1], as for `spa`. Below 1 evaluate and save `eval_params`.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
-      weight_decay: λ ≥ 0, a scalar, or a schedule if `optax.add_decayed_weights` takes one. It is
-        decoupled and multiplied by the learning rate, as in `optax.adamw`.
+      weight_decay: λ ≥ 0, as for `optax.add_decayed_weights`. The learning rate multiplies it.
       mask: which params to decay: a tree of booleans, or a function of the params. None means all.
       second_moment: ν is "full", in 32 bits or more; "bfloat16", which needs a `rounding_key`; or
         "factored", by `scale_by_factored_second_moment`, with almost no memory.
@@ -74,9 +69,6 @@ def spa_adamw(
       >>> updates, state = tx.update(jnp.array(4.0), tx.init(params), params)
       >>> print(f"{state[1].z:.3f} {params + updates:.3f}")  # x goes a tenth of the way to z
       9.000 9.900
-
-    References:
-      Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2019, arXiv:1711.05101.
     """
     checks.RATE.check(weight_decay=weight_decay)
     checks.one_of("full", "bfloat16", "factored").check(second_moment=second_moment)
@@ -87,10 +79,9 @@ def spa_adamw(
         dtype = jnp.bfloat16 if second_moment == "bfloat16" else None
         scale = scale_by_second_moment(b2, eps, dtype=dtype, rounding_key=rounding_key)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    if second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
-        # XLA for TPU v7x makes one kernel, not two, if it does not know that μ_y is 1.
-        is_one = type(interpolation) in (int, float) and interpolation == 1
-        interpolation = jnp.ones([]) if is_one else interpolation
+    is_one = type(interpolation) in (int, float) and interpolation == 1
+    if is_one and second_moment == "full" and state_dtype in (jnp.bfloat16, "bfloat16"):
+        interpolation = jnp.ones([])  # if it does not know the 1, XLA for TPU v7x makes one kernel
     narrow: dict[str, Any] = {"state_dtype": state_dtype, "rounding_key": rounding_key}
     average = spa(learning_rate, averaging, interpolation, **narrow)
     return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
@@ -120,16 +111,15 @@ def scale_by_second_moment(
     dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformation:
-    """Adam's direction without its first moment; ν may be stored in bfloat16.
+    """The direction of Adam (arXiv:1412.6980, Algorithm 1), without its first moment.
 
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²        g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε)
 
     Args:
       b2: β₂ in [0, 1).
       eps: ε ≥ 0.
-      dtype: dtype of ν. None means the params', in 32 bits or more within `in_float32`. bfloat16
-        needs a `rounding_key`: rounded to nearest, ν would not change.
-      rounding_key: for stochastic rounding of a bfloat16 ν, as for `spa`.
+      dtype: dtype of ν: None, the params' (within `in_float32` 32 bits or more), or bfloat16.
+      rounding_key: for stochastic rounding of a bfloat16 ν, which to nearest would not change.
 
     Returns:
       A transformation with the state of `optax.scale_by_rms`.
@@ -144,9 +134,6 @@ def scale_by_second_moment(
       >>> direction, state = tx.update(params, tx.init(params), params)
       >>> print(jnp.round(direction, 3))  # the gradient's sign
       [ 1. -1.]
-
-    References:
-      Kingma, Ba, Adam, 2015, arXiv:1412.6980, Algorithm 1.
     """
     checks.B2.check(b2=b2)
     checks.EPS.check(eps=eps)
@@ -187,12 +174,12 @@ def scale_by_factored_second_moment(
     power: ArrayLike | None = None,
     min_dim_size_to_factor: int = 128,
 ) -> optax.GradientTransformation:
-    """Adam's direction with Adafactor's second moment: its means over the two longest axes.
+    """Adam's direction with the second moment of Adafactor (arXiv:1804.04235, Sections 3 and 7).
 
         v_{k+1} = β v_k + (1 − β) (|g_k|² + ε²)        β = β₂ (1 − β₂^k) / (1 − β₂^{k+1})
 
-    Only the means of v along the two axes, `v_row` and `v_col`, are stored. The direction is g_k/√ν
-    with ν their product, divided by the overall mean. It needs no bias correction.
+    Only the means of v along its two longest axes, `v_row` and `v_col`, are stored. The direction
+    is g_k/√ν, where ν is their product over the overall mean. It needs no bias correction.
 
     Args:
       b2: β₂ in [0, 1).
@@ -214,17 +201,14 @@ def scale_by_factored_second_moment(
       >>> direction, state = tx.update(params, tx.init(params), params)
       >>> print(state.v_row, state.v_col, jnp.round(direction[1], 3))  # of rank one: exact
       [12.5 50. ] [22.5 40. ] [-1. -1.]
-
-    References:
-      Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Sections 3 and 7.
     """
     checks.B2.check(b2=b2)
     checks.EPS.check(eps=eps)
     checks.POWER.check(power=power)
     checks.POSITIVE_INTEGER.check(min_dim_size_to_factor=min_dim_size_to_factor)
-    b2, eps, rho = _as_python(b2), _as_python(eps), _as_python(power)
+    b2, eps, rho = map(_as_python, (b2, eps, power))
     optax_init = optax.scale_by_factored_rms(min_dim_size_to_factor=min_dim_size_to_factor).init
-    real = lambda x: jnp.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    real = lambda x: jnp.real(x) if jnp.iscomplexobj(x) else x
     init = lambda params: optax_init(jax.tree.map(real, params))
 
     def init_fn(params: PyTree) -> Any:
@@ -237,11 +221,8 @@ def scale_by_factored_second_moment(
         trees.check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
-        if rho is None:
-            k_float = k.astype(float)
-            decay = b2 * (1 - b2**k_float) / (1 - b2 ** (k_float + 1))  # weights sum up to 1
-        else:
-            decay = 1 - (k + 1.0) ** -rho
+        n = k.astype(float)
+        decay = b2 * (1 - b2**n) / (1 - b2 ** (n + 1)) if rho is None else 1 - (k + 1.0) ** -rho
         average = lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype)
 
         def leaf(g: Any, row: Any, column: Any, v: Any) -> tuple[Any, ...]:
@@ -258,11 +239,9 @@ def scale_by_factored_second_moment(
             d = g * rows**-0.5 * (columns**-0.5 * jnp.sqrt(_mean(rows, i, keepdims=True)))
             return d, row, column, v
 
-        gs, structure = jax.tree.flatten(updates, is_leaf=trees.is_none)
-        moments = map(structure.flatten_up_to, (state.v_row, state.v_col, state.v))
-        results = [leaf(*arrays) for arrays in zip(gs, *moments, strict=True)]
-        columns = zip(*results, strict=True) if results else [()] * 4
-        d, *moments = map(structure.unflatten, columns)
+        results = jax.tree.map(leaf, updates, *state[1:], is_leaf=trees.is_none)
+        part = lambda i: jax.tree.map(lambda _, of: of[i], updates, results, is_leaf=trees.is_none)
+        d, *moments = map(part, range(4))
         return d, optax.FactoredState(jnp.asarray(optax.safe_increment(k)), *moments)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -17,12 +17,12 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
-class GPAHyperparams(NamedTuple):
-    """Hyper-parameters of generalized primal averaging: `spa(*hyperparams)`."""
+class GPASchedules(NamedTuple):
+    """Hyper-parameters of generalized primal averaging: `spa(*schedules)`."""
 
-    learning_rate: optax.ScalarOrSchedule  # η_k at count k
-    averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
-    interpolation: optax.ScalarOrSchedule  # μ_y of y_{k+1} at count k
+    learning_rate: optax.Schedule  # η_k at count k
+    averaging: optax.Schedule  # c_{k+1} at count k
+    interpolation: optax.Schedule  # μ_y of y_{k+1} at count k
 
 
 class SGDMHyperparams(NamedTuple):
@@ -62,8 +62,8 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array],
             rule = "must be a schedule that can be traced, with `jnp.where` in place of `if`"
             raise ValueError(f"`{name}` {rule}, got a {type(error).__name__}") from error
         if value.shape != ():
-            got = f"an array of shape {value.shape}"
-            raise ValueError(f"`{name}` must be a scalar or a schedule of scalars, got {got}")
+            rule = "must be a scalar or a schedule of scalars"
+            raise ValueError(f"`{name}` {rule}, got an array of shape {value.shape}")
         # `inject_hyperparams` casts to the params' dtype, which may be complex.
         return jnp.real(value).astype(jnp.result_type(float))
 

@@ -92,9 +92,11 @@ def look_ahead(
     return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
 
 
-def eta_and_c(ahead: LookAhead, w: Scalar, *, nesterov: bool = False) -> tuple[Scalar, Scalar]:
-    """η_k and c_{k+1}, with w for w_{k+1}."""
-    total = ahead.a + w
+def eta_and_c(
+    ahead: LookAhead, w: Scalar | None = None, *, nesterov: bool = False
+) -> tuple[Scalar, Scalar]:
+    """η_k and c_{k+1}, perhaps with another w for w_{k+1}."""
+    total = ahead.a + (ahead.w if w is None else w)
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
 

@@ -2,51 +2,29 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float
+from optax import ScalarOrSchedule
 
-from spa_optax._checks import (
-    ABOVE_1,
-    AVERAGING,
-    B1,
-    MOMENTUM,
-    NOT_NEGATIVE,
-    NOT_NEGATIVE_INTEGER,
-    POSITIVE_INTEGER,
-    RATE,
-    one_of,
-)
-from spa_optax._hyperparams import (
-    GPAHyperparams,
-    Schedule,
-    SGDMHyperparams,
-    SPAHyperparams,
-    at_count,
-)
+from spa_optax import _checks as checks
+from spa_optax._hyperparams import GPASchedules, Schedule, SGDMHyperparams, SPAHyperparams, at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
-
-_EXACT = 100  # from this count on, sums of powers by their expansion in 1/k are exact to 1e-13
 
 
 def hyperparams_from_sgdm(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: optax.ScalarOrSchedule,
-    *,
-    horizon: int | None = None,
+    learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, *, horizon: int | None = None
 ) -> SPAHyperparams:
     """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M (arXiv:2010.00406).
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, η = α/(1 − β) and c = 1 − β. This is the bounded solution of Theorem 1;
-    `theory.forward_recursion` is the paper's own. For Nesterov momentum, and for
-    hyper-parameters that cannot be evaluated ahead of time, use `spa_from_sgdm`.
+    For constants, η = α/(1 − β) and c = 1 − β. Unlike `theory.forward_recursion`, this solution of
+    Theorem 1 is bounded. For Nesterov momentum and injected numbers use `spa_from_sgdm`.
 
     Args:
       learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
@@ -60,33 +38,24 @@ def hyperparams_from_sgdm(
       ValueError: if a number is out of range.
 
     Examples:
-      c rises before α falls, as here with β = ½: w_1 = 4·½ + 1·½·(½ + ¼ + …) = 2.5, w_2 = 1.
-
-      >>> import jax.numpy as jnp
-      >>> from spa_optax import hyperparams_from_sgdm
-      >>> hyperparams = hyperparams_from_sgdm(lambda k: jnp.where(k < 2, 4.0, 1.0), 0.5)
-      >>> for k in range(3):
-      ...     print(*(f"{h(k):.3f}" for h in hyperparams))
-      6.500 0.615
-      5.000 0.800
-      2.000 0.500
+      >>> from spa_optax import hyperparams_from_sgdm, stagewise
+      >>> alpha, _ = stagewise(4.0, 0.5, [2], factor=4.0)  # 4, 4, 1, 1, …
+      >>> eta, c = hyperparams_from_sgdm(alpha, 0.5)
+      >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])  # η_1 = 4 + ½ + ¼ + … = 5
+      ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
-    RATE.check(learning_rate=learning_rate)
-    MOMENTUM.check(momentum=momentum)
-    POSITIVE_INTEGER.optional().check(horizon=horizon)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.MOMENTUM.check(momentum=momentum)
+    checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
-
-    def at(count: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        ahead = look_ahead(learning_rate, momentum, count, horizon=horizon)
-        return eta_and_c(ahead, ahead.w)
-
+    at = lambda k: eta_and_c(look_ahead(learning_rate, momentum, k, horizon=horizon))
     sgdm = SGDMHyperparams(learning_rate, momentum)
     return SPAHyperparams(Schedule(lambda k: at(k)[0], sgdm), Schedule(lambda k: at(k)[1], sgdm))
 
 
 def hyperparams_to_sgdm(
-    learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
+    learning_rate: ScalarOrSchedule, averaging: ScalarOrSchedule
 ) -> SGDMHyperparams:
     """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406, Theorem 1).
 
@@ -106,19 +75,13 @@ def hyperparams_to_sgdm(
       ValueError: if a number is out of range.
 
     Examples:
-      Dividing η by 10 makes β spike for one step, to 10 · 0.9 (the paper's Figure 1(c)).
-
-      >>> import jax.numpy as jnp
-      >>> from spa_optax import hyperparams_to_sgdm
-      >>> hyperparams = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 10.0, 1.0), 0.1)
-      >>> for k in range(1, 4):
-      ...     print(*(f"{h(k):.1f}" for h in hyperparams))
-      1.0 0.9
-      0.1 9.0
-      0.1 0.9
+      >>> from spa_optax import hyperparams_to_sgdm, stagewise
+      >>> alpha, beta = hyperparams_to_sgdm(*stagewise(10.0, 0.1, [2], averaging_rule="constant"))
+      >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])  # β spikes to 10 · 0.9
+      ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.AVERAGING.check(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
@@ -143,16 +106,12 @@ def stagewise(
 ) -> SPAHyperparams:
     """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections 5 and 6).
 
-    At boundary b, the paper's η_b and c_b change first. `averaging` at count k is c_{k+1}, so it
-    changes at count b − 1, and `learning_rate` at count b. With the initial η and c:
+    At boundary b the paper's η_b and c_b change first: `learning_rate` at count b, and `averaging`,
+    which is c_{k+1}, at count b − 1. With the initial η and c:
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
         balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
-
-    The change is abrupt or, with a `step_factor` s, gradual: η_k = max(η_{k−1}/s, the η of its
-    stage). α and β of SGD+M then do not spike (Insight 3). A transition takes log(factor)/log(s)
-    steps: 4,607 for 10 at the paper's s = 1.0005.
 
     Args:
       learning_rate: η ≥ 0 of the first stage.
@@ -160,7 +119,8 @@ def stagewise(
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      step_factor: s > 1, factor^(1/n) for a transition of n steps. None means an abrupt change.
+      step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage) takes n steps to reach
+        it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then spikes (Insight 3).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
@@ -169,38 +129,25 @@ def stagewise(
       ValueError: if an argument is out of range, or a transition too long for its stage.
 
     Examples:
-      Abrupt, and with a step factor of 2, which halves η until it has been divided by 10:
-
       >>> from spa_optax import stagewise
-      >>> for step_factor in (None, 2.0):
-      ...     eta, c = stagewise(1.0, 0.1, [2], step_factor=step_factor)
-      ...     print([f"{eta(k):.3f}" for k in range(6)], [f"{c(k):.1f}" for k in range(5)])
-      ['1.000', '1.000', '0.100', '0.100', '0.100', '0.100'] ['0.1', '1.0', '1.0', '1.0', '1.0']
-      ['1.000', '1.000', '0.500', '0.250', '0.125', '0.100'] ['0.1', '0.2', '0.4', '0.8', '1.0']
+      >>> eta, c = stagewise(1.0, 0.1, [2], step_factor=2.0)
+      >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])  # until η is divided by 10
+      ['1.000 0.1', '1.000 0.2', '0.500 0.4', '0.250 0.8', '0.125 1.0']
     """
-    for name, value in (("learning_rate", learning_rate), ("averaging", averaging)):
-        if callable(value):
-            raise ValueError(f"`{name}` must be a number, got {value!r}")
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
-    one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
-    ABOVE_1.check(factor=factor)
-    ABOVE_1.optional().check(step_factor=step_factor)
-    if isinstance(boundaries, Mapping) or not isinstance(boundaries, Iterable):
-        rule = "must be a sequence of steps, with one `factor` for all"  # unlike Optax's mapping
-        raise ValueError(f"`boundaries` {rule}, got {boundaries!r}")
-    steps = list(boundaries)
-    for b in steps:
-        POSITIVE_INTEGER.check(boundaries=b)
-    for b, after in itertools.pairwise(steps):
-        if b >= after:
-            raise ValueError(f"`boundaries` must be ascending, got {steps!r}")
-        least = (1 - 1e-12) * factor ** (1 / (after - b))  # up to rounding
-        if step_factor is not None and step_factor < least:
-            raise ValueError(
-                f"`step_factor` must be at least {math.ceil(1e6 * least) / 1e6}, to end between"
-                f" boundaries {b} and {after}, got {step_factor!r}"
-            )
+    checks.RATE._replace(kind=checks.SCALAR).check(learning_rate=learning_rate)
+    checks.AVERAGING._replace(kind=checks.SCALAR).check(averaging=averaging)
+    checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
+    checks.ABOVE_1.check(factor=factor)
+    checks.ABOVE_1.optional().check(step_factor=step_factor)
+    is_sequence = lambda steps: not isinstance(steps, Mapping) and iter(steps)  # Optax has mappings
+    checks.Rule("a sequence of steps, with one `factor`", is_sequence).check(boundaries=boundaries)
+    for b in (steps := list(boundaries)):
+        checks.POSITIVE_INTEGER.check(boundaries=b)
+    shortest = min((after - b for b, after in itertools.pairwise(steps)), default=math.inf)
+    checks.Rule("ascending", lambda _: shortest > 0).check(boundaries=steps)
+    least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
+    rule = f"at least {math.ceil(1e6 * least) / 1e6}, to end before the next boundary"
+    checks.Rule(rule, lambda s: s >= least).optional().check(step_factor=step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def decay(k: Array) -> Float[Array, ""]:
@@ -221,23 +168,20 @@ def stagewise(
 
 
 def momentum_drop(
-    learning_rate: optax.ScalarOrSchedule,
-    averaging: optax.ScalarOrSchedule,
+    learning_rate: ScalarOrSchedule,
+    averaging: ScalarOrSchedule,
     step: int,
     *,
     hold: Literal["eta", "alpha"] = "eta",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Raises c to 1 from `step` on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
-
-    `hold="eta"` keeps η, and α = ηc of SGD+M rises by 1/c (Figure 1(d)). `hold="alpha"` keeps α,
-    so the effective step α/(1 − β) shrinks by c. (For c_k = 1 the caption of Figure 3 prints 0.)
+    """Raises c to 1 from a step on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
       step: the first k ≥ 1 at which c_k is 1; with a `step_factor`, at which it has risen.
-      hold: "eta" or "alpha".
+      hold: "eta", and α = ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η falls by c.
       step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
 
     Returns:
@@ -248,17 +192,15 @@ def momentum_drop(
 
     Examples:
       >>> from spa_optax import momentum_drop
-      >>> for hold in ("eta", "alpha"):
-      ...     eta, c = momentum_drop(1.0, 0.25, 2, hold=hold)
-      ...     print([float(eta(k)) for k in range(3)], [float(c(k)) for k in range(3)])
-      [1.0, 1.0, 1.0] [0.25, 1.0, 1.0]
-      [1.0, 0.25, 0.25] [0.25, 1.0, 1.0]
+      >>> eta, c = momentum_drop(1.0, 0.25, 2, hold="alpha")
+      >>> print([f"{eta(k)} {c(k)}" for k in range(3)])
+      ['1.0 0.25', '0.25 1.0', '0.25 1.0']
     """
-    RATE.check(learning_rate=learning_rate)
-    AVERAGING.check(averaging=averaging)
-    POSITIVE_INTEGER.check(step=step)
-    one_of("eta", "alpha").check(hold=hold)
-    ABOVE_1.optional().check(step_factor=step_factor)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.AVERAGING.check(averaging=averaging)
+    checks.POSITIVE_INTEGER.check(step=step)
+    checks.one_of("eta", "alpha").check(hold=hold)
+    checks.ABOVE_1.optional().check(step_factor=step_factor)
     eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
 
     def c(k: Array) -> Float[Array, ""]:
@@ -267,13 +209,11 @@ def momentum_drop(
             return jnp.where(num_rises > 0, 1, c_at(k))
         return _scaled_up_to_1(c_at(k), num_rises.astype(float) * math.log(step_factor))
 
-    def eta(k: Array) -> Float[Array, ""]:
-        if hold == "eta":
-            return eta_at(k)
+    def eta_for_alpha(k: Array) -> Float[Array, ""]:
         before, now = c_at(k), c(k)
         return eta_at(k) * jnp.where(before == now, 1, before / jnp.where(now > 0, now, 1))
 
-    return SPAHyperparams(Schedule(eta), Schedule(c))
+    return SPAHyperparams(Schedule(eta_at if hold == "eta" else eta_for_alpha), Schedule(c))
 
 
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
@@ -283,28 +223,23 @@ def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
 
 
 def schedule_free_averaging(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: ScalarOrSchedule,
     num_warmup_steps: int = 0,
     *,
     weight_power: float = 2.0,
     count_power: float = 0.0,
     num_unaveraged_steps: int = 0,
-) -> optax.Schedule:
-    """The averaging that makes `spa` Schedule-Free, for a rate with a warm-up.
-
-    x is the mean of the z so far, weighted by the count and by the largest rate until then:
+) -> Schedule:
+    """The averaging that makes `spa` Schedule-Free: x is a weighted mean of the z so far.
 
         w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    Without a warm-up and r, c_{k+1} is 1/(k + 1). `optax.contrib.schedule_free` reads the rate for
-    its weights one count later than for its steps: to reproduce it, pass `lambda k: rate(k + 1)`
-    here, and `rate` to `spa`.
+    As for `optax.contrib.schedule_free`, pass `lambda k: rate(k + 1)` here and `rate` to `spa`.
 
     Args:
-      learning_rate: a number γ, whose warm-up is taken as γ (k + 1)/`num_warmup_steps`; or γ_k ≥ 0,
-        a schedule of the count k that can be vmapped. It must not rise after the warm-up: 550
-        counts up to 10^6 are checked, so a short rise may pass.
-      num_warmup_steps: the count ≥ 0 by which the rate is largest.
+      learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number γ, taken
+        to warm up as γ (k + 1)/`num_warmup_steps`.
+      num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are checked.
       weight_power: p ≥ 0.
       count_power: r ≥ 0. ScheduleFree+ has up to 2, for long runs.
       num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins after them.
@@ -316,46 +251,30 @@ def schedule_free_averaging(
       ValueError: if an argument is out of range, or the schedule is traced or rises later.
 
     Examples:
-      Warmed up over two steps the weights are 1/4, 1, 1, …, and c 1, 1/1.25, 1/2.25, …
-
-      >>> import jax.numpy as jnp
-      >>> from spa_optax import schedule_free_averaging, spa_adamw
-      >>> rate = lambda k: 0.1 * jnp.minimum((k + 1) / 2, 1)
-      >>> c = schedule_free_averaging(rate, num_warmup_steps=2)
-      >>> print([f"{c(k):.3f}" for k in range(4)])
+      >>> from spa_optax import schedule_free_averaging
+      >>> c = schedule_free_averaging(0.1, num_warmup_steps=2)
+      >>> print([f"{c(k):.3f}" for k in range(4)])  # weights 1/4, 1, 1, …; c 1, 1/1.25, 1/2.25, …
       ['1.000', '0.800', '0.444', '0.308']
-      >>> tx = spa_adamw(rate, c, interpolation=0.9)
 
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4. ScheduleFree+,
       2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
-    RATE.check(learning_rate=learning_rate)
-    NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    NOT_NEGATIVE.check(weight_power=weight_power)
-    NOT_NEGATIVE.check(count_power=count_power)
-    NOT_NEGATIVE_INTEGER.check(num_unaveraged_steps=num_unaveraged_steps)
-    end = num_warmup_steps
+    checks.RATE.check(learning_rate=learning_rate)
+    end, start, r = num_warmup_steps, num_unaveraged_steps, count_power
+    checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=end, num_unaveraged_steps=start)
+    checks.NOT_NEGATIVE.check(weight_power=weight_power, count_power=r)
     rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):
-        rates, later = _up_to_and_after("learning_rate", learning_rate, end)
-        if not np.all(np.isfinite(rates) & (rates >= 0)):
-            raise ValueError("`learning_rate` must be finite and >= 0 during its warm-up")
-        rises = later > (1 + 1e-6) * rates.max()  # up to rounding; past its end it may be NaN
-        if rates.max() == 0 or rises.any():
-            k = np.argmax(rises)
-            raise ValueError(
-                f"`learning_rate` must be > 0 and largest by count {end}, `num_warmup_steps`, got"
-                f" {later[k]:g} at {end + _AHEAD[k]} after {rates.max():g}"
-            )
+        has_risen = lambda rates, later: (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
+        rule = f"> 0 and largest by count {end}, `num_warmup_steps`"
+        rates = _values_until("learning_rate", learning_rate, end, checks.RATE, rule, has_risen)
     # 1/c, in float64; inf as long as weights are 0.
-    last, start, r = max(end, num_unaveraged_steps, _EXACT), num_unaveraged_steps, count_power
+    last = max(end, start, 100)  # from here on the expansion below is exact to 1e-13
     n = np.arange(1.0, last + 2)
-    largest = np.maximum.accumulate(np.append(rates, np.full(last - end, rates.max())))
-    weights = n**r * (largest / rates.max()) ** weight_power
-    weights[:start] = 0
-    inverse = np.divide(np.cumsum(weights), weights, np.full(last + 1, np.inf), where=weights > 0)
-    inverse[:start] = 1
+    largest = np.pad(np.maximum.accumulate(rates), (0, last - end), mode="edge")
+    w = np.where(n > int(start), n**r * (largest / largest[-1]) ** weight_power, 0)
+    inverse = np.divide(np.cumsum(w), w, np.where(n > int(start), np.inf, 1), where=w > 0)
     # Afterwards Σ j^r grows as Euler and Maclaurin have it, from where the table ends.
     power_sum = lambda n: n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
     constant = inverse[-1] - power_sum(n[-1])
@@ -369,64 +288,45 @@ def schedule_free_averaging(
 
 
 def ema_nesterov(
-    learning_rate: optax.ScalarOrSchedule,
-    decay: float,
-    lookahead: optax.ScalarOrSchedule,
-    num_steps: int = 0,
-) -> GPAHyperparams:
+    learning_rate: ScalarOrSchedule, decay: float, lookahead: ScalarOrSchedule, num_steps: int = 0
+) -> GPASchedules:
     """EMA-Nesterov (arXiv:2605.25395) as primal averaging.
 
-    With u the update of a base optimizer at the params y_k = θ_k + β_k m_k, EMA-Nesterov is
-
-        θ_{k+1} = y_k + u_k        m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
-
-    These y are those of primal averaging with the rate of the base times η_k, and
-
+        y_k = θ_k + β_k m_k     θ_{k+1} = y_k + u_k     m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
         η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}     c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
 
-    for y_k; x is the moving average of θ, of decay γ. For a constant β, η is 1/(1 − β), c is
-    (1 − γ)(1 − β) and μ_y is β. Where all later β are 0, μ_y is 0: params are θ, and x is lost.
+    The first line is EMA-Nesterov, with u_k a base optimizer's update at the params y_k. The second
+    gives the same y at the base's rate times η_k, with the μ_y of y_k; x averages θ. A constant β
+    gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β. If all later β are 0, so is μ_y: x is lost.
 
     Args:
-      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k. Around a finished
-        optimizer, which has a rate, it is 1.
+      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
       decay: γ in [0, 1), of the moving average m.
       lookahead: β_k in [0, 1), a number, or a schedule of the count k that can be vmapped.
       num_steps: the count ≥ 0 from which a schedule of β is constant.
 
     Returns:
-      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`.
+      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a finished optimizer and a
+      learning rate of 1, `primal_averaging(chain(optimizer, scale_by_schedule(eta)), c, mu_y)`.
 
     Raises:
       ValueError: if an argument is out of range, or the schedule is traced or changes later.
 
     Examples:
-      With γ = ½, β_2 = ½ and no other, η_1 = ½ + ¾ = 1.25, η_0 = ½ + ½ · 1.25 and c_2 = ½ / 1.25.
-
       >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from spa_optax import ema_nesterov, primal_averaging
+      >>> from spa_optax import ema_nesterov
       >>> beta = lambda k: jnp.where(k == 2, 0.5, 0.0)
       >>> eta, c, mu_y = ema_nesterov(1.0, decay=0.5, lookahead=beta, num_steps=3)
-      >>> print([f"{eta(k):.3f}" for k in range(3)], [f"{c(k):.3f}" for k in range(3)])
-      ['1.125', '1.250', '1.000'] ['0.444', '0.400', '0.500']
-      >>> muon = optax.chain(optax.contrib.muon(0.02), optax.scale_by_schedule(eta))
-      >>> tx = primal_averaging(muon, c, mu_y)
+      >>> print([f"{eta(k):.3f} {c(k):.3f}" for k in range(3)])  # η_1 = ½ + ¾, η_0 = ½ + ½ η_1
+      ['1.125 0.444', '1.250 0.400', '1.000 0.500']
     """
-    RATE.check(learning_rate=learning_rate)
-    B1.check(decay=decay)
-    MOMENTUM.check(lookahead=lookahead)
-    NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
-    beta, later = _up_to_and_after("lookahead", lookahead, num_steps)
-    if not np.all((beta >= 0) & (beta < 1)):
-        raise ValueError(f"`lookahead` must be in [0, 1) up to count {num_steps}, got {beta}")
-    changes = np.abs(later - beta[-1]) > 1e-6  # up to rounding; past its end it may be NaN
-    if changes.any():
-        k = np.argmax(changes)
-        raise ValueError(
-            f"`lookahead` must be constant from count {num_steps}, `num_steps`, got {later[k]:g} at"
-            f" {num_steps + _AHEAD[k]} after {beta[-1]:g}"
-        )
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.B1.check(decay=decay)
+    checks.MOMENTUM.check(lookahead=lookahead)
+    checks.NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
+    has_changed = lambda beta, later: np.abs(later - beta[-1]) > 1e-6
+    rule = f"constant from count {num_steps}, `num_steps`"
+    beta = _values_until("lookahead", lookahead, num_steps, checks.MOMENTUM, rule, has_changed)
     # η_k − 1, in float64, from the last to the first.
     excess = np.full(num_steps + 1, beta[-1] / (1 - beta[-1]))
     for k in reversed(range(num_steps)):
@@ -435,25 +335,26 @@ def ema_nesterov(
     at = lambda values, k: jnp.asarray(values, float)[jnp.minimum(k, num_steps)]
     alpha_at = at_count("learning_rate", learning_rate)
     eta, c, mu_y = 1 + excess, (1 - decay) / (1 + excess), excess / (1 + excess)
-    return GPAHyperparams(
-        Schedule(lambda k: alpha_at(k) * at(eta, k)),
-        Schedule(lambda k: at(c, k)),
-        Schedule(lambda k: at(mu_y, k + 1)),
-    )
+    rate_at = lambda k: alpha_at(k) * at(eta, k)
+    schedules = rate_at, lambda k: at(c, k), lambda k: at(mu_y, k + 1)
+    return GPASchedules(*map(Schedule, schedules))
 
 
-_AHEAD = np.unique(np.geomspace(1, 10**6, 700).astype(int))  # 550 counts
-
-
-def _up_to_and_after(
-    name: str, hyperparam: optax.ScalarOrSchedule, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The values up to a count, and some of those after it; they must not be traced."""
-    counts = np.append(np.arange(count + 1), count + _AHEAD)
+def _values_until(
+    name: str, schedule: Any, count: int, allowed: checks.Rule, rule: str, is_bad: Callable
+) -> np.ndarray:
+    """The values up to a count, in float64. They must be allowed, and those later not bad."""
+    ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
+    counts = np.append(np.arange(count + 1), count + ahead)
     try:
         with jax.ensure_compile_time_eval():
-            values = jax.vmap(at_count(name, hyperparam))(jnp.asarray(counts, jnp.int32))
+            values = jax.vmap(at_count(name, schedule))(jnp.asarray(counts, jnp.int32))
         first, later = np.split(np.asarray(values, np.float64), [count + 1])
     except jax.errors.TracerArrayConversionError:
         raise ValueError(f"`{name}` must not depend on traced values") from None
-    return first, later
+    for extreme in (first.min(), first.max()):  # NaN if one is
+        allowed.check(**{name: float(extreme)})
+    if (bad := is_bad(first, later)).any():  # NaN, as past its end, is not
+        k = np.argmax(bad)
+        raise ValueError(f"`{name}` must be {rule}, got {later[k]:g} at {count + ahead[k]}")
+    return first

@@ -39,28 +39,25 @@ class PrimalAveragingState(NamedTuple):
 
 _FLOAT8 = jnp.float8_e4m3fn
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
-# What a base must not do, and what to do instead. (SAM only without its opaque mode.)
-_REFUSED: dict[Any, tuple[str, str]] = {
-    **dict.fromkeys(_AVERAGES, ("average", "average once, and pass `rounding_key` to that")),
-    StochasticRoundingState: ("round", "pass `rounding_key` instead"),
-    **dict.fromkeys(SKIPS_UPDATES, ("skip updates", "put it around this")),
-    optax.LookaheadState: ("move params back", "average instead"),
-    **dict.fromkeys(
-        (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
-        ("find its rate by how far params went", "it does not see how far z went, not even at z"),
-    ),
-}
-_REFUSED_AT_Y = dict.fromkeys(
-    (optax.contrib.COCOBState, optax.contrib.MechanicState),
-    ("compare params with the first ones", 'set `params_of_base="z"`'),
-)
+_BY_DISTANCE = (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState)
+_BY_FIRST = (optax.contrib.COCOBState, optax.contrib.MechanicState)
+# What a base must not do, and what to do instead.
+_REFUSED: list[tuple[Any, str, str]] = [
+    (_AVERAGES, "average", "average once, and pass `rounding_key` to that"),
+    (StochasticRoundingState, "round", "pass `rounding_key` instead"),
+    (SKIPS_UPDATES, "skip updates", "put it around this"),
+    (optax.LookaheadState, "move params back", "average instead"),
+    (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),
+    (_BY_DISTANCE, "find its rate by how far params went", "it does not see how far z went"),
+]
+_REFUSED_AT_Y = (_BY_FIRST, "compare params with the first ones", 'set `params_of_base="z"`')
 
 
-def _refuse(nodes: list[Any]) -> None:
-    refused = _REFUSED | _REFUSED_AT_Y
-    for node in nodes:
-        does, instead = refused.get(type(node), ("move params aside", "set `opaque_mode=True`"))
-        raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
+def _refuse(state: PyTree, *refused: tuple[Any, str, str]) -> None:
+    found = ((node, *why) for kinds, *why in refused for node in trees.find(state, kinds))
+    for node, does, instead in found:
+        if getattr(node, "cache", node) is not None:  # the params of SAM, if it is not opaque
+            raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -104,9 +101,7 @@ def primal_averaging(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Primal averaging around any finished optimizer, whose update u_k replaces −η_k g_k in `spa`.
-
-        z_{k+1} = z_k + u_k, and x and y as in `spa`
+    """Primal averaging (arXiv:2512.17131) around an optimizer, whose update replaces −η g in `spa`.
 
     `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps` and the like around.
 
@@ -114,13 +109,12 @@ def primal_averaging(
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
       averaging: c_{k+1} in [0, 1], as for `spa`.
       interpolation: μ_y in (0, 1], as for `spa`.
-      params_of_base: the params that `base` sees: "params", y_k; or "z", z_k, for its weight decay,
-        trust ratios and the like. Use "z" for `optax.contrib.cocob`.
+      params_of_base: "params" if `base` sees y_k, "z" if z_k (for weight decay and the like).
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
     Returns:
-      A transformation with `base` and `average`, an `SPAState`, in its state. Its `update` needs
+      A transformation with `base` and `average`, an `SPAState`, in its state. `update` needs
       `params`, and passes extra arguments on to `base`.
 
     Raises:
@@ -135,9 +129,6 @@ def primal_averaging(
       >>> y += updates
       >>> print(state.average.z, eval_params(state, y), y)  # x is halfway to z, y midway
       6.0 8.0 7.0
-
-    References:
-      Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
     """
     checks.TRANSFORMATION.check(base=base)
     checks.one_of("params", "z").check(params_of_base=params_of_base)
@@ -146,10 +137,7 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        # In its opaque mode SAM keeps no params, and only its real steps are seen.
-        sam = [node for node in trees.find(state, optax.contrib.SAMState) if node.cache is not None]
-        at_y = _REFUSED_AT_Y if params_of_base == "params" else ()
-        _refuse([*trees.find(state, (*_REFUSED, *at_y)), *sam])
+        _refuse(state, *_REFUSED, *([_REFUSED_AT_Y] if params_of_base == "params" else []))
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
@@ -167,7 +155,7 @@ def primal_averaging(
 def stochastic_rounding(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains params of 16 bits or fewer by any finished optimizer, without a master copy.
+    """Trains params of 16 bits or fewer by any optimizer, with no master copy (arXiv:1502.02551).
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
@@ -185,17 +173,13 @@ def stochastic_rounding(
 
     Examples:
       >>> import jax
-      >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import stochastic_rounding
       >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
-      >>> params = jnp.ones(100_000, jnp.bfloat16)
-      >>> updates, state = tx.update(jnp.full(100_000, -1 / 512), tx.init(params), params)
-      >>> print(jnp.unique(updates), f"{jnp.mean(updates > 0):.2f}")  # 1/512 in the mean
-      [0 0.0078125] 0.25
-
-    References:
-      Gupta et al., Deep Learning with Limited Numerical Precision, 2015, arXiv:1502.02551.
+      >>> params = jax.numpy.ones(100_000, "bfloat16")
+      >>> updates, _ = tx.update(params / -512, tx.init(params), params)
+      >>> print(set(updates.tolist()), f"{(updates > 0).mean():.2f}")  # 1/512 in the mean
+      {0.0, 0.0078125} 0.25
     """
     checks.TRANSFORMATION.check(base=base)
     checks.KEY.check(key=key)
@@ -203,7 +187,7 @@ def stochastic_rounding(
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
         state = tx.init(params)
-        _refuse(trees.find(state, _AVERAGES))
+        _refuse(state, _REFUSED[0])
         return StochasticRoundingState(jnp.zeros([], jnp.int32), state)
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
@@ -211,8 +195,7 @@ def stochastic_rounding(
             raise ValueError("`params` must be passed to `update`, got None")
         trees.check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra)
-        count = jnp.asarray(state.count)
-        seeds = seeds_like(key, count, u, Stream.PARAMS_AND_Z)
+        seeds = seeds_like(key, count := jnp.asarray(state.count), u, Stream.PARAMS_AND_Z)
 
         def leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None or not trees.is_trained(x):
@@ -228,7 +211,7 @@ def stochastic_rounding(
 def float8_momentum(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the momentum of any of Optax's optimizers in 8 bits, in float8_e4m3fn.
+    """Stores the momentum of Optax's optimizers in 8 bits, float8_e4m3fn (as in arXiv:2110.02861).
 
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
@@ -236,30 +219,25 @@ def float8_momentum(
     stored. With bfloat16 params put this into `stochastic_rounding` or `primal_averaging`.
 
     Args:
-      base: an optimizer that holds the state of `optax.trace`, `optax.ema`, `scale_by_adam`,
-        `scale_by_lion` or `optax.contrib.scale_by_muon`: SGD, AdamW, Lion, Muon, Adafactor. A
-        second moment stays as it is. Put `diagnostics.track_momentum` directly around `base`.
+      base: an optimizer with the momentum of Optax's SGD, Adam, Lion, Muon or Adafactor, or its
+        `ema`. Put `diagnostics.track_momentum` directly around it.
       key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may have the same.
 
     Returns:
       A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in its state.
 
     Raises:
-      ValueError: if an argument is of the wrong kind, or `base` averages, or has no such momentum,
-        or one of complex numbers or of 64 bits.
+      ValueError: unless `base` holds such momentum, real and below 64 bits, and does not average.
 
     Examples:
       >>> import jax
-      >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import float8_momentum
-      >>> tx, params = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0)), jnp.zeros(2)
-      >>> updates, state = tx.update(jnp.array([2.0, 3.0]), tx.init(params), params)
+      >>> tx = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0))
+      >>> g = jax.numpy.array([2.0, 3.0])
+      >>> _, state = tx.update(g, tx.init(g))
       >>> print(optax.tree.get(state, "trace"), state.scales)
       [256 384] [0.0078125]
-
-    References:
-      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861.
     """
     checks.TRANSFORMATION.check(base=base)
     checks.KEY.check(key=key)
@@ -275,7 +253,7 @@ def float8_momentum(
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = tx.init(params)
-        _refuse(trees.find(of_base, _AVERAGES))
+        _refuse(of_base, _REFUSED[0])
         if not trees.find(of_base, tuple(MOMENTUM)):
             names = ", ".join(kind.__name__ for kind in MOMENTUM)
             raise ValueError(f"`base` must hold one of {names}, got {trees.kinds_of(of_base)}")
@@ -287,8 +265,8 @@ def float8_momentum(
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
         u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra)
         inputs = (updates,) if params is None else (updates, params)
+        cast = lambda u, *of: u.astype(jnp.result_type(*of))
         with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
-            cast = lambda u, *of: u.astype(jnp.result_type(*of))
             u = trees.fill_none(trees.map_trained(cast, u, *inputs), u)
         return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
 
@@ -299,12 +277,10 @@ def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
     """The arrays of momentum in float32, and the unit of each: √ν under Adam, else 1."""
     arrays, units = [], []
     for node in trees.find(state, tuple(MOMENTUM)):
-        of_node = list(map(jnp.asarray, jax.tree.leaves(getattr(node, MOMENTUM[type(node)]))))
+        arrays += map(jnp.asarray, jax.tree.leaves(getattr(node, MOMENTUM[type(node)])))
         if isinstance(node, optax.ScaleByAdamState):
-            units += [_root(jnp.asarray(v)) for v in jax.tree.leaves(node.nu)]
-        else:
-            units += [jnp.ones([], jnp.float32)] * len(of_node)
-        arrays += of_node
+            units += map(_root, jax.tree.leaves(node.nu))
+        units += [jnp.ones([], jnp.float32)] * (len(arrays) - len(units))
     for m in arrays:
         if jnp.iscomplexobj(m) or m.itemsize > 4:
             raise ValueError(f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}")

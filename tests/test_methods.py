@@ -175,7 +175,7 @@ def test_diloco_with_one_worker() -> None:
         ((1.0, 0.9, 1.0), "`lookahead` must be"),
         ((-1.0, 0.9, 0.5), "`learning_rate` must be"),
         ((1.0, 0.9, 0.5, -1), "`num_steps` must be"),
-        ((1.0, 0.9, lambda k: 0.1 * k.astype(float), 20), r"in \[0, 1\) up to count 20"),
+        ((1.0, 0.9, lambda k: 0.1 * k.astype(float), 20), r"in \[0, 1\), got 2.0"),
         ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0), 5), "constant from count 5, .* 0 at 9"),
         ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0)), "constant from count 0, .* 0 at 9"),
     ],
