@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bases import BF16, F32
+from rivals import BF16, F32
 
 from spa_optax import in_float32, spa_adamw, stochastic_rounding
 
