@@ -27,24 +27,13 @@ from unittest import mock
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paper.command_line import UserError
 from tqdm import tqdm
-from update_cost import TREES
-
-from spa_optax import (
-    float8_momentum,
-    primal_averaging,
-    spa,
-    spa_adamw,
-    spa_from_sgdm,
-    stochastic_rounding,
-)
-from spa_optax.diagnostics import track_momentum
+from update_cost import TREES, label, map_shapes, sizes, update_of
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
@@ -77,91 +66,57 @@ CARDS = {
 OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
-Optimizers = dict[str, tuple[optax.GradientTransformation, Any]]
-
-
-def groups() -> list[Optimizers]:
-    """Transforms with the dtype of their params; the first of a group is the peer of the others."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    bf16, key = jnp.bfloat16, jax.random.key(0)
-    narrow: dict[str, Any] = {"state_dtype": bf16, "rounding_key": key}
-    of_8_bits: dict[str, Any] = {"state_dtype": jnp.float8_e4m3fn, "rounding_key": key}
-    of_16_bits, factored = ({"second_moment": kind} for kind in ("bfloat16", "factored"))
-    sgd, adamw = optax.sgd(0.1, 0.9), optax.adamw(1e-3)
-    adamw_bf16, lion_bf16 = optax.adamw(1e-3, mu_dtype=bf16), optax.lion(1e-3, mu_dtype=bf16)
-    gpa = (1e-3, 0.05, 0.9)
-    float32 = [
-        ("optax.sgd(0.1, 0.9)", sgd),
-        ("spa(1.0, 0.1)", spa(1.0, 0.1)),
-        ("primal_averaging(optax.sgd(0.1), 0.1)", primal_averaging(optax.sgd(0.1), 0.1)),
-        ("track_momentum(spa(1.0, 0.1))", track_momentum(spa(1.0, 0.1))),
-        ("track_momentum(spa(1.0, 0.1), every=10)", track_momentum(spa(1.0, 0.1), every=10)),
-        ("track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)", track_momentum(sgd, averaging=0.1)),
-    ]
-    scheduled = [
-        ("optax.sgd(schedule, 0.9)", optax.sgd(schedule, 0.9)),
-        ("spa(schedule, 0.1)", spa(schedule, 0.1)),
-        ("spa_from_sgdm(schedule, 0.9)", spa_from_sgdm(schedule, 0.9)),
-    ]
-    nesterov = [
-        ("optax.sgd(schedule, 0.9, True)", optax.sgd(schedule, 0.9, True)),
-        ("spa_from_sgdm(schedule, 0.9, True)", spa_from_sgdm(schedule, 0.9, True)),
-    ]
-    schedule_free = [
-        ("optax.contrib.schedule_free_sgd(0.1)", optax.contrib.schedule_free_sgd(0.1)),
-        ("spa(0.1, 0.05, 0.9)", spa(0.1, 0.05, 0.9)),
-        ("track_momentum(spa(0.1, 0.05, 0.9))", track_momentum(spa(0.1, 0.05, 0.9))),
-    ]
-    adam = [
-        ("optax.adamw(1e-3)", adamw),
-        ("spa_adamw(1e-3)", spa_adamw(1e-3)),
-        ("spa_adamw(1e-3, 0.05, 0.9)", spa_adamw(*gpa)),
-        ("optax.adamw(1e-3, mu_dtype=bfloat16)", adamw_bf16),
-        ("primal_averaging(optax.adamw(1e-3), 0.1, 0.9)", primal_averaging(adamw, 0.1, 0.9)),
-        ("track_momentum(spa_adamw(1e-3))", track_momentum(spa_adamw(1e-3))),
-        ("track_momentum(spa_adamw(1e-3), every=10)", track_momentum(spa_adamw(1e-3), every=10)),
-        (
-            "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
-            track_momentum(adamw, averaging=0.1, every=10),
-        ),
-    ]
-    bfloat16_adam = [
-        ("spa_adamw, bfloat16 params, 10 bytes", spa_adamw(1e-3, rounding_key=key)),
-        ("the same, 8 bytes", spa_adamw(1e-3, **narrow)),
-        ("the same, 6 bytes", spa_adamw(1e-3, **of_16_bits, **narrow)),
-        ("the same, 4 bytes", spa_adamw(1e-3, **factored, **narrow)),
-        ("the same, 6 bytes, μ_y = 0.9", spa_adamw(*gpa, **of_16_bits, **narrow)),
-        ("the same, 4 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **narrow)),
-        ("the same, 3 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **of_8_bits)),
-        (
-            "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-            stochastic_rounding(adamw_bf16, key),
-        ),
-    ]
-    bfloat16 = [
-        (
-            "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
-            optax.sgd(0.1, 0.9, accumulator_dtype=jnp.float32),
-        ),
-        ("spa(1.0, 0.1), bfloat16 params", spa(1.0, 0.1)),
-        ("the same with rounding_key", spa(1.0, 0.1, rounding_key=key)),
-        ("the same with bfloat16 z", spa(1.0, 0.1, **narrow)),
-        ("the same with float8_e4m3fn z", spa(1.0, 0.1, **of_8_bits)),
-    ]
-    lion = [
-        (
-            "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-            stochastic_rounding(lion_bf16, key),
-        ),
-        (
-            "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
-            stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key),
-        ),
-    ]
-    wide = lambda rows: {name: (tx, jnp.float32) for name, tx in rows}
-    half = lambda rows: {name: (tx, bf16) for name, tx in rows}
-    of_float32 = [wide(rows) for rows in (float32, scheduled, nesterov, schedule_free)]
-    return [*of_float32, wide(adam) | half(bfloat16_adam), half(bfloat16), half(lion)]
+# Updates as update_cost.py names them; the first of a group is the peer of the others.
+SGD = [
+    "optax.sgd(0.1, 0.9)",
+    "spa(1.0, 0.1)",
+    "primal_averaging(optax.sgd(0.1), 0.1)",
+    "track_momentum(spa(1.0, 0.1))",
+    "track_momentum(spa(1.0, 0.1), every=10)",
+    "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)",
+]
+SCHEDULED = ["optax.sgd(schedule, 0.9)", "spa(schedule, 0.1)", "spa_from_sgdm(schedule, 0.9)"]
+NESTEROV = ["optax.sgd(schedule, 0.9, True)", "spa_from_sgdm(schedule, 0.9, True)"]
+SCHEDULE_FREE = [
+    "optax.contrib.schedule_free_sgd(0.1)",
+    "spa(0.1, 0.05, 0.9)",
+    "track_momentum(spa(0.1, 0.05, 0.9))",
+]
+ADAM = [
+    "optax.adamw(1e-3)",
+    "spa_adamw(1e-3)",
+    "spa_adamw(1e-3, 0.05, 0.9)",
+    "optax.adamw(1e-3, mu_dtype=bfloat16)",
+    "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)",
+    "track_momentum(spa_adamw(1e-3))",
+    "track_momentum(spa_adamw(1e-3), every=10)",
+    "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
+    "spa_adamw, bfloat16 params, 10 bytes",
+    "the same, 8 bytes",
+    "the same, 6 bytes",
+    "the same, 4 bytes",
+    "the same, 6 bytes, μ_y = 0.9",
+    "the same, 4 bytes, μ_y = 0.9",
+    "the same, 3 bytes, μ_y = 0.9",
+    "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+]
+BFLOAT16 = [
+    "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
+    "spa(1.0, 0.1), bfloat16 params",
+    "the same with rounding_key",
+    "the same with bfloat16 z",
+    "the same with float8_e4m3fn z",
+]
+LION = [
+    "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+    "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
+]
+PEERS = {
+    row: group[0]
+    for group in (SGD, SCHEDULED, NESTEROV, SCHEDULE_FREE, ADAM, BFLOAT16, LION)
+    for row in group
+}
+CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -231,8 +186,7 @@ def compile_update(
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "devices")
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    is_shape = lambda node: isinstance(node, tuple)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=is_shape)
+    params = map_shapes(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes)
     params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
 
     def step(grads: Any, params: Any, state: Any) -> Any:
@@ -334,60 +288,50 @@ def analyse(compiled: Any) -> Program:
 
 
 def measure(
-    shapes: Any, devices: list[Any], title: str, wanted: list[str] | None = None
+    shapes: Any, devices: list[Any], title: str, wanted: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The figures of a tree, on one device: of all updates, or of those wanted and their peers."""
-    leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
-    size = sum(math.prod(shape) for shape in leaves)
-    figures: dict[str, dict[str, Any]] = {}
-    updates = [
-        (name, *update, next(iter(group)))
-        for group in groups()
-        for name, update in group.items()
-        if wanted is None or name in wanted or (name == next(iter(group)) and {*wanted} & {*group})
-    ]
-    for name, tx, dtype, peer in tqdm(updates, desc=title, leave=False):
+    """The figures of a tree on one device, of the updates that are wanted and of their peers."""
+    leaves, figures = sizes(shapes), {}
+    with_peers = {*wanted, *(PEERS[name] for name in wanted)}
+    for name in tqdm([name for name in PEERS if name in with_peers], desc=title, leave=False):
         start = time.perf_counter()
+        tx, dtype = update_of(name)
         program = analyse(compile_update(tx, shapes, dtype, devices[:1]))
-        seconds = time.perf_counter() - start
         figures[name] = {
-            "bytes": program.num_bytes / size,
+            "bytes": program.num_bytes / sum(leaves),
             "kernels": len(program.kernels) / len(leaves),
-            "temporary": program.temporary / size,
+            "temporary": program.temporary / sum(leaves),
             "cycles": program.cycles,
-            "seconds": seconds,
-            "peer": peer,
+            "seconds": time.perf_counter() - start,
+            "peer": PEERS[name],
         }
     return figures
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
-    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
     rows = []
     for name, of_name in figures.items():
-        peer = figures[of_name["peer"]]
-        ratio = f"{of_name['cycles'] / peer['cycles']:.3f}" if peer["cycles"] else ""
-        row = [f"`{name}`" if "(" in name else name, f"{of_name['bytes']:.1f}"]
-        row += [f"{of_name['kernels']:.2f}", f"{of_name['temporary']:.2f}", ratio]
-        rows.append([*row, f"{of_name['seconds']:.1f}"])
+        of_peer = figures[of_name["peer"]]["cycles"]
+        ratio = f"{of_name['cycles'] / of_peer:.3f}" if of_peer else ""
+        row = [label(name), f"{of_name['bytes']:.1f}", f"{of_name['kernels']:.2f}"]
+        rows.append([*row, f"{of_name['temporary']:.2f}", ratio, f"{of_name['seconds']:.1f}"])
+    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
     return common.markdown(header, rows)
 
 
 def collectives(target: str) -> dict[str, dict[str, int | None]]:
     """Those of each update with every leaf split over a host's devices, and over a pod's."""
-    clip = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
-    updates = {name: update for group in groups() for name, update in group.items()}
-    updates["chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"] = (clip, jnp.float32)
     shapes = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
-    pods = [devices_of(target), *([devices_of(target, pod=True)] if target in PODS else [])]
+    pods = [devices_of(target, pod=pod) for pod in (False, True) if not pod or target in PODS]
 
-    def count(*update: Any) -> int | None:
-        program = compile_update(*update)
+    def count(name: str, devices: list[Any]) -> int | None:
+        tx, dtype = update_of(name)
+        program = compile_update(tx, shapes, dtype, devices)
         return analyse(program).num_collectives if text_of(program) else None
 
     return {
-        name: {f"{len(devices)} devices": count(tx, shapes, dtype, devices) for devices in pods}
-        for name, (tx, dtype) in tqdm(updates.items(), desc="collectives", leave=False)
+        name: {f"{len(devices)} devices": count(name, devices) for devices in pods}
+        for name in tqdm([*PEERS, CLIPPED], desc="collectives", leave=False)
     }
 
 
@@ -396,27 +340,21 @@ def main(argv: list[str] | None = None) -> str:
     add = functools.partial(parser.add_argument, nargs="+")
     add("--target", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
     add("--tree", choices=TREES, default=list(TREES), help="shapes of the params")
-    names = [name for group in groups() for name in group]
-    add("--update", choices=names, metavar="NAME", help="these and their peers only")
+    add("--update", choices=PEERS, metavar="NAME", help="these and their peers only")
     arguments = common.parse(parser, argv)
     text, everything = [], {}
     for target in arguments.target:
-        devices = devices_of(target)
-        everything[target] = {}
+        devices, of_target = devices_of(target), everything.setdefault(target, {})
         for name in arguments.tree:
-            figures = everything[target][name] = measure(
-                TREES[name](), devices, f"{target}, {name}", arguments.update
-            )
-            text += [f"{target}, {name}; {versions(target)}", table(figures)]
+            wanted, title = arguments.update or list(PEERS), f"{target}, {name}"
+            of_target[name] = measure(TREES[name](), devices, title, wanted)
+            text += [f"{title}; {versions(target)}", table(of_target[name])]
         if target in TPUS and arguments.update is None:
-            counts = everything[target]["collectives"] = collectives(target)
-            where = list(next(iter(counts.values())))
+            counts = of_target["collectives"] = collectives(target)
             cells = lambda of_name: ["" if n is None else str(n) for n in of_name.values()]
             rows = [[f"`{n}`", *cells(of)] for n, of in counts.items() if any(of.values())]
-            text += [
-                f"{target}, collectives; none of the others has any",
-                common.markdown(["update", *where], rows),
-            ]
+            text.append(f"{target}, collectives; none of the others has any")
+            text.append(common.markdown(["update", *counts[CLIPPED]], rows))
     common.write_json(arguments.json, everything)
     print("\n\n".join(text))
     return "\n\n".join(text)
