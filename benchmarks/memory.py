@@ -25,6 +25,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -119,8 +120,8 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
     """Each with the dtype of its params; for the update in the backward pass, of a place."""
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
-    of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    factored: dict[str, Any] = {"second_moment": "factored"}
+    spa = lambda **options: (spa_adamw(1e-3, 0.05, 0.9, rounding_key=key, **options), BF16)
+    factored = functools.partial(spa, second_moment="factored")
     adamw = optax.adamw(1e-3)
     result = {
         "AdamW, float32": (adamw, F32),
@@ -130,41 +131,25 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
     }
-    stored: dict[str, dict[str, Any]] = {
-        "bfloat16": {"rounding_key": key},
-        "bfloat16 z": of_z,
-        "bfloat16 z and ν": of_z | {"second_moment": "bfloat16"},
-        "bfloat16 z, factored ν": of_z | factored,
-        "8-bit z, factored ν": of_z | factored | {"state_dtype": jnp.float8_e4m3fn},
-    }
-    for name, options in stored.items():
-        result[f"spa_adamw, {name}"] = spa_adamw(1e-3, 0.05, 0.9, **options), BF16
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
-    return result
+    return result | {
+        "spa_adamw, bfloat16": spa(),
+        "spa_adamw, bfloat16 z": spa(state_dtype=BF16),
+        "spa_adamw, bfloat16 z and ν": spa(state_dtype=BF16, second_moment="bfloat16"),
+        "spa_adamw, bfloat16 z, factored ν": factored(state_dtype=BF16),
+        "spa_adamw, 8-bit z, factored ν": factored(state_dtype=jnp.float8_e4m3fn),
+    }
 
 
-def choices() -> list[str]:
-    return [name + how for how in ("", IN_BACKWARD) for name in optimizers()]
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]  # only in the table by card, or by name
+NOT_BY_CARD = ["AdamW, bfloat16, float32 master copy", "Adafactor, bfloat16", "spa_adamw, bfloat16"]
 
 
-# Only in the table by card, or by name.
-RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]
-OF_LARGEST = [
-    name + how
-    for name in (
-        "AdamW, float32",
-        "AdamW, float32, bfloat16 m",
-        "Adafactor, float32",
-        *RIVALS,
-        "spa_adamw, bfloat16 z",
-        "spa_adamw, bfloat16 z and ν",
-        "spa_adamw, bfloat16 z, factored ν",
-        "spa_adamw, 8-bit z, factored ν",
-    )
-    for how in ("", IN_BACKWARD)
-]
+def choices(without: Sequence[str] = ()) -> list[str]:
+    names = [name for name in optimizers() if name not in without]
+    return [name + how for name in names for how in ("", IN_BACKWARD)]
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -184,22 +169,17 @@ class Device(NamedTuple):
 
     name: str
     limit: float  # GiB, as above
-    like: str  # compiled for that one, except where it is close
+    like: str = "H100"  # compiled for that one, except where it is close
 
 
 V5E, V5P, V6E = 15.75, 95.73, 31.25
+CARDS = {"L4": "l4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090"}
+CARDS |= {"A100 of 40 GB": "a100-40", "L40S": "l40s", "H100": "h100"}
 # XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
-card = lambda name: Device(name, 0.95 * compiled.CARDS[name].memory / 2**30, "H100")
 DEVICES = {
-    "L4": card("l4"),
-    "RTX 4090": card("rtx4090"),
-    "RTX 5090": card("rtx5090"),
-    "A100 of 40 GB": card("a100-40"),
-    "L40S": card("l40s"),
-    "H100": card("h100"),
-    "v5e chip": Device("v5e", V5E, "v6e chip"),
-    "v6e chip": Device("v6e", V6E, "v6e chip"),
+    name: Device(card, 0.95 * compiled.CARDS[card].memory / 2**30) for name, card in CARDS.items()
 }
+DEVICES |= {f"{n} chip": Device(n, limit, "v6e chip") for n, limit in (("v5e", V5E), ("v6e", V6E))}
 TARGETS = {
     f"{model} on one {name}": Target(model, device.name, None, device.limit)
     for model in SIZES
@@ -287,24 +267,26 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     result = {"bytes": num_bytes / size, "whole": whole / 2**30}
-    result["versions"] = compiled.versions(target.device)
+    result |= {"versions": compiled.versions(target.device), "refused": True, "GiB": None}
+    result |= {"collectives": {}, "seconds": 0.0}
     if num_bytes / mesh.size > target.limit * 2**30:  # needs no compiler
-        return result | {"refused": True, "GiB": None, "collectives": {}, "seconds": 0.0}
+        return result
     try:
         program = compile_step(trainer, params, state).compile()
         memory = program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
-        result |= {
-            "refused": False,
-            "GiB": total / 2**30,
-            "collectives": collectives(compiled.text_of(program)),
-        }
+        found = collectives(compiled.text_of(program))
+        result |= {"refused": False, "GiB": total / 2**30, "collectives": found}
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise
-        result |= {"refused": True, "GiB": gigabytes(str(error)), "collectives": {}}
+        result["GiB"] = gigabytes(str(error))
     return result | {"seconds": time.perf_counter() - start}
+
+
+def record_of(found: common.Records, target: str, optimizer: str) -> dict[str, Any]:
+    return found.get((target, optimizer), functools.partial(measure, target, optimizer))
 
 
 def gigabytes(message: str) -> float | None:
@@ -316,18 +298,14 @@ def gigabytes(message: str) -> float | None:
 # ------------------------------------------------------------------------------------------ tables
 
 
-def fits(record: dict[str, Any]) -> bool:
-    limit = TARGETS[record["target"]].limit
-    return not record["refused"] and record["GiB"] <= limit
-
-
 def table(records: list[dict[str, Any]]) -> str:
     rows = []
     for record in records:
-        size = "" if record["GiB"] is None else f"{record['GiB']:.2f}"
+        size, limit = record["GiB"], TARGETS[record["target"]].limit
+        fits = not record["refused"] and size <= limit
         kinds = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
-        row = [record["optimizer"], f"{record['bytes']:.1f}", size]
-        row += ["" if fits(record) else "out of memory", f"{record['whole']:.2f}", kinds]
+        row = [record["optimizer"], f"{record['bytes']:.1f}", "" if size is None else f"{size:.2f}"]
+        row += ["" if fits else "out of memory", f"{record['whole']:.2f}", kinds]
         rows.append([*row, f"{record['seconds']:.0f}"])
     header = ["optimizer", "bytes/param", "GiB/device", "", "whole", "collectives", "compile"]
     return common.markdown(header, rows)
@@ -336,32 +314,25 @@ def table(records: list[dict[str, Any]]) -> str:
 def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
 
-    def gibibytes(model: str, optimizer: str, name: str) -> float:
-        """More than the limit where it does not fit.
-
-        Nearly the same on all cards: the program is that for another, unless it is close.
-        """
-        device, size = DEVICES[name], None
-        for card in (device.like, name):
-            key = f"{model} on one {card}", optimizer
-            record = found.get(key, functools.partial(measure, *key))
-            size = math.inf if record["refused"] else record["GiB"]
-            if abs(size / device.limit - 1) > 0.05:
-                break
-        return size
+    def cell(optimizer: str, name: str) -> str:
+        """Need is nearly the same on all cards: by the program for another, unless it is close."""
+        device = DEVICES[name]
+        for model in SIZES:
+            size = math.inf
+            for card in (device.like, name):
+                record = record_of(found, f"{model} on one {card}", optimizer)
+                size = math.inf if record["refused"] else record["GiB"]
+                if abs(size / device.limit - 1) > 0.05:
+                    break
+            if size <= device.limit:
+                return f"{model}, {size:.1f}"
+        return "–"
 
     rows = []
     for optimizer in optimizers:
-        cells = []
-        for name in names:
-            sizes = ((model, gibibytes(model, optimizer, name)) for model in SIZES)
-            fitting = (
-                f"{model}, {size:.1f}" for model, size in sizes if size <= DEVICES[name].limit
-            )
-            cells.append(next(fitting, "–"))
-        key = f"8B on one {DEVICES[names[0]].like}", optimizer
-        num_bytes = found.get(key, functools.partial(measure, *key))["bytes"]
-        rows.append([optimizer, f"{num_bytes:.1f}", *cells])
+        record = record_of(found, f"8B on one {DEVICES[names[0]].like}", optimizer)
+        cells = [cell(optimizer, name) for name in names]
+        rows.append([optimizer, f"{record['bytes']:.1f}", *cells])
     limits = [f"{name}, {DEVICES[name].limit:.1f}" for name in names]
     return common.markdown(["optimizer", "bytes/param", *limits], rows)
 
@@ -375,19 +346,14 @@ def main(argv: list[str] | None = None) -> str:
     add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
     add("--largest", choices=DEVICES, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
-    found = common.Records(arguments.json, ("target", "optimizer"))
+    found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:
-        text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
-        print(text)
-        return text
-    by_default = [name for name in optimizers() if name not in RIVALS]
-    text = []
-    for target in arguments.target:
-        of_target = [
-            found.get((target, optimizer), functools.partial(measure, target, optimizer))
-            for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
-        ]
-        text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
+        text = [largest(arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found)]
+    for target in [] if arguments.largest else arguments.target:
+        names = arguments.optimizer or [name for name in optimizers() if name not in RIVALS]
+        names = tqdm(names, desc=target, leave=False)
+        records = [record_of(found, target, name) for name in names]
+        text += [f"{target}; {records[0]['versions']}", table(records)]
     print("\n\n".join(text))
     return "\n\n".join(text)
 

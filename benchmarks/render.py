@@ -19,7 +19,6 @@ import memory
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "python benchmarks/render.py"
-CARDS = [name for name in memory.DEVICES if "chip" not in name]
 Record = dict[str, Any]
 
 
@@ -39,9 +38,10 @@ def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
     """The largest models, then each target that has a table of its own."""
     found = common.Records(path, ("target", "optimizer"))
-    names = list(dict.fromkeys(record["optimizer"] for record in found.found.values()))
-    trained = [name for name in memory.OF_LARGEST if name in names and "8-bit" not in name]
-    largest = memory.largest(CARDS, trained, found)
+    names = {record["optimizer"] for record in found.found.values()}
+    by_card = memory.choices(memory.NOT_BY_CARD)
+    trained = [name for name in by_card if name in names and "8-bit" not in name]
+    largest = memory.largest(list(memory.CARDS), trained, found)
     yield "The largest model on one card, and the GiB of its step", largest
     for target in memory.BY_OPTIMIZER:
         records = [record for record in found.found.values() if record["target"] == target]
