@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from command_line import UserError, plus_minus
+from command_line import UserError, mean_and_error, plus_minus
 from optimizers import CIFAR10, OPTIMIZERS
-from report import Runs, band, mean_and_error, of_epochs, read_runs, save, table
+from report import Runs, band, of_epochs, read_runs, save, table
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, stagewise, theory
 

@@ -8,7 +8,7 @@ import command_line
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-from command_line import UserError, plus_minus
+from command_line import UserError, mean_and_error, plus_minus
 from jax.sharding import Mesh
 from optimizers import Config
 from runs import read_epochs, run_folder
@@ -35,13 +35,6 @@ def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
 def of_epochs(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
     """A metric, (seeds, epochs)."""
     return np.array([[line[key] for line in run] for run in runs], float)
-
-
-def mean_and_error(values: np.ndarray) -> tuple[Any, Any]:
-    """Over seeds, the first axis, with the standard error, which is NaN for one seed."""
-    one = len(values) == 1
-    spread = np.full(values.shape[1:], np.nan) if one else values.std(0, ddof=1)
-    return values.mean(0), spread / np.sqrt(len(values))
 
 
 def table(titles: Sequence[str], rows: dict[str, Sequence[np.ndarray]]) -> str:
