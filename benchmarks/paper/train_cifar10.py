@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     train = on_all(train, mesh)
     programs = [make_program(config, train, test, mesh) for config in configs]
     run_all(configs, programs, own.seeds, digest.hexdigest(), own.out)
-    return report(configs, own.seeds, own.out, mesh, "cifar10.png")
+    return report(configs, own.seeds, own.out, mesh)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     make = partial(make_program, train=data[0], test=data[1], mesh=mesh, num_threads=own.threads)
     programs = [make(config) for config in configs]
     run_all(configs, programs, own.seeds, digest(*data), own.out)
-    return report(configs, own.seeds, own.out, mesh, "imagenet.png")
+    return report(configs, own.seeds, own.out, mesh)
 
 
 if __name__ == "__main__":
