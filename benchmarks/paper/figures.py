@@ -31,7 +31,7 @@ import numpy as np
 import optax
 from command_line import UserError, mean_and_error, plus_minus
 from optimizers import CIFAR10, OPTIMIZERS
-from report import Runs, last, of_epochs, read_runs, table
+from runs import Runs, last, of_epochs, read_runs, table
 
 from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, stagewise, theory
 

@@ -29,7 +29,6 @@ from imagenet_data import Files, batches, digest, find, normalize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import RESNETS
 from optimizers import IMAGENET, make_optimizer
-from report import report
 from runs import run_all
 from tqdm import tqdm
 from training import Program, State
@@ -131,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     mesh = Mesh(np.array(devices), ("data",))
     make = partial(make_program, train=data[0], test=data[1], mesh=mesh, num_threads=own.threads)
     programs = [make(config) for config in configs]
-    run_all(configs, programs, own.seeds, digest(*data), own.out)
-    return report(configs, own.seeds, own.out, mesh)
+    return run_all(configs, programs, own.seeds, digest(*data), own.out)
 
 
 if __name__ == "__main__":
