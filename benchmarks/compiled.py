@@ -4,16 +4,10 @@
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
     python benchmarks/compiled.py --target v5e h100
 
-Params and state are donated. Of the compiled program's main computation:
-
-- *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
-  in the vector memory of a TPU does not count.
-- *kernels*: fusions, reductions and copies of arrays, for a leaf; on a card copies of scalars too.
-- *temporary*: bytes written to the device's memory that are not returned, a parameter.
-- *cycles*: XLA's estimate for a TPU, over that for the peer, the first row of each group.
-- *compile*: seconds.
-
-A last table has the updates with collectives where every leaf is split over many devices.
+Params and state are donated. The columns: bytes that kernels read from the device's memory and
+write to it, a parameter; kernels a leaf; bytes written to that memory and not returned, a
+parameter; XLA's estimate of cycles over that of the peer, the first row of each group; seconds to
+compile. A last table has the updates with collectives where every leaf is split over many devices.
 """
 
 import functools
@@ -67,55 +61,53 @@ OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
 # Updates as update_cost.py names them; the first of a group is the peer of the others.
-SGD = [
-    "optax.sgd(0.1, 0.9)",
-    "spa(1.0, 0.1)",
-    "primal_averaging(optax.sgd(0.1), 0.1)",
-    "track_momentum(spa(1.0, 0.1))",
-    "track_momentum(spa(1.0, 0.1), every=10)",
-    "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)",
+GROUPS = [
+    [
+        "optax.sgd(0.1, 0.9)",
+        "spa(1.0, 0.1)",
+        "primal_averaging(optax.sgd(0.1), 0.1)",
+        "track_momentum(spa(1.0, 0.1))",
+        "track_momentum(spa(1.0, 0.1), every=10)",
+        "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)",
+    ],
+    ["optax.sgd(schedule, 0.9)", "spa(schedule, 0.1)", "spa_from_sgdm(schedule, 0.9)"],
+    ["optax.sgd(schedule, 0.9, True)", "spa_from_sgdm(schedule, 0.9, True)"],
+    [
+        "optax.contrib.schedule_free_sgd(0.1)",
+        "spa(0.1, 0.05, 0.9)",
+        "track_momentum(spa(0.1, 0.05, 0.9))",
+    ],
+    [
+        "optax.adamw(1e-3)",
+        "spa_adamw(1e-3)",
+        "spa_adamw(1e-3, 0.05, 0.9)",
+        "optax.adamw(1e-3, mu_dtype=bfloat16)",
+        "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)",
+        "track_momentum(spa_adamw(1e-3))",
+        "track_momentum(spa_adamw(1e-3), every=10)",
+        "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
+        "spa_adamw, bfloat16 params, 10 bytes",
+        "the same, 8 bytes",
+        "the same, 6 bytes",
+        "the same, 4 bytes",
+        "the same, 6 bytes, μ_y = 0.9",
+        "the same, 4 bytes, μ_y = 0.9",
+        "the same, 3 bytes, μ_y = 0.9",
+        "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+    ],
+    [
+        "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
+        "spa(1.0, 0.1), bfloat16 params",
+        "the same with rounding_key",
+        "the same with bfloat16 z",
+        "the same with float8_e4m3fn z",
+    ],
+    [
+        "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+        "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
+    ],
 ]
-SCHEDULED = ["optax.sgd(schedule, 0.9)", "spa(schedule, 0.1)", "spa_from_sgdm(schedule, 0.9)"]
-NESTEROV = ["optax.sgd(schedule, 0.9, True)", "spa_from_sgdm(schedule, 0.9, True)"]
-SCHEDULE_FREE = [
-    "optax.contrib.schedule_free_sgd(0.1)",
-    "spa(0.1, 0.05, 0.9)",
-    "track_momentum(spa(0.1, 0.05, 0.9))",
-]
-ADAM = [
-    "optax.adamw(1e-3)",
-    "spa_adamw(1e-3)",
-    "spa_adamw(1e-3, 0.05, 0.9)",
-    "optax.adamw(1e-3, mu_dtype=bfloat16)",
-    "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)",
-    "track_momentum(spa_adamw(1e-3))",
-    "track_momentum(spa_adamw(1e-3), every=10)",
-    "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
-    "spa_adamw, bfloat16 params, 10 bytes",
-    "the same, 8 bytes",
-    "the same, 6 bytes",
-    "the same, 4 bytes",
-    "the same, 6 bytes, μ_y = 0.9",
-    "the same, 4 bytes, μ_y = 0.9",
-    "the same, 3 bytes, μ_y = 0.9",
-    "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-]
-BFLOAT16 = [
-    "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
-    "spa(1.0, 0.1), bfloat16 params",
-    "the same with rounding_key",
-    "the same with bfloat16 z",
-    "the same with float8_e4m3fn z",
-]
-LION = [
-    "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-    "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
-]
-PEERS = {
-    row: group[0]
-    for group in (SGD, SCHEDULED, NESTEROV, SCHEDULE_FREE, ADAM, BFLOAT16, LION)
-    for row in group
-}
+PEERS = {row: group[0] for group in GROUPS for row in group}
 CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
 
 

@@ -12,6 +12,7 @@ that is in OUT, a line each, is not run again.
 
 import argparse
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,13 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     return common.markdown(["task", "layer", *PHASES], rows)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    reports = record["reports"]
-    of_count = lambda i: {
-        label: MomentumReport(*map(jnp.asarray, values[i][1:])) for label, values in reports.items()
-    }
-    counts = [values[0] for values in reports["all"]]
+def draw(reports: dict[str, list[list[float]]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    plot_momentum({count: of_count(i) for i, count in enumerate(counts)}).savefig(path, dpi=100)
+    by_count: dict[int, dict[str, MomentumReport]] = defaultdict(dict)
+    for label, of_label in reports.items():
+        for count, *values in of_label:
+            by_count[int(count)][label] = MomentumReport(*map(jnp.asarray, values))
+    plot_momentum(by_count).savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> str:
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
     if arguments.plot:
         for task, (first, *_) in runs.items():
-            draw(first, arguments.plot / f"gauge_{task}.png")
+            draw(first["reports"], arguments.plot / f"gauge_{task}.png")
     return text
 
 

@@ -11,6 +11,7 @@ same rate. With --json each run is a line of OUT, and is not repeated.
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,17 +36,17 @@ SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
 
 # ----------------------------------------------------------------------------------------- schemes
 
-Make = Callable[[optax.Schedule, float, jax.Array], optax.GradientTransformation]
+Tx = optax.GradientTransformation
 
 
 class Scheme(NamedTuple):
     """How params and momentum are kept."""
 
     dtype: Any  # of the params
-    make: Make  # from learning rate, momentum and key
+    make: Callable[[optax.Schedule, float, jax.Array], Tx]  # from learning rate, momentum and key
 
 
-def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_master(tx: Tx) -> Tx:
     """A float32 copy of the params, which are that, rounded."""
 
     def init(params: Any) -> Any:
@@ -58,10 +59,10 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         master = optax.apply_updates(master, updates)
         return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (master, inner)
 
-    return optax.GradientTransformation(init, update)
+    return Tx(init, update)
 
 
-def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_kahan(tx: Tx) -> Tx:
     """What rounding took from the sum at one step, in bfloat16, is added at the next."""
 
     def init(params: Any) -> Any:
@@ -75,10 +76,10 @@ def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation
         lost = jax.tree.map(lambda o, s: (o - s.astype(F32)).astype(BF16), owed, step)
         return step, (lost, inner)
 
-    return optax.GradientTransformation(init, update)
+    return Tx(init, update)
 
 
-def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> optax.GradientTransformation:
+def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
     """SGD+M that computes in float32, and keeps m in bfloat16.
 
     (`optax.sgd` with that accumulator multiplies by β in bfloat16, which is 0.898 for 0.9 and 0.988
@@ -91,27 +92,28 @@ def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> optax.GradientTransfo
         return m, optax.tree.cast(m, BF16)
 
     init = lambda params: optax.tree.zeros_like(params, dtype=BF16)
-    trace = optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    trace = Tx(init, update)  # pyright: ignore[reportArgumentType]
     return optax.chain(trace, optax.scale_by_learning_rate(alpha))
 
 
-def sgd(alpha: optax.Schedule, beta: float) -> optax.GradientTransformation:
+def sgd(alpha: optax.Schedule, beta: float) -> Tx:
     return optax.sgd(alpha, beta, accumulator_dtype=F32)
 
 
-def spa_in(dtype: Any = F32) -> Make:
+def spa_in(dtype: Any) -> Scheme:
     """Stochastically rounded, with z in a dtype."""
-    return lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
+    make = lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
+    return Scheme(BF16, make)
 
 
 REFERENCE, MASTER = "SGD+M in float32", "SGD+M, float32 m and master copy"
 SCHEMES = {
     REFERENCE: Scheme(F32, lambda a, b, key: sgd(a, b)),
     "SPA, float32 z": Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b)),
-    "SPA, float32 z, stochastic": Scheme(BF16, spa_in()),
-    "SPA, bfloat16 z, stochastic": Scheme(BF16, spa_in(BF16)),
-    "SPA, float8_e4m3fn z, stochastic": Scheme(BF16, spa_in(jnp.float8_e4m3fn)),
-    "SPA, float8_e5m2 z, stochastic": Scheme(BF16, spa_in(jnp.float8_e5m2)),
+    "SPA, float32 z, stochastic": spa_in(F32),
+    "SPA, bfloat16 z, stochastic": spa_in(BF16),
+    "SPA, float8_e4m3fn z, stochastic": spa_in(jnp.float8_e4m3fn),
+    "SPA, float8_e5m2 z, stochastic": spa_in(jnp.float8_e5m2),
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, key: stochastic_rounding(sgd(a, b), key)
@@ -195,7 +197,7 @@ def make_train(
         logits = nnx.merge(graphdef, optax.tree.cast(params, F32))(images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def make_tx(eta: Any, key: jax.Array) -> optax.GradientTransformation:
+    def make_tx(eta: Any, key: jax.Array) -> Tx:
         alpha = schedule(schedule_name, eta * (1 - beta), task.num_epochs * num_batches)
         return scheme.make(alpha, beta, key)
 
@@ -245,10 +247,10 @@ Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 def by_setting(records: list[dict[str, Any]]) -> dict[Any, Losses]:
     """By task, momentum and schedule."""
     losses = {tuple(record[key] for key in KEYS): record["loss"] for record in records}
-    result: dict[Any, Losses] = {}
+    of_scheme = lambda: defaultdict(lambda: ([], []))
+    result: dict[Any, Losses] = defaultdict(lambda: defaultdict(of_scheme))
     for (task, scheme, *setting, rate, seed), loss in losses.items():
-        of_setting = result.setdefault((task, *setting), {})
-        ratios, of_rate = of_setting.setdefault(scheme, {}).setdefault(rate, ([], []))
+        ratios, of_rate = result[task, *setting][scheme][rate]
         ratios.append(loss / losses[task, REFERENCE, *setting, rate, seed])
         of_rate.append(loss)
     return result

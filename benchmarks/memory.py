@@ -5,13 +5,8 @@
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
 XLA's compilers run without the hardware. The program is a whole training step, with params,
-gradients and state split over all devices (FSDP); README.md says more. The decoder, and the update
-in the backward pass, are those of `examples/one_card.py`.
-
-- *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
-  refuses the step, what it says that it needs.
-- *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
-  all of the state split like the params.
+gradients and state split over all devices (FSDP); README.md says more, and what the columns are.
+The decoder, and the update in the backward pass, are those of `examples/one_card.py`.
 
 --largest is another table: the largest model that each optimizer trains on one card or chip. The
 need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
