@@ -42,9 +42,6 @@ KEYS = ("row", "rate", "seed", "steps")
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
 
 
-# -------------------------------------------------------------------------------------------- rows
-
-
 class Run(NamedTuple):
     """What an optimizer needs of a run."""
 
@@ -133,9 +130,6 @@ ROWS = {
 }
 
 
-# -------------------------------------------------------------------------------------------- LoRA
-
-
 def with_lora(params: Any, seed: int) -> Any:
     """Beside the params matrices a (layers, width, RANK) and b, which begins at 0."""
 
@@ -163,9 +157,6 @@ def merged(params: Any) -> Any:
         kernel, a, b = (x.astype(F32) for x in (layers[name]["kernel"], pair["a"], pair["b"]))
         layers[name] = layers[name] | {"kernel": kernel + LORA_SCALE * a @ b}
     return params["base"] | {"layers": layers}
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.ndarray, Any]:

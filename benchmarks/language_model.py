@@ -44,9 +44,6 @@ E4M3 = jnp.float8_e4m3fn
 Record = dict[str, Any]
 
 
-# -------------------------------------------------------------------------------------- optimizers
-
-
 class Row(NamedTuple):
     """An optimizer, from its schedule and a key."""
 
@@ -138,9 +135,6 @@ ROWS |= {
 }
 
 
-# ---------------------------------------------------------------------------------------- training
-
-
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
     """From initial params to the carry; and a step, from carry and batch to carry and loss.
 
@@ -212,9 +206,6 @@ def train(
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree)) / optax.tree.size(carry[0])
     result: Record = {"bytes": size(carry[:2]), "of EMA": size(carry[2]), "curve": curve}
     return result | {"seconds": round(time.perf_counter() - begin)}
-
-
-# ------------------------------------------------------------------------------------------ tables
 
 
 def best(record: Record) -> float:

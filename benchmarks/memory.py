@@ -8,9 +8,9 @@ XLA's compilers run without the hardware. The program is a whole training step, 
 gradients and state split over all devices (FSDP); README.md says more, and what the columns are.
 The decoder, and the update in the backward pass, are those of `examples/one_card.py`.
 
---largest is another table: the largest model that each optimizer trains on one card or chip. The
-need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
-card's limit, and that for a v6e for a v5e. With --json a program is not compiled again.
+--largest is another table: the largest model that each optimizer trains on one card. The need is
+much the same on all cards, so that for an H100 stands for all, except within 5 % of a card's limit.
+With --json a program is not compiled again.
 """
 
 import functools
@@ -159,26 +159,14 @@ class Target(NamedTuple):
     limit: float  # GiB of a device, as XLA has it
 
 
-class Device(NamedTuple):
-    """A card or a chip."""
-
-    name: str
-    limit: float  # GiB, as above
-    like: str = "H100"  # compiled for that one, except where it is close
-
-
-V5E, V5P, V6E = 15.75, 95.73, 31.25
+V5E, V5P = 15.75, 95.73
 CARDS = {"L4": "l4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090"}
 CARDS |= {"A100 of 40 GB": "a100-40", "L40S": "l40s", "H100": "h100"}
 # XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
-DEVICES = {
-    name: Device(card, 0.95 * compiled.CARDS[card].memory / 2**30) for name, card in CARDS.items()
-}
-DEVICES |= {f"{n} chip": Device(n, limit, "v6e chip") for n, limit in (("v5e", V5E), ("v6e", V6E))}
 TARGETS = {
-    f"{model} on one {name}": Target(model, device.name, None, device.limit)
+    f"{model} on one {name}": Target(model, card, None, 0.95 * compiled.CARDS[card].memory / 2**30)
     for model in SIZES
-    for name, device in DEVICES.items()
+    for name, card in CARDS.items()
 }
 BY_OPTIMIZER = {
     "8B on v5e-8": Target("8B", "v5e", "v5e:2x4", V5E),
@@ -308,28 +296,27 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
+    limits = {name: TARGETS[f"8B on one {name}"].limit for name in names}
 
     def cell(optimizer: str, name: str) -> str:
-        """Need is nearly the same on all cards: by the program for another, unless it is close."""
-        device = DEVICES[name]
+        """Need is nearly the same on all cards: by the program for an H100, unless it is close."""
         for model in SIZES:
             size = math.inf
-            for card in (device.like, name):
+            for card in ("H100", name):
                 record = record_of(found, f"{model} on one {card}", optimizer)
                 size = math.inf if record["refused"] else record["GiB"]
-                if abs(size / device.limit - 1) > 0.05:
+                if abs(size / limits[name] - 1) > 0.05:
                     break
-            if size <= device.limit:
+            if size <= limits[name]:
                 return f"{model}, {size:.1f}"
         return "–"
 
     rows = []
     for optimizer in optimizers:
-        record = record_of(found, f"8B on one {DEVICES[names[0]].like}", optimizer)
-        cells = [cell(optimizer, name) for name in names]
-        rows.append([optimizer, f"{record['bytes']:.1f}", *cells])
-    limits = [f"{name}, {DEVICES[name].limit:.1f}" for name in names]
-    return common.markdown(["optimizer", "bytes/param", *limits], rows)
+        num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
+        rows.append([optimizer, f"{num_bytes:.1f}", *(cell(optimizer, name) for name in names)])
+    columns = [f"{name}, {limit:.1f}" for name, limit in limits.items()]
+    return common.markdown(["optimizer", "bytes/param", *columns], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -339,7 +326,7 @@ def main(argv: list[str] | None = None) -> str:
     targets = list(BY_OPTIMIZER)
     add("--target", choices=TARGETS, metavar="NAME", default=targets, help="what to train on what")
     add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
-    add("--largest", choices=DEVICES, metavar="CARD", help="the table of these")
+    add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
     found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:

@@ -28,9 +28,6 @@ REFERENCE, COPY = "optax.sgd(0.1, 0.9)", "x ← −x"
 GROUP, WARM_UP = 5, 3  # so many updates at a time, besides the reference; and rounds
 
 
-# ------------------------------------------------------------------------------------------- trees
-
-
 def gpt2() -> Any:
     """The smallest GPT-2: 124,439,808 params in 148 leaves."""
     norm, dense = lambda n: [(n,), (n,)], lambda n, m: [(n, m), (m,)]
@@ -59,9 +56,6 @@ def map_shapes(function: Callable[[tuple[int, ...]], Any], shapes: Any) -> Any:
 
 def sizes(shapes: Any) -> list[int]:
     return jax.tree.leaves(map_shapes(math.prod, shapes))
-
-
-# ----------------------------------------------------------------------------------------- updates
 
 
 ROWS = [
@@ -167,9 +161,6 @@ def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
             }
             figures.setdefault(name, of_time | of_program)
     return figures
-
-
-# ------------------------------------------------------------------------------------------ report
 
 
 def label(row: str) -> str:

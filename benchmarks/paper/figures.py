@@ -94,9 +94,6 @@ def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
     save(figure, path)
 
 
-# ----------------------------------------------------------------------------- figures 2, 3 and 4
-
-
 def band(axis: Any, x: np.ndarray, values: np.ndarray, label: str) -> None:
     """The mean over seeds, and a band of one standard error."""
     mean, error = mean_and_error(values)

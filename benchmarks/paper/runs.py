@@ -153,9 +153,6 @@ def check_config(config: Config, data_digest: str, folder: Path) -> None:
         raise UserError(f"--out has another run in {folder}, with {differences}")
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
 def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
     """The metrics that runs left in their folders, all of equally many epochs."""
     runs: Runs = {}
