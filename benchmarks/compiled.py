@@ -22,7 +22,6 @@ from unittest import mock
 import common
 import jax
 import numpy as np
-import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paper.command_line import UserError
@@ -31,6 +30,9 @@ from update_cost import TREES, label, map_shapes, sizes, update_of
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
+
+
+Figures = dict[str, dict[str, Any]]  # of each update
 
 
 class Card(NamedTuple):
@@ -111,9 +113,6 @@ PEERS = {row: group[0] for group in GROUPS for row in group}
 CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
 
 
-# ---------------------------------------------------------------------------------------- compiling
-
-
 # What libtpu asks the machine for, unless it is told. It ends the process at flags for other
 # compilers, which jax reads from XLA_FLAGS when it starts.
 TPU_ENVIRONMENT = {
@@ -167,9 +166,7 @@ def _card_topology(card: Card) -> Any:
 
 
 @mock.patch.dict(os.environ, TPU_ENVIRONMENT)
-def compile_update(
-    tx: optax.GradientTransformation, shapes: Any, dtype: Any, devices: list[Any]
-) -> Any:
+def compile_update(tx: Any, shapes: Any, dtype: Any, devices: list[Any]) -> Any:
     """The update, each leaf split along its first axis that has a multiple of the devices."""
     mesh = Mesh(np.array(devices), "devices")
 
@@ -180,16 +177,10 @@ def compile_update(
 
     params = map_shapes(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes)
     params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
-
-    def step(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(params, params, state)
-    return lowered.compile(compiler_options=OPTIONS.get(devices[0].device_kind))
-
-
-# ----------------------------------------------------------------------------- the compiled program
+    step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
+    return step.lower(params, params, state).compile(
+        compiler_options=OPTIONS.get(devices[0].device_kind)
+    )
 
 
 class Program(NamedTuple):
@@ -265,23 +256,12 @@ def analyse(compiled: Any) -> Program:
             written += in_hbm(outputs)
             if estimate := re.search(r'"estimated_cycles":"(\d+)"', rest):
                 cycles += int(estimate[1])
-    memory = compiled.memory_analysis()
-    return Program(
-        kernels,
-        num_collectives,
-        read + written,
-        max(0, written - returned),
-        memory.alias_size_in_bytes / memory.output_size_in_bytes,
-        cycles,
-    )
+    memory, temporary = compiled.memory_analysis(), max(0, written - returned)
+    aliased = memory.alias_size_in_bytes / memory.output_size_in_bytes
+    return Program(kernels, num_collectives, read + written, temporary, aliased, cycles)
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
-def measure(
-    shapes: Any, devices: list[Any], title: str, wanted: list[str]
-) -> dict[str, dict[str, Any]]:
+def measure(shapes: Any, devices: list[Any], title: str, wanted: list[str]) -> Figures:
     """The figures of a tree on one device, of the updates that are wanted and of their peers."""
     leaves, figures = sizes(shapes), {}
     with_peers = {*wanted, *(PEERS[name] for name in wanted)}
@@ -300,7 +280,7 @@ def measure(
     return figures
 
 
-def table(figures: dict[str, dict[str, Any]]) -> str:
+def table(figures: Figures) -> str:
     rows = []
     for name, of_name in figures.items():
         of_peer = figures[of_name["peer"]]["cycles"]

@@ -50,11 +50,8 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
     def body(carry: Any, k: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.key(0), k)
         batch = jax.random.randint(key, (BATCH,), 0, len(labels), jnp.int32)
-        new = {}
-        for name, (w, state) in carry.items():
-            updates, state = txs[name].update(jax.grad(loss)(w, batch), state, w)
-            new[name] = (optax.apply_updates(w, updates), state)
-        return new, None
+        step = lambda tx, w, state: common.update(tx, jax.grad(loss)(w, batch), w, state)
+        return {name: step(txs[name], *of_name) for name, of_name in carry.items()}, None
 
     @jax.jit
     def run(carry: Any, start: Any) -> Any:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import nanogpt
 import numpy as np
 import optax
+from common import Watch
 from nanogpt import B1, B2, DECAY
 from optax.contrib import MuonDimensionNumbers
 from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low_half
@@ -155,8 +156,7 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
     def step(carry: Any, *batch: jax.Array) -> Any:
         params, state, e, of_mean = carry
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = common.update(tx, grads, params, state)
         towards = lambda x, e: (1 - EMA) * (x.astype(F32) - e.astype(F32))
         change, of_mean = mean.update(jax.tree.map(towards, params, e), of_mean, e)
         return (params, state, optax.apply_updates(e, change), of_mean), value
@@ -165,16 +165,11 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
 
 
 def train(
-    row: Row,
-    rate: float,
-    num_steps: int,
-    seed: int,
-    texts: tuple[np.ndarray, np.ndarray],
-    watch: Callable[[int, Any], None] = lambda count, state: None,
+    row: Row, rate: float, num_steps: int, seed: int, texts: Any, watch: Watch = common.ignore
 ) -> Record:
     """Bytes, and validation losses of the weights, of their EMA and of x by the number of steps.
 
-    `watch` is shown the optimizer's state after every step. A run ends when its loss is not finite.
+    A run ends when its loss is not finite.
     """
     keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
     start, step = make_steps(row, rate, num_steps, keys[2])

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import Watch
 from flax import nnx
 from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
@@ -33,8 +34,6 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 MOMENTA = (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
 
-
-# ----------------------------------------------------------------------------------------- schemes
 
 Tx = optax.GradientTransformation
 
@@ -124,9 +123,6 @@ SCHEMES = {
 }
 
 
-# ------------------------------------------------------------------------------------------- tasks
-
-
 class ConvNet(nnx.Module):
     """Three convolutions and a linear layer, without BatchNorm: 33,834 params."""
 
@@ -180,16 +176,9 @@ def schedule(name: str, peak: Any, num_steps: int) -> optax.Schedule:
 
 
 def make_train(
-    task: Task,
-    scheme: Scheme,
-    beta: float,
-    schedule_name: str,
-    watch: Callable[[int, Any], None] = lambda count, state: None,
+    task: Task, scheme: Scheme, beta: float, schedule_name: str, watch: Watch = common.ignore
 ) -> Callable[[float, int], dict[str, Any]]:
-    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state.
-
-    `watch` is shown the optimizer's state after every step.
-    """
+    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state."""
     num_batches = len(task.labels) // task.batch
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.network(nnx.Rngs(0))))
 
@@ -210,15 +199,13 @@ def make_train(
     @jax.jit
     def shuffle(key: jax.Array) -> jax.Array:
         order = lambda key: jax.random.permutation(key, num_batches * task.batch)
-        orders = jax.vmap(order)(jax.random.split(key, task.num_epochs))
-        return orders.reshape(-1, task.batch)
+        return jax.vmap(order)(jax.random.split(key, task.num_epochs)).reshape(-1, task.batch)
 
     def step(carry: Any, k: Any, batches: jax.Array, eta: Any, key: jax.Array) -> Any:
         params, state = carry
         batch = batches[k]
         grads = jax.grad(loss)(params, task.images[batch], task.labels[batch])
-        updates, state = make_tx(eta, key).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return common.update(make_tx(eta, key), grads, params, state)
 
     step, loss_jitted = jax.jit(step, donate_argnums=0), jax.jit(loss)
 
@@ -236,8 +223,6 @@ def make_train(
 
     return train
 
-
-# ------------------------------------------------------------------------------------------- table
 
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
 Spread = tuple[list[float], list[float]]  # ratios to float32 at the same rate, and losses, by seed

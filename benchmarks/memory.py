@@ -47,9 +47,6 @@ MODELS["70B"] = Model(80, 8_192, 64, 8, 28_672)
 SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
 
 
-# ------------------------------------------------------------------------------------------- steps
-
-
 def narrow(w: jax.Array) -> jax.Array:
     """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
@@ -57,19 +54,17 @@ def narrow(w: jax.Array) -> jax.Array:
 
 def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
     """The example's functions, in bfloat16, with the sequences split over the devices."""
-    place = lambda x, *axes: jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, PartitionSpec(*axes))
-    )
+    split = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    place = lambda x, *axes: jax.lax.with_sharding_constraint(x, split(*axes))
 
     def layer(x: jax.Array, w: Any) -> jax.Array:
         x = one_card.layer(place(x, "devices"), jax.tree.map(narrow, w), model.head)
         return place(x, "devices")
 
-    embed = lambda embedding, tokens: narrow(embedding)[tokens]
-    loss = lambda x, top, labels: one_card.cross_entropy(
-        x, jax.tree.map(narrow, top), labels, place
-    )
-    return embed, layer, loss
+    def loss(x: jax.Array, top: Any, labels: jax.Array) -> jax.Array:
+        return one_card.cross_entropy(x, jax.tree.map(narrow, top), labels, place)
+
+    return lambda embedding, tokens: narrow(embedding)[tokens], layer, loss
 
 
 def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trainer:
@@ -84,17 +79,13 @@ def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trai
 
     def step(params: Any, state: Any, *batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return *common.update(tx, grads, params, state), value
 
     return Trainer(tx.init, step)
 
 
 def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
     return one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
-
-
-# -------------------------------------------------------------------------------------- optimizers
 
 
 IN_BACKWARD = ", updated in the backward pass"
@@ -145,9 +136,6 @@ NOT_BY_CARD = ["AdamW, bfloat16, float32 master copy", "Adafactor, bfloat16", "s
 def choices(without: Sequence[str] = ()) -> list[str]:
     names = [name for name in optimizers() if name not in without]
     return [name + how for name in names for how in ("", IN_BACKWARD)]
-
-
-# ---------------------------------------------------------------------------------------- compiling
 
 
 class Target(NamedTuple):
@@ -276,9 +264,6 @@ def gigabytes(message: str) -> float | None:
     """What XLA says that a program needs, where it refuses it."""
     found = re.search(r"\(([\d.]+)G\) exceeds available|Used ([\d.]+)G of", message)
     return float(found[1] or found[2]) if found else None
-
-
-# ------------------------------------------------------------------------------------------ tables
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -25,17 +25,13 @@ Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of a
 
 
 def run_all(
-    configs: Sequence[Config],
-    programs: Sequence[Program],
-    num_seeds: int,
-    data_digest: str,
-    out: Path,
+    configs: Sequence[Config], programs: Sequence[Program], num_seeds: int, digest: str, out: Path
 ) -> str:
     """Trains every config with every seed, each in a folder in `out`, and prints a table."""
     for config, program in zip(configs, programs, strict=True):
         for seed in range(num_seeds):
             of_seed = dataclasses.replace(config, seed=seed)
-            run(of_seed, program, data_digest, run_folder(out, config.optimizer, seed))
+            run(of_seed, program, digest, run_folder(out, config.optimizer, seed))
     if jax.process_index() > 0:
         return ""
     runs = read_runs(out, [config.optimizer for config in configs], num_seeds)
@@ -71,13 +67,9 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
             say(f"{name}: already done, in {folder}")
             return state
         say(f"{name}: epochs {first + 1} to {config.epochs}, in {folder}")
-        with tqdm(
-            desc=f"{config.optimizer} {config.seed}",
-            initial=first * program.steps_per_epoch,
-            total=config.epochs * program.steps_per_epoch,
-            unit="step",
-            disable=jax.process_index() > 0,
-        ) as bar:
+        initial, total = (n * program.steps_per_epoch for n in (first, config.epochs))
+        hidden, title = jax.process_index() > 0, f"{config.optimizer} {config.seed}"
+        with tqdm(None, title, total, initial=initial, unit="step", disable=hidden) as bar:
             for epoch in range(first + 1, config.epochs + 1):
                 start = time.perf_counter()
                 state, of_steps = program.epoch(config.seed, state, epoch, bar)
@@ -92,13 +84,7 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
     return state
 
 
-def summarize(
-    epoch: int,
-    state: State,
-    of_steps: dict[str, np.ndarray],
-    tested: dict[str, float],
-    speed: float,
-) -> dict[str, Any]:
+def summarize(epoch: int, state: State, of_steps: Any, tested: Any, speed: float) -> dict[str, Any]:
     """The metrics of an epoch: its line of `metrics.jsonl`, rounded, with null in place of NaN."""
     lists = {k: [as_json(v) for v in vs] for k, vs in of_steps.items()}
     # Those of the last step; SGD+M has neither.
