@@ -23,9 +23,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def parse(
-    result: argparse.ArgumentParser, argv: list[str] | None, *positive: str
-) -> argparse.Namespace:
+def parse(result: argparse.ArgumentParser, argv: Any, *positive: str) -> argparse.Namespace:
     """The options named in `positive` must be > 0 where they are given."""
     arguments = result.parse_args(argv)
     command_line.check_positive(result, arguments, *positive)

@@ -137,9 +137,8 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
             name = topology or (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError) as error:
-        version = jax.__version__
-        of_cards = f"--no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
-        package = of_cards if target in CARDS else "libtpu"
+        of_cards = " ".join(f"jax-cuda12-{kind}=={jax.__version__}" for kind in ("plugin", "pjrt"))
+        package = f"--no-deps {of_cards}" if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
 
 
@@ -152,9 +151,8 @@ def _card_topology(card: Card) -> Any:
           l2_cache_size: {card.l2_cache}
           shared_memory_per_block: 49152  shared_memory_per_block_optin: {card.shared_memory}
           shared_memory_per_core: {card.shared_memory + 1024}
-          registers_per_core_limit: 65536  registers_per_block_limit: 65536
+          registers_per_core_limit: 65536  registers_per_block_limit: 65536  threads_per_warp: 32
           threads_per_block_limit: 1024  threads_per_core_limit: {card.threads}
-          threads_per_warp: 32
           block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
         }}
         platform_name: "CUDA"

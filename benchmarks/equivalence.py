@@ -69,13 +69,12 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
 def drifts(name: str, beta: float, num_steps: int) -> dict[str, list[float]]:
     """Relative differences at each reading."""
     alpha = learning_rate(name, 1 - beta, num_steps)  # η = 1
-    keras = optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(beta))
     txs = {"SGD+M": optax.sgd(alpha, beta), "SPA": spa_from_sgdm(alpha, beta)}
     jax.config.update("jax_enable_x64", True)
     exact = trajectories({"SGD+M": txs["SGD+M"]}, jnp.float64, num_steps)
     jax.config.update("jax_enable_x64", False)
     if name == "constant":  # otherwise it is another method
-        txs["Keras"] = keras
+        txs["Keras"] = optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(beta))
     found = trajectories(txs, jnp.float32, num_steps)
     far = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     result = {"SPA from SGD+M": [far(w["SPA"], w["SGD+M"]) for w in found]}

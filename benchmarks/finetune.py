@@ -29,16 +29,13 @@ from spa_optax import in_float32, spa_adamw, stochastic_rounding
 
 # The example has the name of this file.
 PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
-spec = importlib.util.spec_from_file_location("example_finetune", PATH)
-assert spec is not None
-assert spec.loader is not None
+spec: Any = importlib.util.spec_from_file_location("example_finetune", PATH)
 example: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "float32"
-KEYS = ("row", "rate", "seed", "steps")
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
 
 
@@ -214,11 +211,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
     arguments = common.parse(parser, argv, "seeds", "steps")
 
-    records, model_dir = common.Records(arguments.json, KEYS), arguments.model_dir
+    records = common.Records(arguments.json, ("row", "rate", "seed", "steps"))
+    model_dir = arguments.model_dir
     if not model_dir.exists():
         example.download_model(model_dir)
     data = example.load_data(arguments.data_dir, model_dir)
-    result, runs = [], itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
+    result: list[dict[str, Any]] = []
+    runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
     for seed, rate, name in runs:
         run = Run(rate, arguments.steps, seed)
         measured = partial(measure, name, run, data, model_dir, arguments.updates)

@@ -63,9 +63,7 @@ def with_master(tx: Tx) -> Tx:
 
 def with_kahan(tx: Tx) -> Tx:
     """What rounding took from the sum at one step, in bfloat16, is added at the next."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, params), tx.init(params)
+    init = lambda params: (jax.tree.map(jnp.zeros_like, params), tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         lost, inner = state
@@ -95,16 +93,13 @@ def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
     return optax.chain(trace, optax.scale_by_learning_rate(alpha))
 
 
-def sgd(alpha: optax.Schedule, beta: float) -> Tx:
-    return optax.sgd(alpha, beta, accumulator_dtype=F32)
-
-
 def spa_in(dtype: Any) -> Scheme:
     """Stochastically rounded, with z in a dtype."""
     make = lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
     return Scheme(BF16, make)
 
 
+sgd = functools.partial(optax.sgd, accumulator_dtype=F32)
 REFERENCE, MASTER = "SGD+M in float32", "SGD+M, float32 m and master copy"
 SCHEMES = {
     REFERENCE: Scheme(F32, lambda a, b, key: sgd(a, b)),
@@ -154,16 +149,13 @@ def perceptron(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs))
 
 
-NUM_IMAGES = 2_560
-
-
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
     if name == "digits":
         images, labels = load_digits(return_X_y=True)
         rates = (0.01, 0.03, 0.1, 0.3, 1.0)
         data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
         return Task(perceptron, *data, 64, num_epochs or 107, rates)
-    images, labels = (array[:NUM_IMAGES] for array in read(folder, TRAIN[:1]))
+    images, labels = (array[:2_560] for array in read(folder, TRAIN[:1]))
     data = normalize(images), jnp.asarray(labels, jnp.int32)
     return Task(ConvNet, *data, 32, num_epochs or 25, (0.01, 0.03, 0.1, 0.3))
 
@@ -287,21 +279,17 @@ def main(argv: list[str] | None = None) -> str:
 
     tasks = {name: make_task(name, arguments.data_dir, arguments.epochs) for name in arguments.task}
     schemes = [name for name in SCHEMES if name in (REFERENCE, MASTER, *arguments.scheme)]
-    runs = [
-        (task, scheme, beta, schedule_name, rate, seed)
-        for task, beta, schedule_name, scheme in itertools.product(
-            tasks, arguments.momentum, arguments.schedule, schemes
-        )
+    settings = itertools.product(tasks, arguments.momentum, arguments.schedule, schemes)
+    runs: Any = [
+        (task, scheme, beta, shape, rate, seed)
+        for task, beta, shape, scheme in settings
         for rate, seed in itertools.product(tasks[task].rates, range(arguments.seeds))
     ]
-
-    @functools.lru_cache(1)
-    def train_of(task: str, scheme: str, *setting: Any) -> Callable[[float, int], dict[str, Any]]:
-        return make_train(tasks[task], SCHEMES[scheme], *setting)
-
+    train = functools.lru_cache(1)(  # one is compiled at a time
+        lambda task, scheme, *setting: make_train(tasks[task], SCHEMES[scheme], *setting)
+    )
     records = common.Records(arguments.json, KEYS)
-    train = lambda run: records.get(run, lambda: train_of(*run[:4])(*run[4:]))
-    wanted = [train(run) for run in tqdm(runs)]
+    wanted = [records.get(run, lambda run=run: train(*run[:4])(*run[4:])) for run in tqdm(runs)]
     num_bytes = {record["scheme"]: f"{record['bytes']:.1f}" for record in wanted}
     found = by_setting(wanted)
     tables = [table(setting, losses, num_bytes) for setting, losses in found.items()]

@@ -84,10 +84,6 @@ def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trai
     return Trainer(tx.init, step)
 
 
-def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
-    return one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
-
-
 IN_BACKWARD = ", updated in the backward pass"
 
 
@@ -102,7 +98,7 @@ def muon_dimensions(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, Any]]:
+def optimizers(place: Any = 0) -> dict[str, Any]:
     """Each with the dtype of its params; for the update in the backward pass, of a place."""
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
@@ -229,10 +225,10 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     model = MODELS[target.model]
     params = split_params(model, dtype, devices if target.topology else devices[:1])
     mesh = params["embedding"].sharding.mesh
-    if name == optimizer:
-        trainer = ordinary(tx, model, mesh)
-    else:
-        trainer = in_backward(lambda place: optimizers(place)[name][0], model, mesh)
+    trainer = ordinary(tx, model, mesh)
+    if name != optimizer:
+        make_tx = lambda place: optimizers(place)[name][0]
+        trainer = one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
     start = time.perf_counter()
     state, whole = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -308,15 +304,14 @@ def main(argv: list[str] | None = None) -> str:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
     add = functools.partial(parser.add_argument, nargs="+")
-    targets = list(BY_OPTIMIZER)
-    add("--target", choices=TARGETS, metavar="NAME", default=targets, help="what to train on what")
+    add("--target", choices=TARGETS, metavar="NAME", help="by default those of the tables")
     add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
     add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
     found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:
         text = [largest(arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found)]
-    for target in [] if arguments.largest else arguments.target:
+    for target in [] if arguments.largest else arguments.target or BY_OPTIMIZER:
         names = arguments.optimizer or [name for name in optimizers() if name not in RIVALS]
         names = tqdm(names, desc=target, leave=False)
         records = [record_of(found, target, name) for name in names]

@@ -91,11 +91,10 @@ def pages() -> dict[str, str]:
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
     }
-    result = {}
-    for name, of_page in sections.items():
-        parts = "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
-        result[name] = f"# {name}.jsonl as tables\n\nWritten by `{SOURCE}`.\n\n{parts}\n"
-    return result
+    join = lambda of_page: "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
+    source = f"Written by `{SOURCE}`."
+    page = lambda name: f"# {name}.jsonl as tables\n\n{source}\n\n{join(sections[name])}\n"
+    return {name: page(name) for name in sections}
 
 
 def main(argv: list[str] | None = None) -> None:

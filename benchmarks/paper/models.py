@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-def convolution(
-    width_in: int, width_out: int, kernel: int, strides: int, **options: Any
-) -> nnx.Conv:
+def convolution(before: int, after: int, kernel: int, strides: int, **options: Any) -> nnx.Conv:
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     of = {"kernel_size": (kernel, kernel), "strides": strides, "padding": kernel // 2}
-    return nnx.Conv(width_in, width_out, use_bias=False, kernel_init=init, **of, **options)
+    return nnx.Conv(before, after, use_bias=False, kernel_init=init, **of, **options)
 
 
 batch_norm = partial(nnx.BatchNorm, momentum=0.9)
@@ -26,9 +24,8 @@ batch_norm = partial(nnx.BatchNorm, momentum=0.9)
 class Block(nnx.Module):
     """A pre-activation residual block: BatchNorm and ReLU before each convolution.
 
-    The kernels are 3×3, 3×3, or in a bottleneck 1×1, 3×3, 1×1, the last with four times as many
-    filters. Where the shape changes, the shortcut is a 1×1 convolution of the input after the first
-    BatchNorm and ReLU.
+    A bottleneck has kernels of 1×1, 3×3 and 1×1, the last with four times as many filters. Where
+    the shape changes, the shortcut is a 1×1 convolution after the first BatchNorm and ReLU.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ line per epoch. A checkpoint holds the metrics as well, so that both always agre
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def last(runs: Runs, name: str, key: str) -> np.ndarray:
     return of_epochs(runs[name], key)[:, -1] * (100 if key == "test_accuracy" else 1)
 
 
-def table(titles: Sequence[str], rows: dict[str, Sequence[np.ndarray]]) -> str:
+def table(titles: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> str:
     """Mean ± standard error over seeds of each cell."""
     cell = lambda values: f"{plus_minus(*mean_and_error(values)):>18}"
     lines = [" " * 30 + "".join(f"{title:>18}" for title in titles)]
