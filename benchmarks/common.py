@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from paper import command_line
+
+Watch = Callable[[int, Any], None]  # is shown the optimizer's state after every step
+ignore: Watch = lambda count, state: None
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -19,9 +23,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def parse(
-    result: argparse.ArgumentParser, argv: list[str] | None, *positive: str
-) -> argparse.Namespace:
+def parse(result: argparse.ArgumentParser, argv: Any, *positive: str) -> argparse.Namespace:
     """The options named in `positive` must be > 0 where they are given."""
     arguments = result.parse_args(argv)
     command_line.check_positive(result, arguments, *positive)
@@ -29,6 +31,12 @@ def parse(
     if arguments.platform:
         jax.config.update("jax_platforms", arguments.platform)
     return arguments
+
+
+def update(tx: optax.GradientTransformation, grads: Any, params: Any, state: Any) -> Any:
+    """The new params and state."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def device() -> str:

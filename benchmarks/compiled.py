@@ -4,16 +4,10 @@
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
     python benchmarks/compiled.py --target v5e h100
 
-Params and state are donated. Of the compiled program's main computation:
-
-- *bytes*: what its kernels read from the device's memory and write to it, a parameter. What stays
-  in the vector memory of a TPU does not count.
-- *kernels*: fusions, reductions and copies of arrays, for a leaf; on a card copies of scalars too.
-- *temporary*: bytes written to the device's memory that are not returned, a parameter.
-- *cycles*: XLA's estimate for a TPU, over that for the peer, the first row of each group.
-- *compile*: seconds.
-
-A last table has the updates with collectives where every leaf is split over many devices.
+Params and state are donated. The columns: bytes that kernels read from the device's memory and
+write to it, a parameter; kernels a leaf; bytes written to that memory and not returned, a
+parameter; XLA's estimate of cycles over that of the peer, the first row of each group; seconds to
+compile. A last table has the updates with collectives where every leaf is split over many devices.
 """
 
 import functools
@@ -27,27 +21,18 @@ from unittest import mock
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paper.command_line import UserError
 from tqdm import tqdm
-from update_cost import TREES
-
-from spa_optax import (
-    float8_momentum,
-    primal_averaging,
-    spa,
-    spa_adamw,
-    spa_from_sgdm,
-    stochastic_rounding,
-)
-from spa_optax.diagnostics import track_momentum
+from update_cost import TREES, label, map_shapes, sizes, update_of
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
+
+
+Figures = dict[str, dict[str, Any]]  # of each update
 
 
 class Card(NamedTuple):
@@ -77,94 +62,55 @@ CARDS = {
 OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
-Optimizers = dict[str, tuple[optax.GradientTransformation, Any]]
-
-
-def groups() -> list[Optimizers]:
-    """Transforms with the dtype of their params; the first of a group is the peer of the others."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    bf16, key = jnp.bfloat16, jax.random.key(0)
-    narrow: dict[str, Any] = {"state_dtype": bf16, "rounding_key": key}
-    of_8_bits: dict[str, Any] = {"state_dtype": jnp.float8_e4m3fn, "rounding_key": key}
-    of_16_bits, factored = ({"second_moment": kind} for kind in ("bfloat16", "factored"))
-    sgd, adamw = optax.sgd(0.1, 0.9), optax.adamw(1e-3)
-    adamw_bf16, lion_bf16 = optax.adamw(1e-3, mu_dtype=bf16), optax.lion(1e-3, mu_dtype=bf16)
-    gpa = (1e-3, 0.05, 0.9)
-    float32 = [
-        ("optax.sgd(0.1, 0.9)", sgd),
-        ("spa(1.0, 0.1)", spa(1.0, 0.1)),
-        ("primal_averaging(optax.sgd(0.1), 0.1)", primal_averaging(optax.sgd(0.1), 0.1)),
-        ("track_momentum(spa(1.0, 0.1))", track_momentum(spa(1.0, 0.1))),
-        ("track_momentum(spa(1.0, 0.1), every=10)", track_momentum(spa(1.0, 0.1), every=10)),
-        ("track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)", track_momentum(sgd, averaging=0.1)),
-    ]
-    scheduled = [
-        ("optax.sgd(schedule, 0.9)", optax.sgd(schedule, 0.9)),
-        ("spa(schedule, 0.1)", spa(schedule, 0.1)),
-        ("spa_from_sgdm(schedule, 0.9)", spa_from_sgdm(schedule, 0.9)),
-    ]
-    nesterov = [
-        ("optax.sgd(schedule, 0.9, True)", optax.sgd(schedule, 0.9, True)),
-        ("spa_from_sgdm(schedule, 0.9, True)", spa_from_sgdm(schedule, 0.9, True)),
-    ]
-    schedule_free = [
-        ("optax.contrib.schedule_free_sgd(0.1)", optax.contrib.schedule_free_sgd(0.1)),
-        ("spa(0.1, 0.05, 0.9)", spa(0.1, 0.05, 0.9)),
-        ("track_momentum(spa(0.1, 0.05, 0.9))", track_momentum(spa(0.1, 0.05, 0.9))),
-    ]
-    adam = [
-        ("optax.adamw(1e-3)", adamw),
-        ("spa_adamw(1e-3)", spa_adamw(1e-3)),
-        ("spa_adamw(1e-3, 0.05, 0.9)", spa_adamw(*gpa)),
-        ("optax.adamw(1e-3, mu_dtype=bfloat16)", adamw_bf16),
-        ("primal_averaging(optax.adamw(1e-3), 0.1, 0.9)", primal_averaging(adamw, 0.1, 0.9)),
-        ("track_momentum(spa_adamw(1e-3))", track_momentum(spa_adamw(1e-3))),
-        ("track_momentum(spa_adamw(1e-3), every=10)", track_momentum(spa_adamw(1e-3), every=10)),
-        (
-            "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
-            track_momentum(adamw, averaging=0.1, every=10),
-        ),
-    ]
-    bfloat16_adam = [
-        ("spa_adamw, bfloat16 params, 10 bytes", spa_adamw(1e-3, rounding_key=key)),
-        ("the same, 8 bytes", spa_adamw(1e-3, **narrow)),
-        ("the same, 6 bytes", spa_adamw(1e-3, **of_16_bits, **narrow)),
-        ("the same, 4 bytes", spa_adamw(1e-3, **factored, **narrow)),
-        ("the same, 6 bytes, μ_y = 0.9", spa_adamw(*gpa, **of_16_bits, **narrow)),
-        ("the same, 4 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **narrow)),
-        ("the same, 3 bytes, μ_y = 0.9", spa_adamw(*gpa, **factored, **of_8_bits)),
-        (
-            "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-            stochastic_rounding(adamw_bf16, key),
-        ),
-    ]
-    bfloat16 = [
-        (
-            "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
-            optax.sgd(0.1, 0.9, accumulator_dtype=jnp.float32),
-        ),
-        ("spa(1.0, 0.1), bfloat16 params", spa(1.0, 0.1)),
-        ("the same with rounding_key", spa(1.0, 0.1, rounding_key=key)),
-        ("the same with bfloat16 z", spa(1.0, 0.1, **narrow)),
-        ("the same with float8_e4m3fn z", spa(1.0, 0.1, **of_8_bits)),
-    ]
-    lion = [
-        (
-            "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-            stochastic_rounding(lion_bf16, key),
-        ),
-        (
-            "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
-            stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key),
-        ),
-    ]
-    wide = lambda rows: {name: (tx, jnp.float32) for name, tx in rows}
-    half = lambda rows: {name: (tx, bf16) for name, tx in rows}
-    of_float32 = [wide(rows) for rows in (float32, scheduled, nesterov, schedule_free)]
-    return [*of_float32, wide(adam) | half(bfloat16_adam), half(bfloat16), half(lion)]
-
-
-# ---------------------------------------------------------------------------------------- compiling
+# Updates as update_cost.py names them; the first of a group is the peer of the others.
+GROUPS = [
+    [
+        "optax.sgd(0.1, 0.9)",
+        "spa(1.0, 0.1)",
+        "primal_averaging(optax.sgd(0.1), 0.1)",
+        "track_momentum(spa(1.0, 0.1))",
+        "track_momentum(spa(1.0, 0.1), every=10)",
+        "track_momentum(optax.sgd(0.1, 0.9), averaging=0.1)",
+    ],
+    ["optax.sgd(schedule, 0.9)", "spa(schedule, 0.1)", "spa_from_sgdm(schedule, 0.9)"],
+    ["optax.sgd(schedule, 0.9, True)", "spa_from_sgdm(schedule, 0.9, True)"],
+    [
+        "optax.contrib.schedule_free_sgd(0.1)",
+        "spa(0.1, 0.05, 0.9)",
+        "track_momentum(spa(0.1, 0.05, 0.9))",
+    ],
+    [
+        "optax.adamw(1e-3)",
+        "spa_adamw(1e-3)",
+        "spa_adamw(1e-3, 0.05, 0.9)",
+        "optax.adamw(1e-3, mu_dtype=bfloat16)",
+        "primal_averaging(optax.adamw(1e-3), 0.1, 0.9)",
+        "track_momentum(spa_adamw(1e-3))",
+        "track_momentum(spa_adamw(1e-3), every=10)",
+        "track_momentum(optax.adamw(1e-3), averaging=0.1, every=10)",
+        "spa_adamw, bfloat16 params, 10 bytes",
+        "the same, 8 bytes",
+        "the same, 6 bytes",
+        "the same, 4 bytes",
+        "the same, 6 bytes, μ_y = 0.9",
+        "the same, 4 bytes, μ_y = 0.9",
+        "the same, 3 bytes, μ_y = 0.9",
+        "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+    ],
+    [
+        "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
+        "spa(1.0, 0.1), bfloat16 params",
+        "the same with rounding_key",
+        "the same with bfloat16 z",
+        "the same with float8_e4m3fn z",
+    ],
+    [
+        "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+        "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
+    ],
+]
+PEERS = {row: group[0] for group in GROUPS for row in group}
+CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
 
 
 # What libtpu asks the machine for, unless it is told. It ends the process at flags for other
@@ -191,9 +137,8 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
             name = topology or (PODS if pod else TPUS)[target]
             return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError) as error:
-        version = jax.__version__
-        of_cards = f"--no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
-        package = of_cards if target in CARDS else "libtpu"
+        of_cards = " ".join(f"jax-cuda12-{kind}=={jax.__version__}" for kind in ("plugin", "pjrt"))
+        package = f"--no-deps {of_cards}" if target in CARDS else "libtpu"
         raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
 
 
@@ -206,9 +151,8 @@ def _card_topology(card: Card) -> Any:
           l2_cache_size: {card.l2_cache}
           shared_memory_per_block: 49152  shared_memory_per_block_optin: {card.shared_memory}
           shared_memory_per_core: {card.shared_memory + 1024}
-          registers_per_core_limit: 65536  registers_per_block_limit: 65536
+          registers_per_core_limit: 65536  registers_per_block_limit: 65536  threads_per_warp: 32
           threads_per_block_limit: 1024  threads_per_core_limit: {card.threads}
-          threads_per_warp: 32
           block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
         }}
         platform_name: "CUDA"
@@ -220,9 +164,7 @@ def _card_topology(card: Card) -> Any:
 
 
 @mock.patch.dict(os.environ, TPU_ENVIRONMENT)
-def compile_update(
-    tx: optax.GradientTransformation, shapes: Any, dtype: Any, devices: list[Any]
-) -> Any:
+def compile_update(tx: Any, shapes: Any, dtype: Any, devices: list[Any]) -> Any:
     """The update, each leaf split along its first axis that has a multiple of the devices."""
     mesh = Mesh(np.array(devices), "devices")
 
@@ -231,19 +173,12 @@ def compile_update(
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "devices")
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    is_shape = lambda node: isinstance(node, tuple)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=is_shape)
+    params = map_shapes(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes)
     params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
-
-    def step(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(params, params, state)
-    return lowered.compile(compiler_options=OPTIONS.get(devices[0].device_kind))
-
-
-# ----------------------------------------------------------------------------- the compiled program
+    step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
+    return step.lower(params, params, state).compile(
+        compiler_options=OPTIONS.get(devices[0].device_kind)
+    )
 
 
 class Program(NamedTuple):
@@ -319,75 +254,54 @@ def analyse(compiled: Any) -> Program:
             written += in_hbm(outputs)
             if estimate := re.search(r'"estimated_cycles":"(\d+)"', rest):
                 cycles += int(estimate[1])
-    memory = compiled.memory_analysis()
-    return Program(
-        kernels,
-        num_collectives,
-        read + written,
-        max(0, written - returned),
-        memory.alias_size_in_bytes / memory.output_size_in_bytes,
-        cycles,
-    )
+    memory, temporary = compiled.memory_analysis(), max(0, written - returned)
+    aliased = memory.alias_size_in_bytes / memory.output_size_in_bytes
+    return Program(kernels, num_collectives, read + written, temporary, aliased, cycles)
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
-def measure(
-    shapes: Any, devices: list[Any], title: str, wanted: list[str] | None = None
-) -> dict[str, dict[str, Any]]:
-    """The figures of a tree, on one device: of all updates, or of those wanted and their peers."""
-    leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
-    size = sum(math.prod(shape) for shape in leaves)
-    figures: dict[str, dict[str, Any]] = {}
-    updates = [
-        (name, *update, next(iter(group)))
-        for group in groups()
-        for name, update in group.items()
-        if wanted is None or name in wanted or (name == next(iter(group)) and {*wanted} & {*group})
-    ]
-    for name, tx, dtype, peer in tqdm(updates, desc=title, leave=False):
+def measure(shapes: Any, devices: list[Any], title: str, wanted: list[str]) -> Figures:
+    """The figures of a tree on one device, of the updates that are wanted and of their peers."""
+    leaves, figures = sizes(shapes), {}
+    with_peers = {*wanted, *(PEERS[name] for name in wanted)}
+    for name in tqdm([name for name in PEERS if name in with_peers], desc=title, leave=False):
         start = time.perf_counter()
+        tx, dtype = update_of(name)
         program = analyse(compile_update(tx, shapes, dtype, devices[:1]))
-        seconds = time.perf_counter() - start
         figures[name] = {
-            "bytes": program.num_bytes / size,
+            "bytes": program.num_bytes / sum(leaves),
             "kernels": len(program.kernels) / len(leaves),
-            "temporary": program.temporary / size,
+            "temporary": program.temporary / sum(leaves),
             "cycles": program.cycles,
-            "seconds": seconds,
-            "peer": peer,
+            "seconds": time.perf_counter() - start,
+            "peer": PEERS[name],
         }
     return figures
 
 
-def table(figures: dict[str, dict[str, Any]]) -> str:
-    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
+def table(figures: Figures) -> str:
     rows = []
     for name, of_name in figures.items():
-        peer = figures[of_name["peer"]]
-        ratio = f"{of_name['cycles'] / peer['cycles']:.3f}" if peer["cycles"] else ""
-        row = [f"`{name}`" if "(" in name else name, f"{of_name['bytes']:.1f}"]
-        row += [f"{of_name['kernels']:.2f}", f"{of_name['temporary']:.2f}", ratio]
-        rows.append([*row, f"{of_name['seconds']:.1f}"])
+        of_peer = figures[of_name["peer"]]["cycles"]
+        ratio = f"{of_name['cycles'] / of_peer:.3f}" if of_peer else ""
+        row = [label(name), f"{of_name['bytes']:.1f}", f"{of_name['kernels']:.2f}"]
+        rows.append([*row, f"{of_name['temporary']:.2f}", ratio, f"{of_name['seconds']:.1f}"])
+    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
     return common.markdown(header, rows)
 
 
 def collectives(target: str) -> dict[str, dict[str, int | None]]:
     """Those of each update with every leaf split over a host's devices, and over a pod's."""
-    clip = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
-    updates = {name: update for group in groups() for name, update in group.items()}
-    updates["chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"] = (clip, jnp.float32)
     shapes = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
-    pods = [devices_of(target), *([devices_of(target, pod=True)] if target in PODS else [])]
+    pods = [devices_of(target, pod=pod) for pod in (False, True) if not pod or target in PODS]
 
-    def count(*update: Any) -> int | None:
-        program = compile_update(*update)
+    def count(name: str, devices: list[Any]) -> int | None:
+        tx, dtype = update_of(name)
+        program = compile_update(tx, shapes, dtype, devices)
         return analyse(program).num_collectives if text_of(program) else None
 
     return {
-        name: {f"{len(devices)} devices": count(tx, shapes, dtype, devices) for devices in pods}
-        for name, (tx, dtype) in tqdm(updates.items(), desc="collectives", leave=False)
+        name: {f"{len(devices)} devices": count(name, devices) for devices in pods}
+        for name in tqdm([*PEERS, CLIPPED], desc="collectives", leave=False)
     }
 
 
@@ -396,27 +310,21 @@ def main(argv: list[str] | None = None) -> str:
     add = functools.partial(parser.add_argument, nargs="+")
     add("--target", choices=[*TPUS, *CARDS], default=["v5e"], help="to compile for")
     add("--tree", choices=TREES, default=list(TREES), help="shapes of the params")
-    names = [name for group in groups() for name in group]
-    add("--update", choices=names, metavar="NAME", help="these and their peers only")
+    add("--update", choices=PEERS, metavar="NAME", help="these and their peers only")
     arguments = common.parse(parser, argv)
     text, everything = [], {}
     for target in arguments.target:
-        devices = devices_of(target)
-        everything[target] = {}
+        devices, of_target = devices_of(target), everything.setdefault(target, {})
         for name in arguments.tree:
-            figures = everything[target][name] = measure(
-                TREES[name](), devices, f"{target}, {name}", arguments.update
-            )
-            text += [f"{target}, {name}; {versions(target)}", table(figures)]
+            wanted, title = arguments.update or list(PEERS), f"{target}, {name}"
+            of_target[name] = measure(TREES[name](), devices, title, wanted)
+            text += [f"{title}; {versions(target)}", table(of_target[name])]
         if target in TPUS and arguments.update is None:
-            counts = everything[target]["collectives"] = collectives(target)
-            where = list(next(iter(counts.values())))
+            counts = of_target["collectives"] = collectives(target)
             cells = lambda of_name: ["" if n is None else str(n) for n in of_name.values()]
             rows = [[f"`{n}`", *cells(of)] for n, of in counts.items() if any(of.values())]
-            text += [
-                f"{target}, collectives; none of the others has any",
-                common.markdown(["update", *where], rows),
-            ]
+            text.append(f"{target}, collectives; none of the others has any")
+            text.append(common.markdown(["update", *counts[CLIPPED]], rows))
     common.write_json(arguments.json, everything)
     print("\n\n".join(text))
     return "\n\n".join(text)

@@ -22,7 +22,8 @@ from tqdm import tqdm
 from spa_optax import spa_from_sgdm
 
 BATCH, DECAY = 64, 1e-4
-SCHEDULES = ("constant", "cosine", "restarts")
+SCHEDULES, MOMENTA = ("constant", "cosine", "restarts"), (0.9, 0.999)
+REPORTS = 10  # readings of the params in a run
 
 
 def learning_rate(name: str, alpha: float, num_steps: int) -> optax.Schedule:
@@ -35,20 +36,12 @@ def learning_rate(name: str, alpha: float, num_steps: int) -> optax.Schedule:
     return lambda count: cosine(period)(jnp.mod(count, period))
 
 
-def optimizers(alpha: optax.Schedule, beta: float) -> dict[str, Any]:
-    return {
-        "SGD+M": optax.sgd(alpha, beta),
-        "Keras": optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(beta)),
-        "SPA": spa_from_sgdm(alpha, beta),
-    }
-
-
-def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int, num_reports: int) -> Any:
-    """The params of each optimizer, in float64, at the end of each of `num_reports` parts."""
+def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
+    """The params of each optimizer, in float64, at each reading."""
     images, labels = load_digits(return_X_y=True)
     features = jnp.asarray(np.hstack([images / 16, np.ones((len(images), 1))]), dtype)
     targets = jnp.asarray(np.eye(10)[labels], dtype)
-    part = num_steps // num_reports
+    part = num_steps // REPORTS
 
     def loss(w: jax.Array, batch: jax.Array) -> jax.Array:
         cross_entropy = optax.softmax_cross_entropy(features[batch] @ w, targets[batch])
@@ -57,11 +50,8 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int, num_reports: i
     def body(carry: Any, k: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.key(0), k)
         batch = jax.random.randint(key, (BATCH,), 0, len(labels), jnp.int32)
-        new = {}
-        for name, (w, state) in carry.items():
-            updates, state = txs[name].update(jax.grad(loss)(w, batch), state, w)
-            new[name] = (optax.apply_updates(w, updates), state)
-        return new, None
+        step = lambda tx, w, state: common.update(tx, jax.grad(loss)(w, batch), w, state)
+        return {name: step(txs[name], *of_name) for name, of_name in carry.items()}, None
 
     @jax.jit
     def run(carry: Any, start: Any) -> Any:
@@ -70,22 +60,22 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int, num_reports: i
     w_0 = jnp.zeros((65, 10), dtype)
     carry = {name: (w_0, tx.init(w_0)) for name, tx in txs.items()}
     readings = []
-    for i in tqdm(range(num_reports), desc=str(jnp.dtype(dtype))):
+    for i in tqdm(range(REPORTS), desc=str(jnp.dtype(dtype))):
         carry = run(carry, jnp.int32(i * part))
         readings.append({name: np.asarray(w, np.float64) for name, (w, _) in carry.items()})
     return readings
 
 
-def drifts(name: str, beta: float, num_steps: int, num_reports: int) -> dict[str, list[float]]:
-    """Relative differences at some counts."""
+def drifts(name: str, beta: float, num_steps: int) -> dict[str, list[float]]:
+    """Relative differences at each reading."""
     alpha = learning_rate(name, 1 - beta, num_steps)  # η = 1
-    txs = optimizers(alpha, beta)
+    txs = {"SGD+M": optax.sgd(alpha, beta), "SPA": spa_from_sgdm(alpha, beta)}
     jax.config.update("jax_enable_x64", True)
-    exact = trajectories({"SGD+M": txs["SGD+M"]}, jnp.float64, num_steps, num_reports)
+    exact = trajectories({"SGD+M": txs["SGD+M"]}, jnp.float64, num_steps)
     jax.config.update("jax_enable_x64", False)
-    if name != "constant":
-        del txs["Keras"]  # another method, there
-    found = trajectories(txs, jnp.float32, num_steps, num_reports)
+    if name == "constant":  # otherwise it is another method
+        txs["Keras"] = optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(beta))
+    found = trajectories(txs, jnp.float32, num_steps)
     far = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     result = {"SPA from SGD+M": [far(w["SPA"], w["SGD+M"]) for w in found]}
     for other in txs:
@@ -96,24 +86,16 @@ def drifts(name: str, beta: float, num_steps: int, num_reports: int) -> dict[str
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
-    add = parser.add_argument
-    add("--steps", type=int, default=1_000_000, help="of each run, a multiple of 10")
-    add("--momentum", nargs="+", type=float, default=[0.9, 0.999], help="β")
-    add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="of each run")
     arguments = common.parse(parser, argv, "steps")
-    if arguments.steps % 10:
-        parser.error(f"--steps must be a multiple of 10, got {arguments.steps}")
-    for beta in arguments.momentum:
-        if not 0 <= beta < 1:
-            parser.error(f"--momentum must be in [0, 1), got {beta}")
     figures, rows = {}, []
     header = ["SPA from SGD+M", *(f"{n} from float64" for n in ("SPA", "SGD+M", "Keras"))]
-    for name, beta in itertools.product(arguments.schedule, arguments.momentum):
-        result = figures[f"{name} {beta}"] = drifts(name, beta, arguments.steps, 10)
+    for name, beta in itertools.product(SCHEDULES, MOMENTA):
+        result = figures[f"{name} {beta}"] = drifts(name, beta, arguments.steps)
         cells = [f"{max(result[key]):.1e}" if key in result else "" for key in header]
         rows.append([name, f"{beta:g}", *cells])
     text = common.markdown(["schedule", "β", *header], rows)
-    print(f"{common.device()}, {arguments.steps:,} steps, largest of 10 readings\n\n{text}")
+    print(f"{common.device()}, {arguments.steps:,} steps, largest of {REPORTS} readings\n\n{text}")
     common.write_json(arguments.json, figures)
     return text
 

@@ -23,27 +23,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bases import BF16, F32
+from rivals import BF16, F32
 
 from spa_optax import in_float32, spa_adamw, stochastic_rounding
 
 # The example has the name of this file.
 PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
-spec = importlib.util.spec_from_file_location("example_finetune", PATH)
-assert spec is not None
-assert spec.loader is not None
+spec: Any = importlib.util.spec_from_file_location("example_finetune", PATH)
 example: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
-FLOAT8 = jnp.float8_e4m3fn
 REFERENCE = "float32"
-KEYS = ("row", "rate", "seed", "steps")
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
-
-
-# -------------------------------------------------------------------------------------------- rows
 
 
 class Run(NamedTuple):
@@ -70,10 +63,6 @@ class Row(NamedTuple):
     make: Callable[[Run], Optimizer]
     compute_dtype: Any = F32
     is_lora: bool = False
-
-
-def of_example(name: str) -> Row:
-    return Row(lambda run: example.optimizers(*run)[name])
 
 
 def matrices(params: Any) -> Any:
@@ -108,16 +97,19 @@ def adafactor(run: Run) -> Optimizer:
 def lora(make: Callable[[Run], Optimizer]) -> Row:
     """At ten times the rate, as is usual."""
 
-    def partitioned(run: Run) -> Optimizer:
+    def trained_only(run: Run) -> Optimizer:
         dtype, tx = make(run._replace(rate=10 * run.rate))
-        return dtype, optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, kinds)
+        return dtype, optax.partition({True: tx, False: optax.set_to_zero()}, is_trained)
 
-    return Row(partitioned, is_lora=True)
+    return Row(trained_only, is_lora=True)
 
 
 factored = partial(averaged, second_moment="factored")
 ROWS = {
-    **{name: of_example(name) for name in example.optimizers(1.0, 1, 0)},
+    **{
+        name: Row(lambda run, name=name: example.optimizers(*run)[name])
+        for name in example.optimizers(1.0, 1, 0)
+    },
     # A control: what is lost is not lost in the moments.
     "bfloat16, float32 moments": Row(lambda run: (BF16, in_float32(adamw(run)))),
     "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
@@ -125,17 +117,14 @@ ROWS = {
     "z and ν in bfloat16": Row(partial(averaged, state_dtype=BF16, second_moment="bfloat16")),
     "z in float8_e5m2": Row(partial(factored, state_dtype=jnp.float8_e5m2)),
     "z in float8, c = 0.05, μ_y = 0.9": Row(
-        partial(factored, c=0.05, mu_y=0.9, state_dtype=FLOAT8)
+        partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
     "Lion, stochastic_rounding": Row(lion),
     "Adafactor, stochastic_rounding": Row(adafactor),
     "LoRA, float32": lora(lambda run: (F32, adamw(run))),
     "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
-    "LoRA, z in float8": lora(partial(factored, state_dtype=FLOAT8)),
+    "LoRA, z in float8": lora(partial(factored, state_dtype=jnp.float8_e4m3fn)),
 }
-
-
-# -------------------------------------------------------------------------------------------- LoRA
 
 
 def with_lora(params: Any, seed: int) -> Any:
@@ -151,26 +140,20 @@ def with_lora(params: Any, seed: int) -> Any:
     return {"base": params, "lora": pairs}
 
 
-def kinds(params: Any) -> Any:
-    def kind(path: Any, _: Any) -> str:
-        is_trained = {"lora", "head"} & {entry.key for entry in path}
-        return "trained" if is_trained else "frozen"
-
-    return jax.tree_util.tree_map_with_path(kind, params)
+def is_trained(params: Any) -> Any:
+    of = lambda path, _: bool({"lora", "head"} & {entry.key for entry in path})
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def merged(params: Any) -> Any:
     """The kernels with a b added to them in float32; only what is trained has gradients."""
-    freeze = lambda leaf, kind: jax.lax.stop_gradient(leaf) if kind == "frozen" else leaf
-    params = jax.tree.map(freeze, params, kinds(params))
+    freeze = lambda leaf, trained: leaf if trained else jax.lax.stop_gradient(leaf)
+    params = jax.tree.map(freeze, params, is_trained(params))
     layers = dict(params["base"]["layers"])
     for name, pair in params["lora"].items():
         kernel, a, b = (x.astype(F32) for x in (layers[name]["kernel"], pair["a"], pair["b"]))
         layers[name] = layers[name] | {"kernel": kernel + LORA_SCALE * a @ b}
     return params["base"] | {"layers": layers}
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.ndarray, Any]:
@@ -191,13 +174,10 @@ def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.n
 def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """The share of params that moved; length and distance are relative to the reference."""
     u, r = (array.astype(np.float64) for array in (update, reference))
-    norm = np.linalg.norm
-    figures = {
-        "moved": np.mean(u != 0),
-        "cosine": u @ r / max(norm(u) * norm(r), np.finfo(float).tiny),
-        "length": norm(u) / norm(r),
-        "distance": norm(u - r) / norm(r),
-    }
+    of_u, of_r, between = map(np.linalg.norm, (u, r, u - r))
+    cosine = u @ r / max(of_u * of_r, np.finfo(float).tiny)
+    figures = {"moved": np.mean(u != 0), "cosine": cosine, "length": of_u / of_r}
+    figures["distance"] = between / of_r
     return {name: round(float(figure), 5) for name, figure in figures.items()}
 
 
@@ -212,14 +192,11 @@ def measure(name: str, run: Run, data: list[Any], model_dir: Path, folder: Path)
     if name == REFERENCE:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(path, update)
-    return {
-        "accuracy": round(rows[-1]["accuracy"], 5),
-        "loss": round(rows[-1]["loss"], 5),
-        "bytes": round(rows[-1]["bytes"], 4),
-        **compared(update, np.load(path)),
-        "curve": [[row["step"], round(row["accuracy"], 5)] for row in rows],
-        "minutes": round(minutes, 1),
-    }
+    digits = {"accuracy": 5, "loss": 5, "bytes": 4}
+    result = {key: round(rows[-1][key], digits[key]) for key in digits}
+    result |= compared(update, np.load(path))
+    curve = [[row["step"], round(row["accuracy"], 5)] for row in rows]
+    return result | {"curve": curve, "minutes": round(minutes, 1)}
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -234,11 +211,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
     arguments = common.parse(parser, argv, "seeds", "steps")
 
-    records, model_dir = common.Records(arguments.json, KEYS), arguments.model_dir
+    records = common.Records(arguments.json, ("row", "rate", "seed", "steps"))
+    model_dir = arguments.model_dir
     if not model_dir.exists():
         example.download_model(model_dir)
     data = example.load_data(arguments.data_dir, model_dir)
-    result = []
+    result: list[dict[str, Any]] = []
     runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
     for seed, rate, name in runs:
         run = Run(rate, arguments.steps, seed)

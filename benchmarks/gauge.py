@@ -11,7 +11,9 @@ that is in OUT, a line each, is not run again.
 """
 
 import argparse
+import functools
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ import language_model
 import low_precision
 import nanogpt
 import numpy as np
-import optax
 
 from spa_optax import spa, spa_adamw
 from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum, track_momentum
@@ -41,22 +42,17 @@ def layer_of(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def gauged(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    return track_momentum(tx, 0.9, every=5, per_leaf=layer_of)
-
-
 def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The final loss, and reports at every tenth step, by layer and of the whole."""
     reports: dict[str, list[list[float]]] = {}
-    read = jax.jit(
-        lambda state: {**momentum_report(state, by_label=True), "all": momentum_report(state)}
-    )
+    read = jax.jit(lambda s: {**momentum_report(s, by_label=True), "all": momentum_report(s)})
 
     def watch(count: int, state: Any) -> None:
         if count % 10 == 0:
             for label, report in jax.device_get(read(state)).items():
                 reports.setdefault(label, []).append([count, *map(float, report)])
 
+    gauged = functools.partial(track_momentum, decay=0.9, every=5, per_leaf=layer_of)
     if task == "text":
         make = lambda rate, key: gauged(spa_adamw(rate, 0.2, **language_model.recipe))
         row, texts = language_model.Row(TASKS[task], make), nanogpt.read(arguments.data_dir)
@@ -85,23 +81,21 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for task, records in runs.items():
         for label in records[0]["reports"]:
-            cells = []
+            rows.append([task, label])
             for phase in PHASES:
                 found = [ratios(record["reports"][label], phase) for record in records]
                 gain, cosine = (statistics.mean(values) for values in zip(*found, strict=True))
-                cells.append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
-            rows.append([task, label, *cells])
+                rows[-1].append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
     return common.markdown(["task", "layer", *PHASES], rows)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    reports = record["reports"]
-    of_count = lambda i: {
-        label: MomentumReport(*map(jnp.asarray, values[i][1:])) for label, values in reports.items()
-    }
-    counts = [values[0] for values in reports["all"]]
+def draw(reports: dict[str, list[list[float]]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    plot_momentum({count: of_count(i) for i, count in enumerate(counts)}).savefig(path, dpi=100)
+    by_count: dict[int, dict[str, MomentumReport]] = defaultdict(dict)
+    for label, of_label in reports.items():
+        for count, *values in of_label:
+            by_count[int(count)][label] = MomentumReport(*map(jnp.asarray, values))
+    plot_momentum(by_count).savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -121,7 +115,7 @@ def main(argv: list[str] | None = None) -> str:
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
     if arguments.plot:
         for task, (first, *_) in runs.items():
-            draw(first, arguments.plot / f"gauge_{task}.png")
+            draw(first["reports"], arguments.plot / f"gauge_{task}.png")
     return text
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import nanogpt
 import numpy as np
 import optax
+from common import Watch
 from nanogpt import B1, B2, DECAY
 from optax.contrib import MuonDimensionNumbers
 from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low_half
@@ -42,17 +43,13 @@ EMA = 0.99  # the decay of an average of the weights, which training does not se
 PEER = ("AdamW", 4e-3)
 E4M3 = jnp.float8_e4m3fn
 Record = dict[str, Any]
-Make = Callable[[optax.Schedule, jax.Array], Tx]
-
-
-# -------------------------------------------------------------------------------------- optimizers
 
 
 class Row(NamedTuple):
     """An optimizer, from its schedule and a key."""
 
     rate: float  # at its peak
-    make: Make
+    make: Callable[[optax.Schedule, jax.Array], Tx]
     dtype: Any = F32  # of the params
     floor: float = 0.1  # the last rate over the peak
     ema_dtype: Any = None  # by default that of the params
@@ -92,30 +89,29 @@ def sgdm(momentum: Tx) -> Tx:
     return optax.chain(optax.add_decayed_weights(DECAY / 1_000, **matrices), momentum)
 
 
+def rounded(rate: float, make: Callable[[optax.Schedule], Tx]) -> Row:
+    return Row(rate, lambda rate, key: stochastic_rounding(make(rate), key), BF16)
+
+
+def with_z(dtype: Any) -> Row:
+    make = lambda rate, key: factored_adamw(rate, state_dtype=dtype, rounding_key=key)
+    return Row(4e-3, make, BF16)
+
+
 ROWS = {
     "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
     "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
     "AdamW to 0": Row(4e-3, lambda rate, key: adamw(rate), floor=0.0),
     "AdamW, EMA in bfloat16": Row(4e-3, lambda rate, key: adamw(rate), ema_dtype=BF16),
-    "AdamW, bfloat16 m": Row(
-        4e-3, lambda rate, key: stochastic_rounding(adamw(rate, mu_dtype=BF16), key), BF16
-    ),
+    "AdamW, bfloat16 m": rounded(4e-3, lambda rate: adamw(rate, mu_dtype=BF16)),
     "AdamW, companded moments, low half": Row(
         4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED)), BF16
     ),
-    "AdamW, companded moments": Row(
-        4e-3, lambda rate, key: stochastic_rounding(in_codes(adamw(rate), COMPANDED), key), BF16
-    ),
-    "AdamW, 8-bit moments": Row(
-        4e-3, lambda rate, key: stochastic_rounding(in_codes(adamw(rate), DYNAMIC), key), BF16
-    ),
+    "AdamW, companded moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)),
+    "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
     "spa_adamw": Row(4e-3, lambda rate, key: averaged_adamw(rate)),
-    "spa_adamw, bfloat16 z": Row(
-        4e-3, lambda rate, key: factored_adamw(rate, state_dtype=BF16, rounding_key=key), BF16
-    ),
-    "spa_adamw, 8-bit z": Row(
-        4e-3, lambda rate, key: factored_adamw(rate, state_dtype=E4M3, rounding_key=key), BF16
-    ),
+    "spa_adamw, bfloat16 z": with_z(BF16),
+    "spa_adamw, 8-bit z": with_z(E4M3),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
     "Muon averaged": Row(16e-3, lambda rate, key: averaged(muon(rate))),
     "Muon averaged, 8-bit m and z": Row(
@@ -128,9 +124,7 @@ ROWS = {
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
     ),
-    "Muon, 8-bit m, linear": Row(
-        8e-3, lambda rate, key: stochastic_rounding(in_codes(muon(rate), LINEAR), key), BF16
-    ),
+    "Muon, 8-bit m, linear": rounded(8e-3, lambda rate: in_codes(muon(rate), LINEAR)),
     "SGD+M": Row(0.25, lambda rate, key: sgdm(optax.sgd(rate, 0.9))),
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
     "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
@@ -140,9 +134,6 @@ ROWS |= {
     f"{name}, constant": ROWS[name]._replace(floor=1.0)
     for name in ("spa_adamw", "spa_adamw, bfloat16 z", "spa_adamw, 8-bit z")
 }
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
@@ -165,8 +156,7 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
     def step(carry: Any, *batch: jax.Array) -> Any:
         params, state, e, of_mean = carry
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = common.update(tx, grads, params, state)
         towards = lambda x, e: (1 - EMA) * (x.astype(F32) - e.astype(F32))
         change, of_mean = mean.update(jax.tree.map(towards, params, e), of_mean, e)
         return (params, state, optax.apply_updates(e, change), of_mean), value
@@ -175,16 +165,11 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
 
 
 def train(
-    row: Row,
-    rate: float,
-    num_steps: int,
-    seed: int,
-    texts: tuple[np.ndarray, np.ndarray],
-    watch: Callable[[int, Any], None] = lambda count, state: None,
+    row: Row, rate: float, num_steps: int, seed: int, texts: Any, watch: Watch = common.ignore
 ) -> Record:
     """Bytes, and validation losses of the weights, of their EMA and of x by the number of steps.
 
-    `watch` is shown the optimizer's state after every step. A run ends when its loss is not finite.
+    A run ends when its loss is not finite.
     """
     keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
     start, step = make_steps(row, rate, num_steps, keys[2])
@@ -218,9 +203,6 @@ def train(
     return result | {"seconds": round(time.perf_counter() - begin)}
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
 def best(record: Record) -> float:
     """The loss in the end at the point to evaluate: x, or the weights."""
     _, weights, _, *x = record["curve"][-1]
@@ -248,16 +230,13 @@ def table(records: list[Record]) -> str:
         cells[record["optimizer"], record["rate"]].append(record)
     rows = []
     for (name, rate), runs in cells.items():
-        first, ends = runs[0], [record["curve"][-1][1:] for record in runs]
-        means = [
-            "–" if None in losses else f"{statistics.mean(losses):.4f}"
-            for losses in zip(*ends, strict=True)
-        ]
-        weights, ema, x = (*means, "")[:3] if len(means) < 3 else means
-        ema += f" ({first['bytes'] + first['of EMA']:.1f})"
-        row = [name, f"{first['bytes']:.1f}", f"{rate:g}", str(len(runs)), weights, ema, x]
-        seconds = statistics.mean(record["seconds"] for record in runs)
-        rows.append([*row, minus(runs, cells.get(PEER, [])), f"{seconds:.0f}"])
+        num_bytes, of_ema = runs[0]["bytes"], runs[0]["of EMA"]
+        ends = zip(*(record["curve"][-1][1:] for record in runs), strict=True)
+        mean = lambda losses: "–" if None in losses else f"{statistics.mean(losses):.4f}"
+        weights, ema, *x = map(mean, ends)
+        row = [name, f"{num_bytes:.1f}", f"{rate:g}", str(len(runs)), weights]
+        row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""]), minus(runs, cells.get(PEER, []))]
+        rows.append([*row, f"{statistics.mean(record['seconds'] for record in runs):.0f}"])
     header = ["optimizer", "bytes", "rate", "seeds", "weights", "EMA (bytes)", "x"]
     return common.markdown([*header, "− AdamW", "seconds"], rows)
 

@@ -9,7 +9,9 @@ over the training images, the mean over the last five epochs, as a ratio to that
 same rate. With --json each run is a line of OUT, and is not repeated.
 """
 
+import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import Watch
 from flax import nnx
 from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
@@ -26,25 +29,23 @@ from tqdm import tqdm
 
 from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
 
-plus_minus = common.command_line.plus_minus
+mean_and_error, plus_minus = common.command_line.mean_and_error, common.command_line.plus_minus
 F32, BF16 = jnp.float32, jnp.bfloat16
 MOMENTA = (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
 
 
-# ----------------------------------------------------------------------------------------- schemes
-
-Make = Callable[[optax.Schedule, float, jax.Array], optax.GradientTransformation]
+Tx = optax.GradientTransformation
 
 
 class Scheme(NamedTuple):
     """How params and momentum are kept."""
 
     dtype: Any  # of the params
-    make: Make  # from learning rate, momentum and key
+    make: Callable[[optax.Schedule, float, jax.Array], Tx]  # from learning rate, momentum and key
 
 
-def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_master(tx: Tx) -> Tx:
     """A float32 copy of the params, which are that, rounded."""
 
     def init(params: Any) -> Any:
@@ -57,14 +58,12 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         master = optax.apply_updates(master, updates)
         return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (master, inner)
 
-    return optax.GradientTransformation(init, update)
+    return Tx(init, update)
 
 
-def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_kahan(tx: Tx) -> Tx:
     """What rounding took from the sum at one step, in bfloat16, is added at the next."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, params), tx.init(params)
+    init = lambda params: (jax.tree.map(jnp.zeros_like, params), tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         lost, inner = state
@@ -74,10 +73,10 @@ def with_kahan(tx: optax.GradientTransformation) -> optax.GradientTransformation
         lost = jax.tree.map(lambda o, s: (o - s.astype(F32)).astype(BF16), owed, step)
         return step, (lost, inner)
 
-    return optax.GradientTransformation(init, update)
+    return Tx(init, update)
 
 
-def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> optax.GradientTransformation:
+def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
     """SGD+M that computes in float32, and keeps m in bfloat16.
 
     (`optax.sgd` with that accumulator multiplies by β in bfloat16, which is 0.898 for 0.9 and 0.988
@@ -90,28 +89,25 @@ def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> optax.GradientTransfo
         return m, optax.tree.cast(m, BF16)
 
     init = lambda params: optax.tree.zeros_like(params, dtype=BF16)
-    trace = optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    trace = Tx(init, update)  # pyright: ignore[reportArgumentType]
     return optax.chain(trace, optax.scale_by_learning_rate(alpha))
 
 
-def sgd(alpha: optax.Schedule, beta: float) -> optax.GradientTransformation:
-    return optax.sgd(alpha, beta, accumulator_dtype=F32)
+def spa_in(dtype: Any) -> Scheme:
+    """Stochastically rounded, with z in a dtype."""
+    make = lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
+    return Scheme(BF16, make)
 
 
+sgd = functools.partial(optax.sgd, accumulator_dtype=F32)
 REFERENCE, MASTER = "SGD+M in float32", "SGD+M, float32 m and master copy"
 SCHEMES = {
     REFERENCE: Scheme(F32, lambda a, b, key: sgd(a, b)),
     "SPA, float32 z": Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b)),
-    "SPA, float32 z, stochastic": Scheme(
-        BF16, lambda a, b, key: spa_from_sgdm(a, b, rounding_key=key)
-    ),
-    **{
-        f"SPA, {dtype.__name__} z, stochastic": Scheme(
-            BF16,
-            lambda a, b, key, dtype=dtype: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key),
-        )
-        for dtype in (BF16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-    },
+    "SPA, float32 z, stochastic": spa_in(F32),
+    "SPA, bfloat16 z, stochastic": spa_in(BF16),
+    "SPA, float8_e4m3fn z, stochastic": spa_in(jnp.float8_e4m3fn),
+    "SPA, float8_e5m2 z, stochastic": spa_in(jnp.float8_e5m2),
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, key: stochastic_rounding(sgd(a, b), key)
@@ -120,9 +116,6 @@ SCHEMES = {
     "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))),
     "SGD+M, bfloat16 m, float32 params": Scheme(F32, lambda a, b, key: with_bfloat16_m(a, b)),
 }
-
-
-# ------------------------------------------------------------------------------------------- tasks
 
 
 class ConvNet(nnx.Module):
@@ -156,16 +149,13 @@ def perceptron(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs))
 
 
-NUM_IMAGES = 2_560
-
-
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
     if name == "digits":
         images, labels = load_digits(return_X_y=True)
         rates = (0.01, 0.03, 0.1, 0.3, 1.0)
         data = jnp.asarray(images / 16, F32), jnp.asarray(labels)
         return Task(perceptron, *data, 64, num_epochs or 107, rates)
-    images, labels = (array[:NUM_IMAGES] for array in read(folder, TRAIN[:1]))
+    images, labels = (array[:2_560] for array in read(folder, TRAIN[:1]))
     data = normalize(images), jnp.asarray(labels, jnp.int32)
     return Task(ConvNet, *data, 32, num_epochs or 25, (0.01, 0.03, 0.1, 0.3))
 
@@ -178,16 +168,9 @@ def schedule(name: str, peak: Any, num_steps: int) -> optax.Schedule:
 
 
 def make_train(
-    task: Task,
-    scheme: Scheme,
-    beta: float,
-    schedule_name: str,
-    watch: Callable[[int, Any], None] = lambda count, state: None,
+    task: Task, scheme: Scheme, beta: float, schedule_name: str, watch: Watch = common.ignore
 ) -> Callable[[float, int], dict[str, Any]]:
-    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state.
-
-    `watch` is shown the optimizer's state after every step.
-    """
+    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state."""
     num_batches = len(task.labels) // task.batch
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.network(nnx.Rngs(0))))
 
@@ -195,7 +178,7 @@ def make_train(
         logits = nnx.merge(graphdef, optax.tree.cast(params, F32))(images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def make_tx(eta: Any, key: jax.Array) -> optax.GradientTransformation:
+    def make_tx(eta: Any, key: jax.Array) -> Tx:
         alpha = schedule(schedule_name, eta * (1 - beta), task.num_epochs * num_batches)
         return scheme.make(alpha, beta, key)
 
@@ -208,15 +191,13 @@ def make_train(
     @jax.jit
     def shuffle(key: jax.Array) -> jax.Array:
         order = lambda key: jax.random.permutation(key, num_batches * task.batch)
-        orders = jax.vmap(order)(jax.random.split(key, task.num_epochs))
-        return orders.reshape(-1, task.batch)
+        return jax.vmap(order)(jax.random.split(key, task.num_epochs)).reshape(-1, task.batch)
 
     def step(carry: Any, k: Any, batches: jax.Array, eta: Any, key: jax.Array) -> Any:
         params, state = carry
         batch = batches[k]
         grads = jax.grad(loss)(params, task.images[batch], task.labels[batch])
-        updates, state = make_tx(eta, key).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return common.update(make_tx(eta, key), grads, params, state)
 
     step, loss_jitted = jax.jit(step, donate_argnums=0), jax.jit(loss)
 
@@ -235,11 +216,7 @@ def make_train(
     return train
 
 
-# ------------------------------------------------------------------------------------------- table
-
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
-
-
 Spread = tuple[list[float], list[float]]  # ratios to float32 at the same rate, and losses, by seed
 Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 
@@ -247,18 +224,13 @@ Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 def by_setting(records: list[dict[str, Any]]) -> dict[Any, Losses]:
     """By task, momentum and schedule."""
     losses = {tuple(record[key] for key in KEYS): record["loss"] for record in records}
-    result: dict[Any, Losses] = {}
+    of_scheme = lambda: defaultdict(lambda: ([], []))
+    result: dict[Any, Losses] = defaultdict(lambda: defaultdict(of_scheme))
     for (task, scheme, *setting, rate, seed), loss in losses.items():
-        of_setting = result.setdefault((task, *setting), {})
-        ratios, of_rate = of_setting.setdefault(scheme, {}).setdefault(rate, ([], []))
+        ratios, of_rate = result[task, *setting][scheme][rate]
         ratios.append(loss / losses[task, REFERENCE, *setting, rate, seed])
         of_rate.append(loss)
     return result
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
-    return float(np.mean(values)), float(error)
 
 
 def summary(found: dict[Any, Losses], num_bytes: dict[str, str]) -> str:
@@ -269,9 +241,8 @@ def summary(found: dict[Any, Losses], num_bytes: dict[str, str]) -> str:
     """
     header, rows = ["scheme", "bytes/param"], {name: [name, of] for name, of in num_bytes.items()}
     for (task, beta, name), losses in found.items():
-        rates = [
-            r for r, (ratios, _) in losses[MASTER].items() if mean_and_error(ratios)[1] <= 0.02
-        ]
+        chaos = {r: mean_and_error(ratios)[1] for r, (ratios, _) in losses[MASTER].items()}
+        rates = [rate for rate, error in chaos.items() if error <= 0.02]
         limit = f"η ≤ {max(rates):g}" if rates else "no η to compare"  # as with one seed
         header.append(f"{task}, β = {beta:g}, {name}, {limit}")
         for scheme, of_rates in losses.items():
@@ -306,21 +277,19 @@ def main(argv: list[str] | None = None) -> str:
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
     arguments = common.parse(parser, argv, "seeds", "epochs")
 
-    records = common.Records(arguments.json, KEYS)
     tasks = {name: make_task(name, arguments.data_dir, arguments.epochs) for name in arguments.task}
     schemes = [name for name in SCHEMES if name in (REFERENCE, MASTER, *arguments.scheme)]
-    settings: Any = list(itertools.product(tasks, arguments.momentum, arguments.schedule, schemes))
-    seeds = range(arguments.seeds)
-    bar = tqdm(total=sum(len(tasks[name].rates) * len(seeds) for name, *_ in settings))
-    wanted = []
-    for name, beta, schedule_name, scheme in settings:
-        train = make_train(tasks[name], SCHEMES[scheme], beta, schedule_name)
-        for rate, seed in itertools.product(tasks[name].rates, seeds):
-            bar.set_description(f"{name} {beta} {schedule_name} {scheme}")
-            key = (name, scheme, beta, schedule_name, rate, seed)
-            wanted.append(records.get(key, lambda: train(rate, seed)))  # noqa: B023  # run at once
-            bar.update()
-    bar.close()
+    settings = itertools.product(tasks, arguments.momentum, arguments.schedule, schemes)
+    runs: Any = [
+        (task, scheme, beta, shape, rate, seed)
+        for task, beta, shape, scheme in settings
+        for rate, seed in itertools.product(tasks[task].rates, range(arguments.seeds))
+    ]
+    train = functools.lru_cache(1)(  # one is compiled at a time
+        lambda task, scheme, *setting: make_train(tasks[task], SCHEMES[scheme], *setting)
+    )
+    records = common.Records(arguments.json, KEYS)
+    wanted = [records.get(run, lambda run=run: train(*run[:4])(*run[4:])) for run in tqdm(runs)]
     num_bytes = {record["scheme"]: f"{record['bytes']:.1f}" for record in wanted}
     found = by_setting(wanted)
     tables = [table(setting, losses, num_bytes) for setting, losses in found.items()]

@@ -5,17 +5,12 @@
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
 XLA's compilers run without the hardware. The program is a whole training step, with params,
-gradients and state split over all devices (FSDP); README.md says more. The decoder, and the update
-in the backward pass, are those of `examples/one_card.py`.
+gradients and state split over all devices (FSDP); README.md says more, and what the columns are.
+The decoder, and the update in the backward pass, are those of `examples/one_card.py`.
 
-- *GiB/device*: params, state and temporaries of the step, gradients among them, by XLA. Where it
-  refuses the step, what it says that it needs.
-- *whole*: the state that `jax.jit(tx.init)` alone does not split, in GiB. The step is compiled with
-  all of the state split like the params.
-
---largest is another table: the largest model that each optimizer trains on one card or chip. The
-need is much the same on all cards, so that for an H100 stands for all, except within 5 % of a
-card's limit, and that for a v6e for a v5e. With --json a program is not compiled again.
+--largest is another table: the largest model that each optimizer trains on one card. The need is
+much the same on all cards, so that for an H100 stands for all, except within 5 % of a card's limit.
+With --json a program is not compiled again.
 """
 
 import functools
@@ -25,6 +20,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -51,9 +47,6 @@ MODELS["70B"] = Model(80, 8_192, 64, 8, 28_672)
 SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
 
 
-# ------------------------------------------------------------------------------------------- steps
-
-
 def narrow(w: jax.Array) -> jax.Array:
     """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
@@ -61,19 +54,17 @@ def narrow(w: jax.Array) -> jax.Array:
 
 def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
     """The example's functions, in bfloat16, with the sequences split over the devices."""
-    place = lambda x, *axes: jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, PartitionSpec(*axes))
-    )
+    split = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    place = lambda x, *axes: jax.lax.with_sharding_constraint(x, split(*axes))
 
     def layer(x: jax.Array, w: Any) -> jax.Array:
         x = one_card.layer(place(x, "devices"), jax.tree.map(narrow, w), model.head)
         return place(x, "devices")
 
-    embed = lambda embedding, tokens: narrow(embedding)[tokens]
-    loss = lambda x, top, labels: one_card.cross_entropy(
-        x, jax.tree.map(narrow, top), labels, place
-    )
-    return embed, layer, loss
+    def loss(x: jax.Array, top: Any, labels: jax.Array) -> jax.Array:
+        return one_card.cross_entropy(x, jax.tree.map(narrow, top), labels, place)
+
+    return lambda embedding, tokens: narrow(embedding)[tokens], layer, loss
 
 
 def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trainer:
@@ -88,17 +79,9 @@ def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trai
 
     def step(params: Any, state: Any, *batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return *common.update(tx, grads, params, state), value
 
     return Trainer(tx.init, step)
-
-
-def in_backward(make_tx: Any, model: Model, mesh: Mesh) -> Trainer:
-    return one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
-
-
-# -------------------------------------------------------------------------------------- optimizers
 
 
 IN_BACKWARD = ", updated in the backward pass"
@@ -115,12 +98,12 @@ def muon_dimensions(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, Any]]:
+def optimizers(place: Any = 0) -> dict[str, Any]:
     """Each with the dtype of its params; for the update in the backward pass, of a place."""
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
-    of_z: dict[str, Any] = {"state_dtype": BF16, "rounding_key": key}
-    factored: dict[str, Any] = {"second_moment": "factored"}
+    spa = lambda **options: (spa_adamw(1e-3, 0.05, 0.9, rounding_key=key, **options), BF16)
+    factored = functools.partial(spa, second_moment="factored")
     adamw = optax.adamw(1e-3)
     result = {
         "AdamW, float32": (adamw, F32),
@@ -130,44 +113,25 @@ def optimizers(place: Any = 0) -> dict[str, tuple[optax.GradientTransformation, 
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
     }
-    stored: dict[str, dict[str, Any]] = {
-        "bfloat16": {"rounding_key": key},
-        "bfloat16 z": of_z,
-        "bfloat16 z and ν": of_z | {"second_moment": "bfloat16"},
-        "bfloat16 z, factored ν": of_z | factored,
-        "8-bit z, factored ν": of_z | factored | {"state_dtype": jnp.float8_e4m3fn},
-    }
-    for name, options in stored.items():
-        result[f"spa_adamw, {name}"] = spa_adamw(1e-3, 0.05, 0.9, **options), BF16
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
-    return result
+    return result | {
+        "spa_adamw, bfloat16": spa(),
+        "spa_adamw, bfloat16 z": spa(state_dtype=BF16),
+        "spa_adamw, bfloat16 z and ν": spa(state_dtype=BF16, second_moment="bfloat16"),
+        "spa_adamw, bfloat16 z, factored ν": factored(state_dtype=BF16),
+        "spa_adamw, 8-bit z, factored ν": factored(state_dtype=jnp.float8_e4m3fn),
+    }
 
 
-def choices() -> list[str]:
-    return [name + how for how in ("", IN_BACKWARD) for name in optimizers()]
+RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]  # only in the table by card, or by name
+NOT_BY_CARD = ["AdamW, bfloat16, float32 master copy", "Adafactor, bfloat16", "spa_adamw, bfloat16"]
 
 
-# Only in the table by card, or by name.
-RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]
-OF_LARGEST = [
-    name + how
-    for name in (
-        "AdamW, float32",
-        "AdamW, float32, bfloat16 m",
-        "Adafactor, float32",
-        *RIVALS,
-        "spa_adamw, bfloat16 z",
-        "spa_adamw, bfloat16 z and ν",
-        "spa_adamw, bfloat16 z, factored ν",
-        "spa_adamw, 8-bit z, factored ν",
-    )
-    for how in ("", IN_BACKWARD)
-]
-
-
-# ---------------------------------------------------------------------------------------- compiling
+def choices(without: Sequence[str] = ()) -> list[str]:
+    names = [name for name in optimizers() if name not in without]
+    return [name + how for name in names for how in ("", IN_BACKWARD)]
 
 
 class Target(NamedTuple):
@@ -179,31 +143,14 @@ class Target(NamedTuple):
     limit: float  # GiB of a device, as XLA has it
 
 
-class Device(NamedTuple):
-    """A card or a chip."""
-
-    name: str
-    limit: float  # GiB, as above
-    like: str  # compiled for that one, except where it is close
-
-
-V5E, V5P, V6E = 15.75, 95.73, 31.25
+V5E, V5P = 15.75, 95.73
+CARDS = {"L4": "l4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090"}
+CARDS |= {"A100 of 40 GB": "a100-40", "L40S": "l40s", "H100": "h100"}
 # XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
-card = lambda name: Device(name, 0.95 * compiled.CARDS[name].memory / 2**30, "H100")
-DEVICES = {
-    "L4": card("l4"),
-    "RTX 4090": card("rtx4090"),
-    "RTX 5090": card("rtx5090"),
-    "A100 of 40 GB": card("a100-40"),
-    "L40S": card("l40s"),
-    "H100": card("h100"),
-    "v5e chip": Device("v5e", V5E, "v6e chip"),
-    "v6e chip": Device("v6e", V6E, "v6e chip"),
-}
 TARGETS = {
-    f"{model} on one {name}": Target(model, device.name, None, device.limit)
+    f"{model} on one {name}": Target(model, card, None, 0.95 * compiled.CARDS[card].memory / 2**30)
     for model in SIZES
-    for name, device in DEVICES.items()
+    for name, card in CARDS.items()
 }
 BY_OPTIMIZER = {
     "8B on v5e-8": Target("8B", "v5e", "v5e:2x4", V5E),
@@ -278,33 +225,35 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     model = MODELS[target.model]
     params = split_params(model, dtype, devices if target.topology else devices[:1])
     mesh = params["embedding"].sharding.mesh
-    if name == optimizer:
-        trainer = ordinary(tx, model, mesh)
-    else:
-        trainer = in_backward(lambda place: optimizers(place)[name][0], model, mesh)
+    trainer = ordinary(tx, model, mesh)
+    if name != optimizer:
+        make_tx = lambda place: optimizers(place)[name][0]
+        trainer = one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
     start = time.perf_counter()
     state, whole = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     result = {"bytes": num_bytes / size, "whole": whole / 2**30}
-    result["versions"] = compiled.versions(target.device)
+    result |= {"versions": compiled.versions(target.device), "refused": True, "GiB": None}
+    result |= {"collectives": {}, "seconds": 0.0}
     if num_bytes / mesh.size > target.limit * 2**30:  # needs no compiler
-        return result | {"refused": True, "GiB": None, "collectives": {}, "seconds": 0.0}
+        return result
     try:
         program = compile_step(trainer, params, state).compile()
         memory = program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
-        result |= {
-            "refused": False,
-            "GiB": total / 2**30,
-            "collectives": collectives(compiled.text_of(program)),
-        }
+        found = collectives(compiled.text_of(program))
+        result |= {"refused": False, "GiB": total / 2**30, "collectives": found}
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise
-        result |= {"refused": True, "GiB": gigabytes(str(error)), "collectives": {}}
+        result["GiB"] = gigabytes(str(error))
     return result | {"seconds": time.perf_counter() - start}
+
+
+def record_of(found: common.Records, target: str, optimizer: str) -> dict[str, Any]:
+    return found.get((target, optimizer), functools.partial(measure, target, optimizer))
 
 
 def gigabytes(message: str) -> float | None:
@@ -313,21 +262,14 @@ def gigabytes(message: str) -> float | None:
     return float(found[1] or found[2]) if found else None
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
-def fits(record: dict[str, Any]) -> bool:
-    limit = TARGETS[record["target"]].limit
-    return not record["refused"] and record["GiB"] <= limit
-
-
 def table(records: list[dict[str, Any]]) -> str:
     rows = []
     for record in records:
-        size = "" if record["GiB"] is None else f"{record['GiB']:.2f}"
+        size, limit = record["GiB"], TARGETS[record["target"]].limit
+        fits = not record["refused"] and size <= limit
         kinds = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
-        row = [record["optimizer"], f"{record['bytes']:.1f}", size]
-        row += ["" if fits(record) else "out of memory", f"{record['whole']:.2f}", kinds]
+        row = [record["optimizer"], f"{record['bytes']:.1f}", "" if size is None else f"{size:.2f}"]
+        row += ["" if fits else "out of memory", f"{record['whole']:.2f}", kinds]
         rows.append([*row, f"{record['seconds']:.0f}"])
     header = ["optimizer", "bytes/param", "GiB/device", "", "whole", "collectives", "compile"]
     return common.markdown(header, rows)
@@ -335,59 +277,45 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
+    limits = {name: TARGETS[f"8B on one {name}"].limit for name in names}
 
-    def gibibytes(model: str, optimizer: str, name: str) -> float:
-        """More than the limit where it does not fit.
-
-        Nearly the same on all cards: the program is that for another, unless it is close.
-        """
-        device, size = DEVICES[name], None
-        for card in (device.like, name):
-            key = f"{model} on one {card}", optimizer
-            record = found.get(key, functools.partial(measure, *key))
-            size = math.inf if record["refused"] else record["GiB"]
-            if abs(size / device.limit - 1) > 0.05:
-                break
-        return size
+    def cell(optimizer: str, name: str) -> str:
+        """Need is nearly the same on all cards: by the program for an H100, unless it is close."""
+        for model in SIZES:
+            size = math.inf
+            for card in ("H100", name):
+                record = record_of(found, f"{model} on one {card}", optimizer)
+                size = math.inf if record["refused"] else record["GiB"]
+                if abs(size / limits[name] - 1) > 0.05:
+                    break
+            if size <= limits[name]:
+                return f"{model}, {size:.1f}"
+        return "–"
 
     rows = []
     for optimizer in optimizers:
-        cells = []
-        for name in names:
-            sizes = ((model, gibibytes(model, optimizer, name)) for model in SIZES)
-            fitting = (
-                f"{model}, {size:.1f}" for model, size in sizes if size <= DEVICES[name].limit
-            )
-            cells.append(next(fitting, "–"))
-        key = f"8B on one {DEVICES[names[0]].like}", optimizer
-        num_bytes = found.get(key, functools.partial(measure, *key))["bytes"]
-        rows.append([optimizer, f"{num_bytes:.1f}", *cells])
-    limits = [f"{name}, {DEVICES[name].limit:.1f}" for name in names]
-    return common.markdown(["optimizer", "bytes/param", *limits], rows)
+        num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
+        rows.append([optimizer, f"{num_bytes:.1f}", *(cell(optimizer, name) for name in names)])
+    columns = [f"{name}, {limit:.1f}" for name, limit in limits.items()]
+    return common.markdown(["optimizer", "bytes/param", *columns], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
     add = functools.partial(parser.add_argument, nargs="+")
-    targets = list(BY_OPTIMIZER)
-    add("--target", choices=TARGETS, metavar="NAME", default=targets, help="what to train on what")
+    add("--target", choices=TARGETS, metavar="NAME", help="by default those of the tables")
     add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
-    add("--largest", choices=DEVICES, metavar="CARD", help="the table of these")
+    add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
-    found = common.Records(arguments.json, ("target", "optimizer"))
+    found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:
-        text = largest(arguments.largest, arguments.optimizer or OF_LARGEST, found)
-        print(text)
-        return text
-    by_default = [name for name in optimizers() if name not in RIVALS]
-    text = []
-    for target in arguments.target:
-        of_target = [
-            found.get((target, optimizer), functools.partial(measure, target, optimizer))
-            for optimizer in tqdm(arguments.optimizer or by_default, desc=target, leave=False)
-        ]
-        text += [f"{target}; {of_target[0]['versions']}", table(of_target)]
+        text = [largest(arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found)]
+    for target in [] if arguments.largest else arguments.target or BY_OPTIMIZER:
+        names = arguments.optimizer or [name for name in optimizers() if name not in RIVALS]
+        names = tqdm(names, desc=target, leave=False)
+        records = [record_of(found, target, name) for name in names]
+        text += [f"{target}; {records[0]['versions']}", table(records)]
     print("\n\n".join(text))
     return "\n\n".join(text)
 

@@ -35,9 +35,6 @@ SIZES = Sizes()
 NAMES = ("wte", "wpe", "h", "ln_f")  # of the params, at their root
 
 
-# ----------------------------------------------------------------------------------------- network
-
-
 def init(key: jax.Array, sizes: Sizes = SIZES) -> dict[str, Any]:
     """GPT-2's initial params, by nanoGPT's names; matrices are (inputs, outputs)."""
     keys = iter(jax.random.split(key, 2 + 4 * sizes.layers))
@@ -79,21 +76,15 @@ def losses(params: Any, inputs: jax.Array, labels: jax.Array, sizes: Sizes = SIZ
     return optax.softmax_cross_entropy_with_integer_labels(of, labels)
 
 
-# -------------------------------------------------------------------------------------------- text
-
-
-def read(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read(folder: Path) -> tuple[np.ndarray, ...]:
     """Tiny Shakespeare as numbers of characters, and its last tenth; downloaded if not there."""
     path = pooch.retrieve(URL, f"sha256:{SHA256}", "tinyshakespeare.txt", folder)
     text = np.frombuffer(Path(path).read_bytes(), np.uint8)
     text = np.searchsorted(np.unique(text), text).astype(np.int32)
-    seen, unseen = np.split(text, [int(len(text) * 0.9)])
-    return seen, unseen
+    return tuple(np.split(text, [int(len(text) * 0.9)]))
 
 
-def batch(
-    text: jax.Array, key: jax.Array, sizes: Sizes = SIZES, size: int = BATCH
-) -> tuple[jax.Array, jax.Array]:
+def batch(text: jax.Array, key: jax.Array, sizes: Sizes = SIZES, size: int = BATCH) -> Any:
     """Random parts of a text and, as labels, what follows each character."""
     starts = jax.random.randint(key, (size, 1), 0, len(text) - sizes.length)
     part = text[starts + jnp.arange(sizes.length + 1)]
@@ -106,9 +97,6 @@ def windows(text: np.ndarray, sizes: Sizes = SIZES, size: int = 64) -> tuple[np.
     pad = -count % (sizes.length * size)
     cut = lambda x: np.pad(x, (0, pad)).reshape(-1, size, sizes.length)
     return cut(text[:-1]), cut(text[1:]), cut(np.ones(count, np.float32))
-
-
-# ------------------------------------------------------------------------------------------ recipe
 
 
 def schedule(peak: float, num_steps: int = STEPS, floor: float = 0.1) -> optax.Schedule:

@@ -3,9 +3,9 @@
     pip install torch --index-url https://download.pytorch.org/whl/cpu
     python benchmarks/nanogpt_parity.py
 
-Takes `model.py` and the functions `get_batch` and `get_lr` of `train.py` from --nanogpt, a clone of
-https://github.com/karpathy/nanoGPT, or clones it. Both sides train by AdamW as published, in
-float32. The largest relative difference of the losses should be some roundings: 1e-6.
+Takes `model.py` and the functions `get_batch` and `get_lr` of `train.py` from a clone of
+https://github.com/karpathy/nanoGPT. Both sides train by AdamW as published, in float32. The largest
+relative difference of the losses should be some roundings: 1e-6.
 """
 
 import ast
@@ -25,7 +25,7 @@ import nanogpt
 import numpy as np
 
 URL, COMMIT = "https://github.com/karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
-LIMIT = 3e-6
+STEPS, LIMIT = 30, 3e-6
 
 
 def functions_of(script: Path, names: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def params_of(model: Any) -> Any:
     return params
 
 
-def compare(code: Path, data_dir: Path, num_steps: int) -> list[tuple[float, float]]:
+def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
     """The losses of every step, nanoGPT's and ours."""
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -73,7 +73,7 @@ def compare(code: Path, data_dir: Path, num_steps: int) -> list[tuple[float, flo
         names |= {"learning_rate": rate, "min_lr": rate / 10, "warmup_iters": nanogpt.WARM_UP}
         names |= {"lr_decay_iters": nanogpt.STEPS, "device": "cpu", "device_type": "cpu"}
         functions = functions_of(code / "train.py", names)
-        for k in range(num_steps):
+        for k in range(STEPS):
             batch = functions["get_batch"]("train")
             for group in optimizer.param_groups:
                 group["lr"] = functions["get_lr"](k)
@@ -89,18 +89,15 @@ def compare(code: Path, data_dir: Path, num_steps: int) -> list[tuple[float, flo
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--nanogpt", type=Path, help="a folder with its code, by default cloned")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
-    parser.add_argument("--steps", type=int, default=30, help="to compare")
-    arguments = common.parse(parser, argv, "steps")
+    arguments = common.parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
-        if not arguments.nanogpt:
-            subprocess.run(["git", "clone", "--quiet", URL, folder], check=True)
-            subprocess.run(["git", "-C", folder, "checkout", "--quiet", COMMIT], check=True)
-        found = compare(arguments.nanogpt or Path(folder), arguments.data_dir, arguments.steps)
+        subprocess.run(["git", "clone", "--quiet", URL, folder], check=True)
+        subprocess.run(["git", "-C", folder, "checkout", "--quiet", COMMIT], check=True)
+        found = compare(Path(folder), arguments.data_dir)
     common.write_json(arguments.json, found)
     largest = max(abs(ours / theirs - 1) for theirs, ours in found)
-    print(f"{len(found)} steps, loss {found[0][0]:.7f} to {found[-1][0]:.7f}")
+    print(f"{STEPS} steps, loss {found[0][0]:.7f} to {found[-1][0]:.7f}")
     print(f"The largest relative difference is {largest:.1e}.")
     if not largest < LIMIT:
         raise common.command_line.UserError(f"the losses must agree to {LIMIT}, got {largest:.1e}")

@@ -8,7 +8,6 @@ With --check it writes nothing, and fails if a page is not that of its records.
 import json
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import memory
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "python benchmarks/render.py"
-CARDS = [name for name in memory.DEVICES if "chip" not in name]
 Record = dict[str, Any]
 
 
@@ -27,21 +25,25 @@ def read(name: str) -> list[Record]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
+def groups(records: list[Record], key: str) -> dict[Any, list[Record]]:
+    """By a field, in the order in which its values come."""
+    values = dict.fromkeys(record[key] for record in records)
+    return {value: [r for r in records if r[key] == value] for value in values}
+
+
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
     """A section for each length of the runs."""
-    by_steps: dict[int, list[Record]] = defaultdict(list)
-    for record in records:
-        by_steps[record["steps"]].append(record)
-    for num_steps, runs in sorted(by_steps.items()):
+    for num_steps, runs in sorted(groups(records, "steps").items()):
         yield f"{num_steps:,} steps", language_model.table(runs)
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
     """The largest models, then each target that has a table of its own."""
     found = common.Records(path, ("target", "optimizer"))
-    names = list(dict.fromkeys(record["optimizer"] for record in found.found.values()))
-    trained = [name for name in memory.OF_LARGEST if name in names and "8-bit" not in name]
-    largest = memory.largest(CARDS, trained, found)
+    names = {record["optimizer"] for record in found.found.values()}
+    by_card = memory.choices(memory.NOT_BY_CARD)
+    trained = [name for name in by_card if name in names and "8-bit" not in name]
+    largest = memory.largest(list(memory.CARDS), trained, found)
     yield "The largest model on one card, and the GiB of its step", largest
     for target in memory.BY_OPTIMIZER:
         records = [record for record in found.found.values() if record["target"] == target]
@@ -54,38 +56,29 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
     rows = []
     for record in records:
         same = "to the same loss" if record["resumed"] else "TO ANOTHER LOSS"
-        name = f"{record['trainer']} {record['version']}", record["optimizer"]
         losses = ", ".join(f"{loss:.4f}" for loss in record["losses"])
-        numbers = f"{record['bytes']:.1f}", str(record["devices"]), losses
-        resumed = f"at {record['resumed at']}, {same}", record.get("another state_dtype", "")
-        rows.append([*name, *numbers, *resumed, str(record["minutes"])])
+        row = [f"{record['trainer']} {record['version']}", record["optimizer"]]
+        row += [f"{record['bytes']:.1f}", str(record["devices"]), losses]
+        row += [f"at {record['resumed at']}, {same}", record.get("another state_dtype", "")]
+        rows.append([*row, str(record["minutes"])])
     yield "Killed after step 170 of 300", common.markdown(header, rows)
 
 
 def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
     """Means over seeds. Figures of the whole update are those at the rate in the middle."""
     of_update = ("moved", "cosine", "length", "distance")
-    by_steps: dict[int, list[Record]] = defaultdict(list)
-    for record in records:
-        by_steps[record["steps"]].append(record)
-    for num_steps, runs in by_steps.items():
+    for num_steps, runs in groups(records, "steps").items():
         rates = sorted({run["rate"] for run in runs})
         middle = rates[len(rates) // 2]
-        header = ["row", "bytes/param", *(f"accuracy at {rate:g}" for rate in rates)]
-        header += [f"{name} at {middle:g}" for name in of_update]
-        by_cell: dict[tuple[str, float], list[Record]] = defaultdict(list)
-        for run in runs:
-            by_cell[run["row"], run["rate"]].append(run)
-
-        def cell(row: str, rate: float, key: str, by_cell: Any = by_cell) -> str:
-            values = [run[key] for run in by_cell[row, rate]]
-            return f"{statistics.mean(values):.3f}" if values else ""
-
+        columns = [("accuracy", rate) for rate in rates] + [(key, middle) for key in of_update]
         rows = []
-        for name, num_bytes in {run["row"]: run["bytes"] for run in runs}.items():
-            accuracies = [cell(name, rate, "accuracy") for rate in rates]
-            update = [cell(name, middle, key) for key in of_update]
-            rows.append([name, f"{num_bytes:.2f}", *accuracies, *update])
+        for name, of_name in groups(runs, "row").items():
+            row = [name, f"{of_name[-1]['bytes']:.2f}"]
+            for key, rate in columns:
+                values = [run[key] for run in of_name if run["rate"] == rate]
+                row.append(f"{statistics.mean(values):.3f}" if values else "")
+            rows.append(row)
+        header = ["row", "bytes/param", *(f"{key} at {rate:g}" for key, rate in columns)]
         num_seeds = common.command_line.count(len({run["seed"] for run in runs}), "seed")
         yield f"{num_steps:,} steps, {num_seeds}", common.markdown(header, rows)
 
@@ -98,11 +91,10 @@ def pages() -> dict[str, str]:
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
     }
-    result = {}
-    for name, of_page in sections.items():
-        parts = "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
-        result[name] = f"# {name}.jsonl as tables\n\nWritten by `{SOURCE}`.\n\n{parts}\n"
-    return result
+    join = lambda of_page: "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
+    source = f"Written by `{SOURCE}`."
+    page = lambda name: f"# {name}.jsonl as tables\n\n{source}\n\n{join(sections[name])}\n"
+    return {name: page(name) for name in sections}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -66,10 +66,7 @@ def dynamic(signed: bool) -> Codec:
     return Codec(256, code, lambda codes: jnp.asarray(table, F32)[codes])
 
 
-def to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
-
-
+to = lambda dtype: lambda x: jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
 # From a field of Optax's states to how it is stored. m is companded by y = 2 x / (1 + |x|).
 DYNAMIC = {"mu": dynamic(True), "nu": dynamic(False)}
 LINEAR = {"mu": Codec(2_048, to(jnp.int8), lambda codes: codes / 127)}

@@ -7,6 +7,8 @@ All updates run in one process, in turns, warm, donated and blocked; a ratio is 
 read once, params and state written once, at the bandwidth of x ← −x, measured in the same rounds.
 """
 
+import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +22,11 @@ from flax import nnx
 from paper.models import PREACT_RESNETS
 from tqdm import tqdm
 
-from spa_optax import spa, spa_from_sgdm
+import spa_optax
 from spa_optax.diagnostics import track_momentum
 
-REFERENCE = "optax.sgd(0.1, 0.9)"
-COMPILED = ("must_move", "bytes_accessed", "temporary", "peak", "compile_seconds")
-GROUP = 5  # so many updates at a time, besides the reference: each has its own params
-
-
-# ------------------------------------------------------------------------------------------- trees
+REFERENCE, COPY = "optax.sgd(0.1, 0.9)", "x ← −x"
+GROUP, WARM_UP = 5, 3  # so many updates at a time, besides the reference; and rounds
 
 
 def gpt2() -> Any:
@@ -53,126 +51,117 @@ TREES: dict[str, Callable[[], Any]] = {
 }
 
 
-def filled(shapes: Any, value: float, dtype: Any) -> Any:
-    is_shape = lambda node: isinstance(node, tuple)
-    full = jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.full(s, value, dtype), shapes, is_leaf=is_shape)
-    )
-    return full()
+def map_shapes(function: Callable[[tuple[int, ...]], Any], shapes: Any) -> Any:
+    return jax.tree.map(function, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-# ----------------------------------------------------------------------------------------- updates
+def sizes(shapes: Any) -> list[int]:
+    return jax.tree.leaves(map_shapes(math.prod, shapes))
 
 
-def optimizers() -> dict[str, tuple[optax.GradientTransformation, Any]]:
-    """Each with the dtype of its params and gradients."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000)
-    f32, bf16, key = jnp.float32, jnp.bfloat16, jax.random.key(0)
-    return {
-        REFERENCE: (optax.sgd(0.1, 0.9), f32),
-        "spa(1.0, 0.1)": (spa(1.0, 0.1), f32),
-        "optax.sgd(schedule, 0.9)": (optax.sgd(schedule, 0.9), f32),
-        "spa(schedule, 0.1)": (spa(schedule, 0.1), f32),
-        "spa_from_sgdm(schedule, 0.9)": (spa_from_sgdm(schedule, 0.9), f32),
-        "spa_from_sgdm(schedule, 0.99)": (spa_from_sgdm(schedule, 0.99), f32),
-        "spa_from_sgdm(schedule, 0.999)": (spa_from_sgdm(schedule, 0.999), f32),
-        "optax.sgd(schedule, 0.9, nesterov=True)": (optax.sgd(schedule, 0.9, True), f32),
-        "spa_from_sgdm(schedule, 0.9, True)": (spa_from_sgdm(schedule, 0.9, True), f32),
-        "optax.contrib.schedule_free_sgd(0.1)": (optax.contrib.schedule_free_sgd(0.1), f32),
-        "track_momentum(spa(1.0, 0.1))": (track_momentum(spa(1.0, 0.1)), f32),
-        "spa(1.0, 0.1), bfloat16 params": (spa(1.0, 0.1), bf16),
-        "the same with rounding_key": (spa(1.0, 0.1, rounding_key=key), bf16),
-        "the same with bfloat16 z": (spa(1.0, 0.1, state_dtype=bf16, rounding_key=key), bf16),
+ROWS = [
+    REFERENCE,
+    "spa(1.0, 0.1)",
+    "optax.sgd(schedule, 0.9)",
+    "spa(schedule, 0.1)",
+    "spa_from_sgdm(schedule, 0.9)",
+    "spa_from_sgdm(schedule, 0.99)",
+    "spa_from_sgdm(schedule, 0.999)",
+    "optax.sgd(schedule, 0.9, nesterov=True)",
+    "spa_from_sgdm(schedule, 0.9, True)",
+    "optax.contrib.schedule_free_sgd(0.1)",
+    "track_momentum(spa(1.0, 0.1))",
+    "spa(1.0, 0.1), bfloat16 params",
+    "the same with rounding_key",
+    "the same with bfloat16 z",
+]
+# The others are named by their code.
+CODE = {
+    "the same with rounding_key": "spa(1.0, 0.1, rounding_key=key)",
+    "the same with bfloat16 z": "spa(1.0, 0.1, **narrow)",
+    "the same with float8_e4m3fn z": "spa(1.0, 0.1, **eight)",
+    "spa_adamw, bfloat16 params, 10 bytes": "spa_adamw(1e-3, rounding_key=key)",
+    "the same, 8 bytes": "spa_adamw(1e-3, **narrow)",
+    "the same, 6 bytes": 'spa_adamw(1e-3, second_moment="bfloat16", **narrow)',
+    "the same, 4 bytes": 'spa_adamw(1e-3, second_moment="factored", **narrow)',
+    "the same, 6 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="bfloat16", **narrow)',
+    "the same, 4 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="factored", **narrow)',
+    "the same, 3 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="factored", **eight)',
+}
+
+
+def update_of(row: str) -> tuple[optax.GradientTransformation, Any]:
+    """What a row names, with the dtype of its params and gradients."""
+    bf16, key = jnp.bfloat16, jax.random.key(0)
+    names = vars(optax) | vars(spa_optax) | {"optax": optax, "track_momentum": track_momentum}
+    names |= {"schedule": optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000), "key": key}
+    names |= {"bfloat16": bf16, "float32": jnp.float32, "gpa": (1e-3, 0.05, 0.9)}
+    names["narrow"] = {"state_dtype": bf16, "rounding_key": key}
+    names["eight"] = {"state_dtype": jnp.float8_e4m3fn, "rounding_key": key}
+    is_narrow = "bfloat16 params" in row or row in CODE
+    code = CODE.get(row, row.removesuffix(", bfloat16 params"))
+    return eval(code, names), bf16 if is_narrow else jnp.float32
+
+
+def compiled(tx: optax.GradientTransformation, dtype: Any, shapes: Any) -> tuple[Any, Any, Any]:
+    """A call of an update; params and state, which it is donated; and what compiling tells."""
+    full = lambda x: jax.jit(lambda: map_shapes(lambda s: jnp.full(s, x, dtype), shapes))()
+    grads, params = full(0.01), full(0.1)
+    carry = jax.block_until_ready((params, tx.init(params)))
+    step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
+    start = time.perf_counter()
+    program = step.lower(grads, *carry).compile()
+    seconds = time.perf_counter() - start
+    size = optax.tree.size(params)
+    count = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / size
+    cost: Any = program.cost_analysis()
+    memory: Any = program.memory_analysis()
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    figures = {
+        "must_move": 2 * count(carry) + count(grads),
+        "bytes_accessed": cost["bytes accessed"] / size,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": (memory.argument_size_in_bytes + new + memory.temp_size_in_bytes) / size,
+        "compile_seconds": seconds,
     }
-
-
-class Timed:
-    """A compiled call, donated what it returned before."""
-
-    carry: Any
-    call: Callable[[Any], Any]
-
-    def run(self) -> float:
-        """The seconds that one call takes."""
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.call(self.carry))
-        return time.perf_counter() - start
-
-
-class Copy(Timed):
-    """x ← −x in place: what the memory can do."""
-
-    def __init__(self, size: int) -> None:
-        """Of `size` float32."""
-        self.num_bytes, self.carry = 8 * size, jnp.ones(size)
-        self.call = jax.jit(lambda x: -x, donate_argnums=0)
-
-
-class Update(Timed):
-    """An update with its own params and state."""
-
-    def __init__(self, tx: optax.GradientTransformation, shapes: Any, dtype: Any) -> None:
-        """Compiles it."""
-        grads, params = filled(shapes, 0.01, dtype), filled(shapes, 0.1, dtype)
-        self.carry = jax.block_until_ready((params, tx.init(params)))
-        self.size = optax.tree.size(params)
-
-        def step(carry: Any, grads: Any) -> Any:
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        start = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=0).lower(self.carry, grads).compile()
-        self.compile_seconds = time.perf_counter() - start
-        self.call = lambda carry: compiled(carry, grads)
-        count = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / self.size
-        self.must_move = 2 * count(self.carry) + count(grads)
-        cost: Any = compiled.cost_analysis()
-        memory: Any = compiled.memory_analysis()
-        self.bytes_accessed = cost["bytes accessed"] / self.size
-        self.temporary = memory.temp_size_in_bytes
-        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + self.temporary
-        self.peak = (peak - memory.alias_size_in_bytes) / self.size
+    return lambda carry: program(grads, *carry), carry, figures
 
 
 def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
     """The figures of all updates of a tree."""
-    make = {
-        name: lambda tx=tx, dtype=dtype: Update(tx, shapes, dtype)
-        for name, (tx, dtype) in optimizers().items()
-    }
     figures: dict[str, dict[str, Any]] = {}
-    others = [name for name in make if name != REFERENCE]
-    for i in range(0, len(others), GROUP):
-        names = others[i : i + GROUP]
-        running: dict[str, Any] = {name: make[name]() for name in (REFERENCE, *names)}
-        running["x ← −x"] = Copy(max(running[REFERENCE].size, 10_000_000))
+    size = sum(sizes(shapes))
+    copied = max(size, 10_000_000)  # numbers, of 4 bytes each that are read and written
+    for i in range(1, len(ROWS), GROUP):
+        names = [REFERENCE, *ROWS[i : i + GROUP]]
+        running = {name: compiled(*update_of(name), shapes) for name in names}
+        running[COPY] = jax.jit(lambda x: -x, donate_argnums=0), jnp.ones(copied), {}
+        carries = {name: carry for name, (_, carry, _) in running.items()}
         seconds: dict[str, list[float]] = {name: [] for name in running}
-        for k in tqdm(range(num_rounds + 3), desc=", ".join(names), leave=False):
-            for name, update in running.items():
-                took = update.run()
-                if k >= 3:  # warm
-                    seconds[name].append(took)
-        bandwidth = running["x ← −x"].num_bytes / np.array(seconds.pop("x ← −x"))
-        for name, of_name in seconds.items():
-            update, taken = running[name], np.array(of_name)
-            ratio = taken / np.array(seconds[REFERENCE])
-            floor = update.must_move * update.size / bandwidth
-            figures.setdefault(
-                name,
-                {
-                    "milliseconds": float(1e3 * np.median(taken)),
-                    "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
-                    "bandwidth": float(np.median(bandwidth)),
-                    "to_floor": float(np.median(taken / floor)),
-                    **{key: getattr(update, key) for key in COMPILED},
-                },
-            )
+        for _ in tqdm(range(WARM_UP + num_rounds), desc=", ".join(names[1:]), leave=False):
+            for name, (call, *_) in running.items():
+                start = time.perf_counter()
+                carries[name] = jax.block_until_ready(call(carries[name]))
+                seconds[name].append(time.perf_counter() - start)
+        taken = {name: np.array(of_name[WARM_UP:]) for name, of_name in seconds.items()}
+        bandwidth = 8 * copied / taken[COPY]
+        for name in names:
+            *_, of_program = running[name]
+            ratio = taken[name] / taken[REFERENCE]
+            floor = of_program["must_move"] * size / bandwidth
+            of_time = {
+                "milliseconds": float(1e3 * np.median(taken[name])),
+                "ratio": [float(f(ratio)) for f in (np.median, np.min, np.max)],
+                "bandwidth": float(np.median(bandwidth)),
+                "to_floor": float(np.median(taken[name] / floor)),
+            }
+            figures.setdefault(name, of_time | of_program)
     return figures
 
 
-# ------------------------------------------------------------------------------------------ report
+def label(row: str) -> str:
+    """For tables: code in backticks."""
+    return f"`{row}`" if "(" in row else row
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
@@ -181,12 +170,15 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     rows = []
     for name, of_name in figures.items():
         ratio, low, high = of_name["ratio"]
-        row = [f"`{name}`" if "(" in name else name, f"{of_name['milliseconds']:.2f}"]
-        row += [f"{ratio:.2f}", f"{low:.2f}–{high:.2f}"]
-        row += [f"{of_name['to_floor']:.2f}"]
-        row += [f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak")]
-        row += [f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"]
-        rows.append(row)
+        row = [
+            label(name),
+            f"{of_name['milliseconds']:.2f}",
+            f"{ratio:.2f}",
+            f"{low:.2f}–{high:.2f}",
+        ]
+        of_bytes = (f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak"))
+        row += [f"{of_name['to_floor']:.2f}", *of_bytes]
+        rows.append([*row, f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"])
     return common.markdown(header, rows)
 
 
@@ -196,19 +188,16 @@ def main(argv: list[str] | None = None) -> str:
     add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
     add("--rounds", type=int, default=30, help="of timing")
     arguments = common.parse(parser, argv, "rounds")
-    title = common.device()
-    text, everything = [title], {}
+    text, everything = [common.device()], {}
     for name in arguments.tree:
         shapes = TREES[name]()
         figures = everything[name] = measure(shapes, arguments.rounds)
-        leaves = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
-        size = sum(int(np.prod(shape)) for shape in leaves)
-        gigabytes = figures[REFERENCE]["bandwidth"] / 1e9
+        leaves, speed = sizes(shapes), figures[REFERENCE]["bandwidth"] / 1e9
         text.append(
-            f"{name}: {size:,} params, {len(leaves):,} leaves; x ← −x at {gigabytes:.1f} GB/s"
+            f"{name}: {sum(leaves):,} params, {len(leaves):,} leaves; {COPY} at {speed:.1f} GB/s"
         )
         text.append(table(figures))
-    common.write_json(arguments.json, {"device": title, **everything})
+    common.write_json(arguments.json, {"device": text[0], **everything})
     print("\n\n".join(text))
     return "\n\n".join(text)
 

@@ -14,7 +14,6 @@ from spa_optax._schedules import (
     ema_nesterov as ema_nesterov,
     hyperparams_from_sgdm as hyperparams_from_sgdm,
     hyperparams_to_sgdm as hyperparams_to_sgdm,
-    momentum_drop as momentum_drop,
     schedule_free_averaging as schedule_free_averaging,
     stagewise as stagewise,
 )

@@ -51,7 +51,7 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
     make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
     mesh = params["embedding"].sharding.mesh
     if kind == "in the backward pass":
-        return memory.in_backward(make_tx, model, mesh)
+        return one_card.make_trainer(model.layers, *memory.decoder(model, mesh), make_tx)
     return memory.ordinary(make_tx(0), model, mesh)
 
 

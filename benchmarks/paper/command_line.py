@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 
 class UserError(ValueError):
     """An error that the user can correct at the command line; `run` shows no traceback."""
@@ -71,6 +73,14 @@ def option(name: str) -> str:
 def count(number: int, noun: str) -> str:
     """1 seed, 2 seeds."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def mean_and_error(values: Any) -> tuple[Any, Any]:
+    """Over seeds, the first axis, with the standard error, which is NaN for one seed."""
+    values = np.asarray(values)
+    one = len(values) == 1
+    spread = np.full(values.shape[1:], np.nan) if one else values.std(0, ddof=1)
+    return values.mean(0), spread / np.sqrt(len(values))
 
 
 def plus_minus(mean: float, spread: float, spec: str = ".4f", unit: str = "") -> str:

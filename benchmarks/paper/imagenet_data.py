@@ -92,48 +92,35 @@ def decode(content: bytes, size: int, rng: np.random.Generator | None) -> np.nda
     return pixels[:, ::-1] if flip else pixels
 
 
-class Reader:
-    """Reads and decodes images in a given order: a source of records for grain."""
-
-    def __init__(
-        self, files: Files, size: int, order: np.ndarray, places: np.ndarray, seed: Any
-    ) -> None:
-        """`order` has indices of images, −1 for a black one; without a seed the crop is central.
-
-        Crop and flip depend on the seed and on the place in the whole order, and on nothing else.
-        """
-        self.files, self.size, self.order, self.places = files, size, order, places
-        self.seed = seed
-
-    def __len__(self) -> int:
-        """The number of images in the order."""
-        return len(self.order)
-
-    def __getitem__(self, k: Any) -> dict[str, Any]:
-        """An image and its label, which is −1 for an index of −1."""
-        index = int(self.order[k])
-        if index < 0:
-            black = np.zeros((self.size, self.size, 3), np.uint8)
-            return {"images": black, "labels": np.int32(-1)}
-        rng = self.seed and np.random.default_rng((*self.seed, int(self.places[k])))
-        path = self.files.paths[index]
-        try:
-            image = decode(path.read_bytes(), self.size, rng)
-        except Exception as error:  # a decoder may raise anything for a broken file
-            raise UserError(f"{path} cannot be decoded: {error}") from error
-        return {"images": image, "labels": self.files.labels[index]}
-
-
 def batches(
     files: Files, order: np.ndarray, batch: int, size: int, seed: Any, num_threads: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """This process's part of each batch: an equal part for each process, in their order."""
+    """This process's part of each batch: an equal part for each process, in their order.
+
+    `order` has indices of images, −1 for a black one, which is labelled −1. Crop and flip depend on
+    the seed and on the place in the whole order, and on nothing else; without a seed the crop is
+    central.
+    """
     part = batch // jax.process_count()
-    places = np.arange(len(order)).reshape(-1, jax.process_count(), part)[:, jax.process_index()]
-    reader = Reader(files, size, order[places.ravel()], places.ravel(), seed)
+    places = np.arange(len(order)).reshape(-1, jax.process_count(), part)
+    places = places[:, jax.process_index()].ravel()
+
+    def read(k: int) -> dict[str, Any]:
+        place = int(places[k])
+        index = int(order[place])
+        if index < 0:
+            return {"images": np.zeros((size, size, 3), np.uint8), "labels": np.int32(-1)}
+        rng = seed and np.random.default_rng((*seed, place))
+        path = files.paths[index]
+        try:
+            image = decode(path.read_bytes(), size, rng)
+        except Exception as error:  # a decoder may raise anything for a broken file
+            raise UserError(f"{path} cannot be decoded: {error}") from error
+        return {"images": image, "labels": files.labels[index]}
+
     ahead = max(4 * part, num_threads)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
-    records = grain.MapDataset.source(reader).to_iter_dataset(options)  # pyright: ignore[reportArgumentType]
+    records = grain.MapDataset.range(len(places)).map(read).to_iter_dataset(options)
     return iter(records.batch(part))
 
 

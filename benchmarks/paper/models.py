@@ -12,20 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-def convolution(
-    width_in: int, width_out: int, kernel: int, strides: int, *, dtype: Any, rngs: nnx.Rngs
-) -> nnx.Conv:
-    return nnx.Conv(
-        width_in,
-        width_out,
-        (kernel, kernel),
-        strides=strides,
-        padding=kernel // 2,
-        use_bias=False,
-        dtype=dtype,
-        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-        rngs=rngs,
-    )
+def convolution(before: int, after: int, kernel: int, strides: int, **options: Any) -> nnx.Conv:
+    init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+    of = {"kernel_size": (kernel, kernel), "strides": strides, "padding": kernel // 2}
+    return nnx.Conv(before, after, use_bias=False, kernel_init=init, **of, **options)
 
 
 batch_norm = partial(nnx.BatchNorm, momentum=0.9)
@@ -34,19 +24,17 @@ batch_norm = partial(nnx.BatchNorm, momentum=0.9)
 class Block(nnx.Module):
     """A pre-activation residual block: BatchNorm and ReLU before each convolution.
 
-    The kernels are 3×3, 3×3, or in a bottleneck 1×1, 3×3, 1×1, the last with four times as many
-    filters. Where the shape changes, the shortcut is a 1×1 convolution of the input after the first
-    BatchNorm and ReLU.
+    A bottleneck has kernels of 1×1, 3×3 and 1×1, the last with four times as many filters. Where
+    the shape changes, the shortcut is a 1×1 convolution after the first BatchNorm and ReLU.
     """
 
     def __init__(
         self, width_in: int, width: int, strides: int, *, bottleneck: bool, **options: Any
     ) -> None:
         """`width` is the number of filters."""
+        shapes = [(width, 3, strides), (width, 3, 1)]
         if bottleneck:
             shapes = [(width, 1, 1), (width, 3, strides), (4 * width, 1, 1)]
-        else:
-            shapes = [(width, 3, strides), (width, 3, 1)]
         layers, before = [], width_in
         for width_out, kernel, stride in shapes:
             layers += [batch_norm(before, **options), nnx.relu]
@@ -108,16 +96,14 @@ class PreActResNet(nnx.Module):
         *,
         bottleneck: bool = False,
         stem_strides: int = 1,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:
-        """Stages of `num_blocks` blocks."""
-        options = {"dtype": dtype, "rngs": rngs}
+        """Stages of `num_blocks` blocks; options are `rngs` and `dtype`."""
         self.stem = convolution(3, widths[0], 3, stem_strides, **options)
         make = partial(Block, bottleneck=bottleneck, **options)
         self.blocks, last = stages(make, widths[0], num_blocks, widths)
         self.norm = batch_norm(last, **options)
-        self.head = nnx.Linear(last, 10, rngs=rngs)
+        self.head = nnx.Linear(last, 10, rngs=options["rngs"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Images (b, 32, 32, 3) to logits (b, 10)."""
@@ -129,21 +115,14 @@ class ResNet(nnx.Module):
     """He et al., Deep Residual Learning, 2015, with the strides at the 3×3 convolutions."""
 
     def __init__(
-        self,
-        num_blocks: Sequence[int],
-        width: int,
-        num_classes: int,
-        *,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        self, num_blocks: Sequence[int], width: int, num_classes: int, **options: Any
     ) -> None:
         """Stages of `num_blocks` blocks; each stage has twice the width of the one before."""
-        options = {"dtype": dtype, "rngs": rngs}
         self.stem = convolution(3, width, 7, 2, **options)
         self.norm = batch_norm(width, **options)
         widths = [width * 2**stage for stage in range(len(num_blocks))]
         self.blocks, last = stages(partial(Bottleneck, **options), width, num_blocks, widths)
-        self.head = nnx.Linear(last, num_classes, rngs=rngs)
+        self.head = nnx.Linear(last, num_classes, rngs=options["rngs"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Images (b, h, w, 3) to logits (b, num_classes)."""

@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import optax
 from command_line import UserError
 
-from spa_optax import diagnostics, momentum_drop, spa, spa_from_sgdm, stagewise
+from spa_optax import diagnostics, spa, spa_from_sgdm, stagewise
+from spa_optax.theory import momentum_drop
 
+Tx = optax.GradientTransformation
 FACTOR = 10.0  # of the learning rate at a drop
 RATE = 1.0005  # per step, where η falls gradually: a factor of 10 takes 4,606 steps, 11.8 epochs
 
@@ -51,9 +54,7 @@ class Config:
     track: bool
 
 
-def make_optimizer(
-    config: Config, recipe: Recipe, steps_per_epoch: int
-) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config, recipe: Recipe, steps_per_epoch: int) -> Tx:
     """One of `OPTIMIZERS`, with the recipe's schedule shortened to `config.epochs`."""
     eta, c = config.learning_rate, config.averaging
     alpha, beta = eta * c, 1 - c
@@ -65,8 +66,9 @@ def make_optimizer(
     shortest = min(after - before for before, after in itertools.pairwise(drops))
     step_factor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
-    eta_only = stagewise(eta, c, drops, FACTOR, averaging_rule="constant")
-    make: dict[str, Callable[[], optax.GradientTransformation]] = {
+    constant_c = partial(stagewise, eta, c, factor=FACTOR, averaging_rule="constant")
+    eta_only = constant_c(drops)
+    make: dict[str, Callable[[], Tx]] = {
         "sgdm": lambda: optax.sgd(alphas, momentum=beta),
         "spa_from_sgdm": lambda: spa_from_sgdm(alphas, momentum=beta),
         "spa-eta": lambda: spa(*eta_only),
@@ -74,14 +76,10 @@ def make_optimizer(
         "spa-gradual": lambda: spa(*stagewise(eta, c, drops, FACTOR, step_factor=step_factor)),
         "drop-eta": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="eta")),
         "drop-alpha": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="alpha")),
-        "tenth": lambda: spa(
-            *stagewise(eta, c, [steps_per_epoch, *drops], FACTOR, averaging_rule="constant")
-        ),
+        "tenth": lambda: spa(*constant_c([steps_per_epoch, *drops])),
     }
     if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
-        raise UserError(
-            f"tenth needs a first drop after epoch 1, got {config.epochs} epochs in all"
-        )
+        raise UserError(f"tenth needs a first drop after epoch 1, got {config.epochs} epochs")
     tx = make[config.optimizer]()
     if config.track:
         tx = diagnostics.track_momentum(tx)

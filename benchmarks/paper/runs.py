@@ -1,4 +1,4 @@
-"""Runs in folders: training from checkpoint to checkpoint, and the metrics that it writes.
+"""Runs in folders: training from checkpoint to checkpoint, its metrics, and tables of them.
 
 Each run has a folder OUT/OPTIMIZER/seedN with `config.json`, `checkpoints` and `metrics.jsonl`, one
 line per epoch. A checkpoint holds the metrics as well, so that both always agree.
@@ -7,7 +7,7 @@ line per epoch. A checkpoint holds the metrics as well, so that both always agre
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,33 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from command_line import UserError
+from command_line import UserError, count, mean_and_error, plus_minus
 from jax.experimental import multihost_utils
 from optimizers import Config
 from tqdm import tqdm
 from training import Program, State
 
+Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of an epoch: its metrics
+
 
 def run_all(
-    configs: Sequence[Config],
-    programs: Sequence[Program],
-    num_seeds: int,
-    data_digest: str,
-    out: Path,
-) -> None:
-    """Trains every config with every seed; each run has a folder in `out`."""
+    configs: Sequence[Config], programs: Sequence[Program], num_seeds: int, digest: str, out: Path
+) -> str:
+    """Trains every config with every seed, each in a folder in `out`, and prints a table."""
     for config, program in zip(configs, programs, strict=True):
         for seed in range(num_seeds):
             of_seed = dataclasses.replace(config, seed=seed)
-            run(of_seed, program, data_digest, run_folder(out, config.optimizer, seed))
+            run(of_seed, program, digest, run_folder(out, config.optimizer, seed))
+    if jax.process_index() > 0:
+        return ""
+    runs = read_runs(out, [config.optimizer for config in configs], num_seeds)
+    keys = ("train_loss", "test_accuracy")
+    rows = {name: [last(runs, name, key) for key in keys] for name in runs}
+    text = table(("training loss", "test accuracy, %"), rows)
+    devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    of = configs[0].model, count(configs[0].epochs, "epoch"), count(num_seeds, "seed"), devices
+    print(f"\n{', '.join(of)}\n{text}")
+    return text
 
 
 def run_folder(out: Path, optimizer: str, seed: int) -> Path:
@@ -59,13 +67,9 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
             say(f"{name}: already done, in {folder}")
             return state
         say(f"{name}: epochs {first + 1} to {config.epochs}, in {folder}")
-        with tqdm(
-            desc=f"{config.optimizer} {config.seed}",
-            initial=first * program.steps_per_epoch,
-            total=config.epochs * program.steps_per_epoch,
-            unit="step",
-            disable=jax.process_index() > 0,
-        ) as bar:
+        initial, total = (n * program.steps_per_epoch for n in (first, config.epochs))
+        hidden, title = jax.process_index() > 0, f"{config.optimizer} {config.seed}"
+        with tqdm(None, title, total, initial=initial, unit="step", disable=hidden) as bar:
             for epoch in range(first + 1, config.epochs + 1):
                 start = time.perf_counter()
                 state, of_steps = program.epoch(config.seed, state, epoch, bar)
@@ -80,13 +84,7 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
     return state
 
 
-def summarize(
-    epoch: int,
-    state: State,
-    of_steps: dict[str, np.ndarray],
-    tested: dict[str, float],
-    speed: float,
-) -> dict[str, Any]:
+def summarize(epoch: int, state: State, of_steps: Any, tested: Any, speed: float) -> dict[str, Any]:
     """The metrics of an epoch: its line of `metrics.jsonl`, rounded, with null in place of NaN."""
     lists = {k: [as_json(v) for v in vs] for k, vs in of_steps.items()}
     # Those of the last step; SGD+M has neither.
@@ -141,6 +139,34 @@ def check_config(config: Config, data_digest: str, folder: Path) -> None:
         raise UserError(f"--out has another run in {folder}, with {differences}")
 
 
-def read_epochs(path: Path) -> list[dict[str, Any]]:
-    """The metrics of each epoch."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
+    """The metrics that runs left in their folders, all of equally many epochs."""
+    runs: Runs = {}
+    for name in names:
+        runs[name] = []
+        for seed in range(num_seeds):
+            path = run_folder(out, name, seed) / "metrics.jsonl"
+            if not path.exists():
+                raise UserError(f"{out} must have a run of {name} with seed {seed}, got no {path}")
+            runs[name].append([json.loads(line) for line in path.read_text().splitlines()])
+            found, num_epochs = len(runs[name][-1]), len(runs[names[0]][0])
+            if found != num_epochs:
+                raise UserError(f"{path} must have {num_epochs} epochs, as the first, got {found}")
+    return runs
+
+
+def of_epochs(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
+    """A metric, (seeds, epochs)."""
+    return np.array([[line[key] for line in run] for run in runs], float)
+
+
+def last(runs: Runs, name: str, key: str) -> np.ndarray:
+    """A metric of the last epoch, of each seed; accuracy in %."""
+    return of_epochs(runs[name], key)[:, -1] * (100 if key == "test_accuracy" else 1)
+
+
+def table(titles: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> str:
+    """Mean ± standard error over seeds of each cell."""
+    cell = lambda values: f"{plus_minus(*mean_and_error(values)):>18}"
+    lines = [" " * 30 + "".join(f"{title:>18}" for title in titles)]
+    return "\n".join(lines + [f"{n:30}" + "".join(map(cell, cells)) for n, cells in rows.items()])

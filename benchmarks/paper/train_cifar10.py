@@ -30,7 +30,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import PREACT_RESNETS
 from optimizers import CIFAR10, Config, make_optimizer
-from report import report
 from runs import run_all
 from tqdm import tqdm
 from training import Program, State, check_batch, make_steps, on_all, stacked
@@ -116,14 +115,11 @@ def main(argv: Sequence[str] | None = None) -> str:
     configs, own = options.parse(parser, argv, Config, CIFAR10)
     options.join_cluster(own)
     train, test = get_data(own.data_dir, own.subset)
-    digest = hashlib.sha256()
-    for array in (*train, *test):
-        digest.update(array.tobytes())
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in (*train, *test))).hexdigest()
     mesh = Mesh(np.array(jax.devices()), ("data",))
     train = on_all(train, mesh)
     programs = [make_program(config, train, test, mesh) for config in configs]
-    run_all(configs, programs, own.seeds, digest.hexdigest(), own.out)
-    return report(configs, own.seeds, own.out, mesh, "cifar10.png")
+    return run_all(configs, programs, own.seeds, digest, own.out)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from imagenet_data import Files, batches, digest, find, normalize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import RESNETS
 from optimizers import IMAGENET, make_optimizer
-from report import report
 from runs import run_all
 from tqdm import tqdm
 from training import Program, State
@@ -57,9 +56,8 @@ def make_program(
         raise UserError(f"processes must have equally many devices, got {dict(of_processes)}")
     group = config.batch_norm_group or None
     if config.batch % (group or 1):
-        raise UserError(
-            f"--batch must be a multiple of --batch-norm-group {group}, got {config.batch}"
-        )
+        rule = f"--batch must be a multiple of --batch-norm-group {group}"
+        raise UserError(f"{rule}, got {config.batch}")
     replicated = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec("data"))
     steps_per_epoch = -(-len(train.paths) // config.batch)  # the last batch is filled up
@@ -111,12 +109,10 @@ def main(argv: Sequence[str] | None = None) -> str:
     add = parser.add_argument
     add("--data-dir", type=Path, required=True, help="has train/CLASS/*.JPEG and val/CLASS/*.JPEG")
     add("--image-size", type=int, default=224, help="height and width in pixels")
-    add(
-        "--batch-norm-group",
-        type=int,
-        default=32,
-        help="images that BatchNorm takes its statistics of; 0: the batch, of all devices together",
+    of_group = (
+        "images that BatchNorm takes its statistics of; 0: the batch, of all devices together"
     )
+    add("--batch-norm-group", type=int, default=32, help=of_group)
     # Those that this process may use, where the system can tell.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--threads", type=int, default=cpus, help="that decode images, a process")
@@ -125,14 +121,12 @@ def main(argv: Sequence[str] | None = None) -> str:
         parser.error(f"--batch-norm-group must be >= 0, got {own.batch_norm_group}")
     options.join_cluster(own)
     train = find(own.data_dir / "train")
-    data = train, find(own.data_dir / "val", train.classes)
+    test = find(own.data_dir / "val", train.classes)
     # Each process has its part of a batch, in their order, which is not that of ids on every TPU.
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices), ("data",))
-    make = partial(make_program, train=data[0], test=data[1], mesh=mesh, num_threads=own.threads)
-    programs = [make(config) for config in configs]
-    run_all(configs, programs, own.seeds, digest(*data), own.out)
-    return report(configs, own.seeds, own.out, mesh, "imagenet.png")
+    programs = [make_program(config, train, test, mesh, own.threads) for config in configs]
+    return run_all(configs, programs, own.seeds, digest(train, test), own.out)
 
 
 if __name__ == "__main__":

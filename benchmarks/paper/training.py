@@ -36,10 +36,7 @@ class Steps(NamedTuple):
 
 
 def make_steps(
-    config: Config,
-    make_model: Callable[[jax.Array], nnx.Module],
-    tx: optax.GradientTransformation,
-    group: int | None = None,
+    config: Config, make_model: Callable, tx: optax.GradientTransformation, group: int | None = None
 ) -> Steps:
     """Builds the functions of one batch, which the caller jits.
 

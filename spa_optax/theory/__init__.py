@@ -4,9 +4,9 @@ The functions have corrected formulas. Each docstring says what the paper prints
 check the inequalities themselves. The notation is at the top of `spa_optax.theory._formulas`.
 """
 
+from spa_optax._schedules import momentum_drop as momentum_drop
 from spa_optax.theory._audit import Audit as Audit, audit as audit, audit_sgdm as audit_sgdm
 from spa_optax.theory._formulas import (
-    estimate_smoothness as estimate_smoothness,
     forward_recursion as forward_recursion,
     lyapunov as lyapunov,
     max_decay_ratio as max_decay_ratio,

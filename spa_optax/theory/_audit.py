@@ -230,8 +230,7 @@ def audit(
       averaging: c_{k+1} in [0, 1], as above. A pair from `hyperparams_from_sgdm` is evaluated in
         O(n), and its `horizon` is ignored.
       num_steps: the number of steps to check, n ≥ 1.
-      smoothness: L > 0, to check the conditions of the bound too. The curvature at one point, from
-        `estimate_smoothness`, is not the L of the theorem.
+      smoothness: L > 0 of the theorem, to check the conditions of its bound too.
 
     Examples:
       Figure 1(e): η divided by 10 and c multiplied by 10, at once, makes α spike for one step.

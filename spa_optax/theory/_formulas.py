@@ -16,14 +16,11 @@
 limits are inf, not NaN. Arrays broadcast; all but `forward_recursion` can be jitted and vmapped.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, ArrayLike as Real, Float, PyTree
+from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
 
 from spa_optax import _checks as checks
@@ -210,28 +207,3 @@ def forward_recursion(
         for k in range(1, len(alpha)):
             eta[k] = (eta[k - 1] - alpha[k - 1]) / beta[k]
         return eta, alpha / eta
-
-
-def estimate_smoothness(
-    loss: Callable[[PyTree], Real], params: PyTree, *, key: Array, num_iterations: int = 100
-) -> Float[Array, ""]:
-    """The largest |eigenvalue| of the Hessian H of a loss at real `params`, from below.
-
-    Power iteration, v ← Hv/‖Hv‖, from a random v (`key`). The paper's L bounds the curvature
-    everywhere; the loss of a network often has no such L.
-
-    >>> loss = lambda p: (3 * p["x"] ** 2 - 5 * p["y"] ** 2) / 2
-    >>> print(f"{estimate_smoothness(loss, {'x': 1.0, 'y': 1.0}, key=jax.random.key(0)):.3f}")
-    5.000
-    """
-    checks.POSITIVE_INTEGER.check(num_iterations=num_iterations)
-    params = jax.tree.map(jnp.asarray, params)
-    checks.check_params(params, are_trained=True)
-
-    def iterate(_: int | Array, v: PyTree) -> PyTree:
-        norm = optax.tree.norm(v)
-        unit = jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1), v)
-        return jax.jvp(jax.grad(loss), (params,), (unit,))[1]
-
-    v = jax.lax.fori_loop(0, num_iterations, iterate, optax.tree.random_like(key, params))
-    return jnp.asarray(optax.tree.norm(v))

@@ -12,7 +12,6 @@ import command_line
 import figures
 import orbax.checkpoint as ocp
 import pytest
-import report
 import runs
 from helpers import environment
 from paper_helpers import arithmetic, bits, config, fake_runs, metrics, num_epochs, tiny_run
@@ -90,7 +89,7 @@ def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
 
 def test_runs_that_lack_something(tmp_path: Path) -> None:
     """Another seed, epochs, or numbers that were not tracked."""
-    read = lambda: report.read_runs(tmp_path, ["spa-gradual"], 2)
+    read = lambda: runs.read_runs(tmp_path, ["spa-gradual"], 2)
     tiny_run(tmp_path / "spa-gradual" / "seed0")
     with pytest.raises(ValueError, match="spa-gradual with seed 1"):
         read()

@@ -21,7 +21,7 @@ def test_defaults(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's."""
     found = []
 
-    def stop(config: Any, **_: Any) -> None:
+    def stop(config: Any, *_: Any) -> None:
         found.append(config)
         raise KeyboardInterrupt
 
