@@ -101,9 +101,6 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any,
     return params, state
 
 
-apply = run
-
-
 def spa_state(state: Any) -> SPAState:
     """The one state of the family in a state."""
     is_spa = lambda node: isinstance(node, SPAState)

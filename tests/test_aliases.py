@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import UNIFORM, WARMUP_COSINE, apply, compiled_step, trajectory, x64
+from helpers import UNIFORM, WARMUP_COSINE, compiled_step, run, trajectory, x64
 
 from spa_optax import (
     eval_params,
@@ -79,13 +79,13 @@ def test_an_alias_is_a_chain_of_the_pieces(alias: Any, second_moment: str, dtype
     key = KEY if second_moment == "bfloat16" else None
     average = spa(0.1, 0.2, 1.0 if alias is spa_adamw else 0.9, rounding_key=key)
     pieces = optax.chain(direction, optax.add_decayed_weights(0.1, mask))
-    expected = apply(optax.chain(in_float32(pieces), average), params, [grads] * 3)
+    expected = run(optax.chain(in_float32(pieces), average), params, [grads] * 3)
     full = functools.partial(alias, 0.1, averaging=0.2, mask=mask, **ADAMW)
-    found = apply(full(second_moment=second_moment, rounding_key=key), params, [grads] * 3)
+    found = run(full(second_moment=second_moment, rounding_key=key), params, [grads] * 3)
     chex.assert_trees_all_equal(found, expected)
     # In less memory ν is another.
     if second_moment != "full":
-        assert not np.array_equal(found[0]["w"], apply(full(), params, [grads] * 3)[0]["w"])
+        assert not np.array_equal(found[0]["w"], run(full(), params, [grads] * 3)[0]["w"])
 
 
 @both_aliases
@@ -97,7 +97,7 @@ def test_masks(alias: Any) -> None:
     leaves = jax.tree.leaves(model)
     for params, given in ((model, mask), (leaves, lambda ps: [p.ndim > 1 for p in ps])):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        after, _ = apply(alias(0.1, weight_decay=0.5, mask=given), params, [zeros])
+        after, _ = run(alias(0.1, weight_decay=0.5, mask=given), params, [zeros])
         moved = jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.any(x != y)), params, after))
         assert moved == jax.tree.leaves(mask)
 

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    apply,
     batches,
     evaluated,
     logistic_regression,
@@ -170,7 +169,7 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
 def test_z_takes_the_dtype_of_another_member() -> None:
     """As z − x, rounded to nearest, with all else as it was."""
     params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
-    x, state = apply(old, params, [jnp.cos(params)] * 3)
+    x, state = run(old, params, [jnp.cos(params)] * 3)
     tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
     moved = convert(state, x, into=tx.init(x))
     np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import UNIFORM, apply, batches, digits, relative_difference, run, trajectory, x64
+from helpers import UNIFORM, batches, digits, relative_difference, run, trajectory, x64
 
 from spa_optax import SPAState, eval_params, spa, spa_adamw, spa_from_sgdm, stochastic_rounding
 
@@ -90,11 +90,11 @@ def test_a_traced_interpolation_of_1_is_the_number(rate: Any, dtype: Any) -> Non
     """To the bit, x and z, though one program has no term in μ_y, and the other has."""
     params, grads = optax.tree.cast((PARAMS, GRADS), dtype)
     key = KEY if dtype == jnp.bfloat16 else None
-    x, state = apply(spa(rate, 0.1, 1.0, rounding_key=key), params, [grads] * 20)
+    x, state = run(spa(rate, 0.1, 1.0, rounding_key=key), params, [grads] * 20)
     make = optax.inject_hyperparams(spa, "rounding_key", hyperparam_dtype=jnp.float32)
     for found, injected in (
-        apply(make(rate, 0.1, 1.0, rounding_key=key), params, [grads] * 20),
-        apply(make(rate, 0.1, rounding_key=key), params, [grads] * 20),
+        run(make(rate, 0.1, 1.0, rounding_key=key), params, [grads] * 20),
+        run(make(rate, 0.1, rounding_key=key), params, [grads] * 20),
     ):
         chex.assert_trees_all_equal((found, injected.inner_state), (x, state))
         chex.assert_trees_all_equal(eval_params(injected, found), x)
@@ -152,27 +152,27 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_eval_params_finds_the_state(wrap: Any) -> None:
-    y, state = apply(GPA, PARAMS, [GRADS] * 3)
+    y, state = run(GPA, PARAMS, [GRADS] * 3)
     expected = eval_params(state, y)
     assert relative_difference(expected, y) > 1e-3
     with jax.numpy_dtype_promotion("standard"):  # for MultiSteps
-        wrapped_y, wrapped_state = apply(wrap(GPA), PARAMS, [GRADS] * 3)
+        wrapped_y, wrapped_state = run(wrap(GPA), PARAMS, [GRADS] * 3)
     x = jax.jit(eval_params)(wrapped_state, wrapped_y)
     chex.assert_trees_all_close(x, expected, rtol=1e-6)
     chex.assert_trees_all_equal_structs(x, PARAMS)
 
 
 def test_eval_params_where_params_are_shared() -> None:
-    expected = eval_params(*apply(GPA, PARAMS, [GRADS] * 3)[::-1])
-    y, state = apply(optax.masked(GPA, {"w": True, "b": {"c": False}}), PARAMS, [GRADS] * 3)
+    expected = eval_params(*run(GPA, PARAMS, [GRADS] * 3)[::-1])
+    y, state = run(optax.masked(GPA, {"w": True, "b": {"c": False}}), PARAMS, [GRADS] * 3)
     x = eval_params(state, y)
     np.testing.assert_allclose(x["w"], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(x["b"]["c"], y["b"]["c"])
     for fast in (optax.adam(0.1), spa(0.1), spa(0.2, 0.3, 0.4)):
         tx = optax.partition({"slow": GPA, "fast": fast}, {"w": "slow", "b": {"c": "fast"}})
         with jax.numpy_dtype_promotion("standard"):  # for Adam
-            y, state = apply(tx, PARAMS, [GRADS] * 3)
-            alone_x, alone_state = apply(fast, PARAMS["b"], [GRADS["b"]] * 3)
+            y, state = run(tx, PARAMS, [GRADS] * 3)
+            alone_x, alone_state = run(fast, PARAMS["b"], [GRADS["b"]] * 3)
         if isinstance(alone_state, SPAState):
             alone_x = eval_params(alone_state, alone_x)
         x = eval_params(state, y)
@@ -184,7 +184,7 @@ def test_eval_params_where_params_are_shared() -> None:
     "tx", [spa_from_sgdm(0.1), optax.chain(spa(0.1)), stochastic_rounding(optax.sgd(0.1), KEY)]
 )
 def test_eval_params_at_interpolation_1_are_params(tx: Any) -> None:
-    params, state = apply(tx, PARAMS, [GRADS] * 3)
+    params, state = run(tx, PARAMS, [GRADS] * 3)
     assert eval_params(state, params)["w"] is params["w"]
 
 
@@ -252,7 +252,7 @@ def test_eval_params_before_the_first_step() -> None:
 def test_eval_params_of_all_kinds_of_leaves() -> None:
     floats = {"bfloat16": jnp.ones(4, jnp.bfloat16), "complex": jnp.array([1 + 2j, 3 - 1j])}
     params = floats | {"integer": jnp.arange(3), "None": None}
-    y, state = apply(spa(0.5, 0.1, 0.5), params, [jax.tree.map(jnp.ones_like, params)] * 3)
+    y, state = run(spa(0.5, 0.1, 0.5), params, [jax.tree.map(jnp.ones_like, params)] * 3)
     x = eval_params(state, y)
     chex.assert_trees_all_equal_shapes_and_dtypes(x, params)
     for name in floats:

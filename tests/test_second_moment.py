@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, x64
+from helpers import run, x64
 
 from spa_optax import in_float32, scale_by_factored_second_moment, scale_by_second_moment, spa
 
@@ -99,7 +99,7 @@ def test_16_bits_of_second_moment_are_right_in_the_mean() -> None:
     num_places, num_steps = 256, 100
     params = jnp.ones((64, num_places), jnp.bfloat16)
     g = params * jnp.linspace(0.5, 1.5, 64)[:, None]
-    _, state = apply(in_float32(SCALES["16 bits"]), params, [g] * num_steps)
+    _, state = run(in_float32(SCALES["16 bits"]), params, [g] * num_steps)
     assert state.nu.dtype == jnp.bfloat16
     nu, g = np.float64(state.nu), np.float64(g[:, 0])
     error = nu.std(1) / num_places**0.5
@@ -135,8 +135,8 @@ def test_factored_is_adafactor() -> None:
     scale = scale_by_factored_second_moment(eps=1e-15, power=0.8, min_dim_size_to_factor=10)
     direction = in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9)))
     tx = optax.chain(direction, spa(0.01, 1.0))
-    expected, _ = apply(adafactor, WIDE, random_grads(20))
-    found, _ = apply(tx, WIDE, random_grads(20))
+    expected, _ = run(adafactor, WIDE, random_grads(20))
+    found, _ = run(tx, WIDE, random_grads(20))
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, table, x64
+from helpers import run, table, x64
 
 from spa_optax import spa, stagewise, theory
 
@@ -23,7 +23,7 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
     rng = np.random.default_rng(0)
     alphas, grads = rng.uniform(0.05, 0.2, 12), rng.normal(size=(12, 4))
     with x64():
-        iterate = lambda tx: apply(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
+        iterate = lambda tx: run(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
         reference = iterate(optax.sgd(table(jnp.asarray(alphas)), 0.9))
         for eta0 in (None, 3.0, 0.7):
             eta, c = theory.forward_recursion(alphas, 0.9, eta0=eta0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, apply, slow, trajectory, x64
+from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, run, slow, trajectory, x64
 
 from spa_optax import eval_params, in_float32, primal_averaging, spa, stochastic_rounding
 from spa_optax._precision import round_update
@@ -74,11 +74,11 @@ def test_no_averaging_is_the_base(base: Callable[[], Any]) -> None:
     """c = 1: z = x = y. In float64, since x + (x' − x) rounds. Nor does float32 round."""
     with x64():
         params, grads = optax.tree.cast((PARAMS, GRADS), jnp.float64)
-        expected, _ = apply(base(), params, [grads] * 20)
-        found, _ = apply(primal_averaging(base(), 1.0), params, [grads] * 20)
+        expected, _ = run(base(), params, [grads] * 20)
+        found, _ = run(primal_averaging(base(), 1.0), params, [grads] * 20)
         chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-13)
-    expected, _ = apply(base(), PARAMS, [GRADS] * 5)
-    found, _ = apply(stochastic_rounding(base(), KEY), PARAMS, [GRADS] * 5)
+    expected, _ = run(base(), PARAMS, [GRADS] * 5)
+    found, _ = run(stochastic_rounding(base(), KEY), PARAMS, [GRADS] * 5)
     chex.assert_trees_all_equal(found, expected)
 
 
