@@ -101,6 +101,21 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any,
     return params, state
 
 
+def trained(
+    tx: Any, loss: Callable[..., Array], params: PyTree, steps: slice, state: Any = None
+) -> tuple[Any, Any]:
+    """The params and the state after steps on minibatches, from a state or from `init`."""
+
+    def step(carry: Any, batch: Array) -> Any:
+        params, state = carry
+        with jax.numpy_dtype_promotion("standard"):  # for optax's
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = params, tx.init(params) if state is None else state
+    return optimized(lambda carry: jax.lax.scan(step, carry, batches()[steps])[0])(carry)
+
+
 def spa_state(state: Any) -> SPAState:
     """The one state of the family in a state."""
     is_spa = lambda node: isinstance(node, SPAState)

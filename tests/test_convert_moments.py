@@ -14,13 +14,12 @@ import pytest
 from flax import nnx
 from helpers import (
     WARMUP_COSINE,
-    batches,
     evaluated,
     logistic_regression,
-    optimized,
     quick_names,
     relative_difference,
     slow,
+    trained,
     x64,
 )
 
@@ -40,7 +39,6 @@ from spa_optax import (
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
 RATE = lambda k: 0.1 * WARMUP_COSINE(k)  # rises until step 200, then falls
 LOSS = logistic_regression(jnp.float32)
-BATCHES = batches(1_000)
 MASK = {"w": True, "b": False}
 
 
@@ -53,13 +51,7 @@ def start(dtype: Any = jnp.float32) -> Any:
 
 
 def run(tx: Any, params: Any, state: Any, steps: slice) -> Any:
-    def step(carry: Any, batch: Any) -> Any:
-        params, state = carry
-        with jax.numpy_dtype_promotion("standard"):  # for optax's
-            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    return optimized(lambda carry: jax.lax.scan(step, carry, BATCHES[steps])[0])((params, state))
+    return trained(tx, loss, params, steps, state)
 
 
 CLIP = optax.clip_by_global_norm(1.0)
@@ -108,7 +100,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
 @pytest.mark.parametrize(("form", "ulp"), [("full", 1e-6), ("16 bits", 2**-8), ("factored", None)])
 def test_there_and_back(form: str, ulp: float | None) -> None:
     """The moments that AdamW had, but for what ν lost on the way."""
-    params, state = run(ADAMW, start(), ADAMW.init(start()), slice(300))
+    params, state = run(ADAMW, start(), None, slice(300))
     there = moved(state, params, optax.chain(CLIP, FORMS[form](RATE)))
     back = moved(there, params, ADAMW)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
@@ -153,7 +145,7 @@ def test_leaves_of_all_kinds(form: str) -> None:
 def test_injected_hyperparams_and_jit() -> None:
     old = optax.inject_hyperparams(optax.adamw)(RATE, **ADAM)
     new = optax.inject_hyperparams(spa_adamw)(RATE, 0.1, **ADAM)
-    params, state = run(old, start(), old.init(start()), slice(20))
+    params, state = run(old, start(), None, slice(20))
     move = lambda state, params: moved(state, params, new, old)
     there = move(state, params)
     assert jax.tree.structure(there) == jax.tree.structure(new.init(params))
@@ -170,7 +162,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
     In 16 bits it takes its distance from the params that go on, with the digits that these lost.
     """
     tx = optax.adamw(RATE, mu_dtype=jnp.bfloat16, **ADAM)
-    master, state = run(tx, start(), tx.init(start()), slice(50))
+    master, state = run(tx, start(), None, slice(50))
     params = optax.tree.cast(master, jnp.bfloat16)
     for kwargs in ({}, {"state_dtype": jnp.bfloat16, "rounding_key": KEY}):
         new = spa_adamw(RATE, 0.1, **ADAM, **kwargs)
@@ -209,7 +201,7 @@ def test_narrow_params_beside_wide_moments_warn(of_adam: bool) -> None:
 def test_adamw_goes_on_under_stochastic_rounding() -> None:
     """With the moments that it had, in float32, and its count."""
     adam = optax.adamw(RATE, **ADAM)
-    params, state = run(adam, start(), adam.init(start()), slice(20))
+    params, state = run(adam, start(), None, slice(20))
     narrow, tx = optax.tree.cast(params, jnp.bfloat16), stochastic_rounding(adam, KEY)
     moved = convert(state, params, into=tx.init(narrow))
     chex.assert_trees_all_equal(moved.base, state)
@@ -341,7 +333,7 @@ def test_a_base_optimizer_keeps_its_state() -> None:
     rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 30))
     base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
     old, new = optax.contrib.schedule_free(base, rate, b1=0.9), primal_averaging(base, 0.1, 0.9)
-    y, before = run(old, start(), old.init(start()), slice(20))
+    y, before = run(old, start(), None, slice(20))
     state = convert(before, y, into=new.init(y))
     chex.assert_trees_all_equal(state.base, before.base_optimizer_state)
     chex.assert_trees_all_equal(state.average.z, before.z)
@@ -382,7 +374,7 @@ def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
 def test_a_full_second_moment_becomes_factored() -> None:
     """As the means of ν, free of bias, over rows and over columns; z stays."""
     old, new = (FORMS[form](RATE) for form in ("full", "factored"))
-    params, state = run(old, start(), old.init(start()), slice(50))
+    params, state = run(old, start(), None, slice(50))
     there = convert(state, params, into=new.init(params), **ADAM)
     chex.assert_trees_all_equal(there[1], state[1])
     nu = optax.tree.get(state, "nu")
