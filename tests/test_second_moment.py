@@ -68,18 +68,6 @@ def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
             assert d.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("scale", ["full", "factored"])
-@pytest.mark.parametrize("leaf", [jnp.arange(3), 1.0, "x"])
-def test_bad_trees(scale: str, leaf: Any) -> None:
-    tx, params = SCALES[scale], {"b": jnp.ones(3)}
-    with pytest.raises(ValueError, match=r"`params` must be floating-point arrays, got .*\['a'\]"):
-        tx.init({"a": leaf} | params)
-    with pytest.raises(ValueError, match=r"`state.* must have the shapes of .* at .*\['b'\]"):
-        tx.update(params, tx.init({"b": jnp.ones(4)}), params)
-    with pytest.raises(ValueError, match=r"`state` must be of type `\w+State`, got EmptyState"):
-        tx.update(params, optax.EmptyState(), params)
-
-
 # ------------------------------------------------------------------------------- full, and 16 bits
 
 
