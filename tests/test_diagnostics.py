@@ -191,11 +191,9 @@ def assert_at_noise_level(report: Any) -> None:
 NOISY: dict[str, Any] = {
     "warm-up": lambda: spa(WARMUP, 0.1),
     "gradual drop": lambda: spa(*stagewise(1.0, 0.1, [300], step_factor=1.02)),
-    "η alone": lambda: spa(FALL, 0.1),
     "without momentum": lambda: spa(1.0, 1.0),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
     "nesterov": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True),
-    "nesterov, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True, horizon=1),
 }
 
 
@@ -337,25 +335,16 @@ def test_the_same_momentum_in_other_forms() -> None:
     np.testing.assert_allclose(by_3.gradient_term[3:], expected, rtol=1e-5)
 
 
-NOT_ADAM = [
-    optax.adamax(0.1),
-    optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1)),
-    optax.yogi(0.1),
-    optax.contrib.adopt(0.1),
-    optax.adamw(0.1, b2=0.9988),
-    optax.adamw(0.1, b1=0.5),
-]
-
-
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("inner", NOT_ADAM)
-def test_moments_that_are_not_adams_are_refused(inner: Any) -> None:
-    """Though their states are of the same type."""
+def test_moments_that_are_not_adams_are_refused() -> None:
+    """By the steps of `convert`, whose tests have more of those with a state of the same type."""
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
-    tx = track_momentum(inner, averaging=0.1)
-    for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
-        with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam` or"):
-            init(params)
+    clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1))
+    for inner in (clipped, optax.adamw(0.1, b2=0.9988), optax.adamw(0.1, b1=0.5)):
+        tx = track_momentum(inner, averaging=0.1)
+        for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
+            with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam"):
+                init(params)
     plateau = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())  # no probe
     for like_adam in (optax.adam(0.1, mu_dtype=jnp.bfloat16), optax.lamb(0.1), plateau):
         track_momentum(like_adam, averaging=0.1).init(params)
@@ -411,7 +400,6 @@ REPORT: Any = MomentumReport(
     [
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
-        ({"t": 2.9}, "No difference from pure noise"),
         ({"gain": 1.5, "t": -3.0}, "No difference from pure noise"),
         ({"num_measured": 9}, "10 measured steps are needed, got 9"),
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
@@ -460,7 +448,7 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
 
 @pytest.mark.parametrize(
     ("c", "decay", "every"),
-    [(0.1, 0.9, 10), *(slow(*of) for of in ((0.1, 0.99, 1), (0.1, 0.0, 1), (0.02, 0.9, 1)))],
+    [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)],
 )
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
@@ -528,9 +516,6 @@ def test_plot() -> None:
     layers = plot_momentum({0: by_label, 1: by_label})
     names = [text.get_text() for text in layers.legends[0].get_texts()]
     assert names == ["all", *(f"layer {i}" for i in (0, 1, 5, 6, 7))]
-    widths = [line.get_linewidth() for line in layers.axes[0].lines]
-    assert widths[0] == max(widths)
-    assert len(widths) == len(gains) + 1  # and the level of noise
     plt.close("all")
     batch = unchecked(MomentumReport)(*np.ones((14, 4)))
     for wrong in ({}, {0: {}}, {0: REPORT, 1: {"w": REPORT}}, {0: batch}, {1: {"w": 2}}):
@@ -550,11 +535,9 @@ def test_bad_arguments() -> None:
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
         (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
         (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be in (0, 1], got <function"),
-        (sgd, {"averaging": True}, "`averaging` must be in (0, 1], got True"),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),
         (optax.masked(spa(1.0), one_of_two), {}, "must hold a momentum of all 2 arrays, got 1"),
-        (optax.masked(sgd, one_of_two), {"averaging": 0.1}, "all 2 arrays, got 1"),
         (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
         (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
         (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
