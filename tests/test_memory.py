@@ -110,24 +110,6 @@ def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
         assert gradients <= many - few < 1.5 * gradients
 
 
-@pytest.mark.skipif(
-    not hasattr(optax.contrib, "MuonDimensionNumbers"), reason="needs optax 0.2.6 or newer"
-)
-def test_muon_takes_stacked_layers_for_adams() -> None:
-    """Three axes are not a matrix: the benchmark's Muon says which two are."""
-    model = memory.MODELS["8B"]
-    params = memory.split_params(model, jnp.float32, jax.devices()[:1])
-
-    def num_bytes(tx: Any, params: Any) -> float:
-        leaves = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / size(model)
-
-    assert num_bytes(optax.contrib.muon(1e-3), params) == pytest.approx(11.48, abs=0.005)
-    tx, dtype = memory.optimizers()["Muon, bfloat16"]
-    params = memory.split_params(model, dtype, jax.devices()[:1])
-    assert num_bytes(tx, params) == pytest.approx(4.52, abs=0.005)
-
-
 @functools.cache
 def collectives_on_v5e(name: str) -> dict[str, int]:
     tx, dtype = memory.optimizers()[name]

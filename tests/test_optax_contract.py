@@ -16,8 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import linen as nn, nnx, serialization
-from flax.training.train_state import TrainState
+from flax import nnx, serialization
 from helpers import (
     COLLECTIVE,
     FLOAT16,
@@ -372,12 +371,6 @@ def test_leaves_that_are_not_trained(it: Transform) -> None:
         assert not np.array_equal(x["w"], params["w"])
 
 
-def test_a_gradient_that_init_did_not_see() -> None:
-    params, tx = {"w": jnp.ones(2), "late": jnp.ones(3)}, spa(0.1)
-    with pytest.raises(ValueError, match=r"`updates` must be None where `state.z` is, .*'late'"):
-        tx.update(params, tx.init(params | {"late": None}), params)
-
-
 @every_transform
 def test_donation(it: Transform) -> None:
     # A bfloat16 z of bfloat16 params is the case in which a cast would alias.
@@ -456,18 +449,6 @@ def test_nnx_optimizer(it: Transform) -> None:
     expected, _ = run(it(), start, [jax.tree.map(jnp.cos, start)] * 2)
     found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
-
-
-@each(lambda it: it.has_z and it.quick)
-def test_linen_train_state(it: Transform) -> None:
-    params = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
-    # Pretrained weights are put in after `create` all the time: no pull back to the old ones.
-    loaded, grads = (jax.tree.map(lambda p, n=n: p + n, params) for n in (5, 1))
-    state = TrainState.create(apply_fn=None, params=params, tx=it()).replace(params=loaded)
-    step = jax.jit(lambda state: state.apply_gradients(grads=grads))
-    state = step(step(state))
-    expected, _ = run(it(), loaded, [grads] * 2)
-    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
 
 
 @every_member
