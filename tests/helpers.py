@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -30,14 +30,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
-def quick(values: Mapping[str, Any], *chosen: str) -> list[Any]:
-    """Values by name: one for each way through the code; the others are slow, for they are many."""
-    return [(pytest.param if name in chosen else slow)(values[name], id=name) for name in values]
-
-
-def quick_names(names: Iterable[str], *chosen: str) -> list[Any]:
-    """The same of names."""
-    return quick({name: name for name in names}, *chosen)
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Names: one for each way through the code; the others are slow, for they are many."""
+    return [(pytest.param if name in chosen else slow)(name) for name in names]
 
 
 # For long runs: these tests compile without optimization, which is no gain there.

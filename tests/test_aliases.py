@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import UNIFORM, WARMUP_COSINE, compiled_step, run, trajectory, x64
+from helpers import WARMUP_COSINE, compiled_step, run, trajectory, x64
 
 from spa_optax import (
     eval_params,
@@ -34,16 +34,6 @@ def test_no_temporary_of_parameter_size(dtype: Any) -> None:
     """(Below μ_y = 1 there is, on CPU: the direction, which z and y need. So has Schedule-Free.)"""
     compiled = compiled_step(spa_adamw(0.1), [jnp.ones((64, 64, 3, 3), dtype) for _ in range(4)])
     assert compiled.memory_analysis().temp_size_in_bytes < 4_000
-
-
-def test_schedule_free_adamw() -> None:
-    with x64():
-        reference = optax.contrib.schedule_free_adamw(0.01, b1=0.9, **ADAMW)
-        evaluate = optax.contrib.schedule_free_eval_params
-        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(spa_adamw(0.01, UNIFORM, 0.9, **ADAMW), eval_params, jnp.float64)
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-7)  # of μ_y in float32
 
 
 def test_adamw_is_optax_adam_without_first_moment() -> None:

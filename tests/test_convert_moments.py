@@ -16,7 +16,7 @@ from helpers import (
     WARMUP_COSINE,
     evaluated,
     logistic_regression,
-    quick_names,
+    quick,
     relative_difference,
     slow,
     trained,
@@ -115,7 +115,7 @@ def test_there_and_back(form: str, ulp: float | None) -> None:
     assert relative_difference(new, old) < max(ulp, 1e-4)
 
 
-@pytest.mark.parametrize("form", quick_names(FORMS, "16 bits"))
+@pytest.mark.parametrize("form", quick(FORMS, "16 bits"))
 def test_leaves_of_all_kinds(form: str) -> None:
     """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
     params = {

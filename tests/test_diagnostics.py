@@ -17,7 +17,7 @@ from helpers import (
     lenient,
     logistic_regression,
     optimized,
-    quick_names,
+    quick,
     run,
     slow,
     unchecked,
@@ -75,7 +75,7 @@ def history(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str
 
 
 @pytest.mark.parametrize(
-    "name", quick_names(TRANSFORMS, "schedules", "gpa, μ_y in steps", "sgdm, re-anchored")
+    "name", quick(TRANSFORMS, "schedules", "gpa, μ_y in steps", "sgdm, re-anchored")
 )
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
@@ -198,7 +198,7 @@ NOISY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "name", quick_names(NOISY, "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
+    "name", quick(NOISY, "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
 )
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
@@ -271,7 +271,7 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = ("spa", "gpa", "gpa_adamw", "around optax.adamw", "chain", "optax.sgd", "optax.adamw")
 
 
-@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_noise_and_a_constant_direction(name: str) -> None:
     """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
@@ -287,7 +287,7 @@ def test_noise_and_a_constant_direction(name: str) -> None:
     np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_watching_changes_nothing(name: str) -> None:
     """To the bit, of params and states, where gradients are given: XLA would fuse their making."""

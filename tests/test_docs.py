@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
-from helpers import optimized, quick_names, relative_difference, run
+from helpers import optimized, quick, relative_difference, run
 from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
 
@@ -69,7 +69,7 @@ def run_blocks(name: str) -> tuple[dict[str, Any], str]:
     return namespace, printed.getvalue()
 
 
-@pytest.mark.parametrize("name", quick_names(BLOCKS, "README.md"))
+@pytest.mark.parametrize("name", quick(BLOCKS, "README.md"))
 def test_python_blocks(name: str) -> None:
     _, printed = run_blocks(name)
     # What a block is said to print, it prints.

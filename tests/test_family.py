@@ -9,9 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import UNIFORM, batches, digits, relative_difference, run, trajectory, x64
+from helpers import UNIFORM, batches, digits, quick, relative_difference, run, trajectory, x64
 
-from spa_optax import SPAState, eval_params, spa, spa_adamw, spa_from_sgdm, stochastic_rounding
+from spa_optax import (
+    SPAState,
+    eval_params,
+    primal_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 
 NUM_STEPS = 300
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
@@ -59,16 +67,36 @@ def test_published_update(schedules: Any) -> None:
     np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("b1", "power"), [(0.5, 0.0), (0.9, 2.0), (1.0, 0.0)])
-def test_schedule_free(b1: float, power: float) -> None:
+ADAMW: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
+MUON, DECAYED = optax.contrib.muon(0.01), optax.adamw(0.01, weight_decay=0.1)
+AROUND = lambda base, rate, b1=0.9, power=2.0: optax.contrib.schedule_free(base, rate, b1, power)
+# Optax's, ours, steps, and how far x may be off: of μ_y in float32, or b1.
+SCHEDULE_FREE: dict[str, tuple[Any, Any, int, float]] = {
+    **{
+        f"spa, {b1}": (AROUND(optax.sgd(0.5), 0.5, b1, power), spa(0.5, UNIFORM, b1), 300, 1e-12)
+        for b1, power in ((0.5, 0.0), (0.9, 2.0), (1.0, 0.0))
+    },
+    "spa_adamw": (
+        optax.contrib.schedule_free_adamw(0.01, b1=0.9, **ADAMW),
+        spa_adamw(0.01, UNIFORM, 0.9, **ADAMW),
+        300,
+        1e-7,
+    ),
+    "muon": (AROUND(MUON, 0.01), primal_averaging(MUON, UNIFORM, 0.9), 100, 1e-6),
+    "adamw": (AROUND(DECAYED, 0.01), primal_averaging(DECAYED, UNIFORM, 0.9), 100, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", quick(SCHEDULE_FREE, *SCHEDULE_FREE.keys() - {"adamw"}))
+def test_schedule_free(name: str) -> None:
     """At a constant rate every weight is the same, whatever their power of the rate."""
+    reference, tx, num_steps, atol = SCHEDULE_FREE[name]
+    evaluate = optax.contrib.schedule_free_eval_params
     with x64():
-        reference = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1, power)
-        evaluate = optax.contrib.schedule_free_eval_params
-        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64)
-        y, x = trajectory(spa(0.5, UNIFORM, b1), eval_params, jnp.float64)
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12)  # rounding, over 300 steps
-    np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-12)
+        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64, num_steps)
+        y, x = trajectory(tx, eval_params, jnp.float64, num_steps)
+    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12 if num_steps == 300 else 1e-11)
+    np.testing.assert_allclose(x, x_reference, rtol=0, atol=atol)
 
 
 def test_quasi_hyperbolic_momentum() -> None:

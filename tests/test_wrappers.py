@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, run, slow, trajectory, x64
+from helpers import FLOAT16, WARMUP_COSINE, run, x64
 
 from spa_optax import eval_params, in_float32, primal_averaging, spa, stochastic_rounding
 from spa_optax._precision import round_update
@@ -53,19 +53,6 @@ def test_from_the_equations(params_of_base: Any) -> None:
             np.testing.assert_allclose(eval_params(state, params), x, rtol=0, atol=1e-12)
     scalars = state.average.eta, state.average.c, state.average.w, state.average.mu_y
     np.testing.assert_array_equal(scalars, [1, c, 1 - c, mu_y])
-
-
-@pytest.mark.parametrize("base", [slow("adamw"), "muon"])
-def test_schedule_free_around_any_base(base: str) -> None:
-    """Optax's own wrapper, at a constant rate."""
-    with x64():
-        reference = optax.contrib.schedule_free(BASES[base](), 0.01, b1=0.9)
-        evaluate = optax.contrib.schedule_free_eval_params
-        expected_y, expected_x = trajectory(reference, evaluate, jnp.float64, num_steps=100)
-        tx = primal_averaging(BASES[base](), UNIFORM, 0.9)
-        y, x = trajectory(tx, eval_params, jnp.float64, num_steps=100)
-    np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(x, expected_x, rtol=0, atol=1e-6)  # of b1 in float32
 
 
 @every_base
