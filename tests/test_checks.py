@@ -202,9 +202,6 @@ def test_storage_without_a_key(make: Any) -> None:
         make(0.1, state_dtype=jnp.float8_e4m3fn)
 
 
-# ------------------------------------------------------------------------------------- schedules
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -265,8 +262,6 @@ def test_interpolation_that_cannot_be_seen() -> None:
     with pytest.raises(ValueError, match="`opt_state` must have a μ_y > 0, got 0"):
         eval_params(state, x)
 
-
-# ------------------------------------------------------------------------------ trees and states
 
 PARAMS = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 LAYER = PARAMS["layer"]

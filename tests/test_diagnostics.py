@@ -244,8 +244,6 @@ def test_nothing_in_the_state_is_nan() -> None:
         run(track_momentum(spa(1.0, 1.0)), jnp.ones(3), [jnp.ones(3)] * 3)
 
 
-# ------------------------------------------------------------------ of every member, and of Optax's
-
 C, ADAM = 0.2, {"b2": 0.9, "eps": 1e-12, "weight_decay": 0.0}
 CHAIN = lambda tx: optax.chain(optax.clip(10.0), optax.add_decayed_weights(0.0), tx)
 INJECT = optax.inject_hyperparams

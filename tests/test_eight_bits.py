@@ -190,8 +190,6 @@ def test_a_rate_that_falls_to_0_or_jumps() -> None:
         assert 0 < error < 0.01  # a momentum lost at the last rise would be 0.02
 
 
-# ------------------------------------------------------------------------------- float8_momentum
-
 MOMENTUM: dict[str, Any] = {
     "nesterov": lambda: optax.sgd(0.01, 0.9, nesterov=True),
     "adamw": lambda: optax.adamw(0.01),
@@ -328,27 +326,22 @@ def test_state_in_8_bits_has_no_derivative() -> None:
 
 def test_of_momentum_refused() -> None:
     sgd, params = optax.sgd(0.1, 0.9), jnp.zeros(2)
-    tx = float8_momentum(sgd, KEY)
-    for base, match in (
-        (optax.rmsprop(0.1), r"hold one of TraceState.*, got EmptyState, ScaleByRms"),
-        (primal_averaging(sgd, 0.1), "not average, got a `SPAState`"),
-        (spa(0.1), "not average, got a `SPAState`"),
+    tx, of = float8_momentum(sgd, KEY), lambda base: float8_momentum(base, KEY).init(params)
+    for call, match in (
+        (lambda: of(optax.rmsprop(0.1)), "`base` must hold one of TraceState.*, got EmptyState"),
+        (lambda: of(primal_averaging(sgd, 0.1)), "`base` must not average, got a `SPAState`"),
+        (lambda: of(spa(0.1)), "`base` must not average, got a `SPAState`"),
+        (lambda: tx.init(params.astype(complex)), "real momentum in 32 bits or fewer, got comp"),
+        (lambda: tx.init(np.zeros(2)), "real momentum in 32 bits or fewer, got float64"),
+        (lambda: tx.update(params, sgd.init(params)), "of type `Float8MomentumState`, got tuple"),
+        (
+            lambda: convert(spa(0.1).init(params), params, into=tx.init(params)),
+            "`into` must hold its momentum in wrappers",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"`base` must {match}"):
-            float8_momentum(base, KEY).init(params)
-    with pytest.raises(
-        ValueError, match="`base` must have real momentum in 32 bits or fewer, got comp"
-    ):
-        tx.init(params.astype(complex))
-    with x64(), pytest.raises(ValueError, match="in 32 bits or fewer, got float64"):
-        tx.init(jnp.zeros(2, jnp.float64))
-    with pytest.raises(ValueError, match="must be of type `Float8MomentumState`, got tuple"):
-        tx.update(params, sgd.init(params))
-    with pytest.raises(ValueError, match="must not hold a `Float8MomentumState`: put it outside"):
-        track_momentum(tx, averaging=0.1).init(params)
+        with x64(), pytest.raises(ValueError, match=match):
+            call()
     inside = float8_momentum(track_momentum(sgd, averaging=0.1), KEY)
     for measured in (inside, track_momentum(primal_averaging(tx, 0.5))):
         _, state = run(measured, params, [jnp.ones(2)] * 3)
         assert momentum_report(state).num_measured == 3
-    with pytest.raises(ValueError, match="`into` must hold its momentum in wrappers"):
-        convert(spa(0.1).init(params), params, into=tx.init(params))

@@ -112,7 +112,6 @@ def test_low_precision(tmp_path: Path) -> None:
     for name in ("SPA, float32 z", "SPA, bfloat16 z"):
         assert abs(ratios[f"{name}, stochastic"] - 1) < 0.02
     assert ratios["SGD+M, float32 m"] > ratios["SPA, float32 z"]
-    assert set(num_bytes.values()) == {3, 4, 6, 8, 10}
     assert num_bytes["SPA, bfloat16 z, stochastic"] == 4
 
 

@@ -136,14 +136,7 @@ NUM_BYTES = {
     "stochastic_rounding": 8,
     "z in bfloat16": 4,
     "z in float8": 3,
-    "bfloat16, float32 moments": 10,
-    "float32, bfloat16 forward": 12,
-    "z and ν in float32": 10,
     "z and ν in bfloat16": 6,
-    "z in float8_e5m2": 3,
-    "z in float8, c = 0.05, μ_y = 0.9": 3,
-    "Lion, stochastic_rounding": 4,
-    "Adafactor, stochastic_rounding": 2,
 }
 
 

@@ -157,9 +157,6 @@ def test_random_bits() -> None:
     assert random_bits(seeds[0], ()) == words[0][0]
 
 
-# -------------------------------------------------------------------------------- in transforms
-
-
 PARAMS = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.linspace(0.5, 2, 8)}
 PARAMS = optax.tree.cast(PARAMS, BF16)
 GRADS = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)).astype(BF16) / 64, PARAMS)

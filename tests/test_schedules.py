@@ -106,9 +106,6 @@ def test_no_nan_where_the_factor_overflows(c: float) -> None:
         np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
 
 
-# ---------------------------------------------------------------------------- Schedule-Free's c
-
-
 def authors_averaging(rates: np.ndarray, power: float) -> list[float]:
     """The loop of the authors' own code, from the rate of every step."""
     largest = total = 0.0
@@ -181,9 +178,6 @@ def test_schedule_free_averaging_under_jit() -> None:
         jax.jit(at)(0.1)
 
 
-# --------------------------------------------------------------------------- from SGD+M and back
-
-
 def test_numbers_in_numbers_out() -> None:
     assert hyperparams_from_sgdm(0.5, 0.75) == SPAHyperparams(2.0, 0.25)
     assert hyperparams_to_sgdm(2.0, 0.25) == SGDMHyperparams(0.5, 0.75)
@@ -249,8 +243,6 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
 
 def test_bounded_where_the_forward_recursion_is_not() -> None:
     alphas = np.where(np.arange(100) < 20, 1.0, 0.1)
-    eta, _ = theory.forward_recursion(alphas, 0.9)
-    assert eta[-1] > 1e4
     bounded = [float(hyperparams_from_sgdm(table(jnp.asarray(alphas)), 0.9)[0](k)) for k in (0, 99)]
     np.testing.assert_allclose(bounded, [10 - 9 * 0.9**20, 1.0], rtol=1e-6)
     # From the one η_0 that is right, the paper's recursion agrees: it is the same solution.

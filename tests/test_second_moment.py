@@ -68,9 +68,6 @@ def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
             assert d.dtype == jnp.float32
 
 
-# ------------------------------------------------------------------------------- full, and 16 bits
-
-
 def test_full_is_optax_scale_by_rms() -> None:
     tx = scale_by_second_moment(0.98, 1e-6)
     rms = optax.scale_by_rms(0.98, 1e-6, eps_in_sqrt=False, bias_correction=True)
@@ -110,9 +107,6 @@ def test_the_direction_takes_the_second_moment_as_stored() -> None:
             np.testing.assert_allclose(d, exact, rtol=4 * float(jnp.finfo(jnp.float32).eps) / 2)
             wide = (1 - b2**k) * np.asarray(g) ** 2
             assert np.abs(nu / wide - 1).max() > 2**-9  # it was rounded
-
-
-# --------------------------------------------------------------------------------------- factored
 
 
 def test_factored_is_adafactor() -> None:

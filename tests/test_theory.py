@@ -36,8 +36,6 @@ def test_forward_recursion_multiplies_deviations() -> None:
     np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
     np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
     # By 1/β a step, which is why no schedule can be run this way.
-    drop = np.where(np.arange(1020) < 20, 1.0, 0.1)
-    assert theory.forward_recursion(drop, 0.9)[0][1019] > 1e45
     near, far = (theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1))
     np.testing.assert_allclose((far - near)[1:] / (far - near)[:-1], 1 / 0.9, rtol=1e-6)
 

@@ -26,9 +26,6 @@ BASES: dict[str, Callable[[], Any]] = {
 every_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 
 
-# ------------------------------------------------------------------------------- primal averaging
-
-
 @pytest.mark.parametrize("params_of_base", ["params", "z"])
 def test_from_the_equations(params_of_base: Any) -> None:
     """In NumPy, around SGD with momentum 0.9 and a decay of 0.1 of what the base sees."""
@@ -125,9 +122,6 @@ def test_refused() -> None:
             tx.update(GRADS, sgd.init(PARAMS), PARAMS)
         with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):
             tx.update(GRADS, tx.init(PARAMS))
-
-
-# ---------------------------------------------------------------------------- stochastic rounding
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, jnp.float32])
