@@ -97,18 +97,18 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any,
 
 
 def trained(
-    tx: Any, loss: Callable[..., Array], params: PyTree, steps: slice, state: Any = None
+    tx: Any, gradient: Callable[..., PyTree], params: PyTree, items: Any, state: Any = None
 ) -> tuple[Any, Any]:
-    """The params and the state after steps on minibatches, from a state or from `init`."""
+    """The params and the state after a step of gradient(params, item) for each item of an array."""
 
-    def step(carry: Any, batch: Array) -> Any:
+    def step(carry: Any, item: Any) -> Any:
         params, state = carry
         with jax.numpy_dtype_promotion("standard"):  # for optax's
-            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+            updates, state = tx.update(gradient(params, item), state, params)
         return (optax.apply_updates(params, updates), state), None
 
     carry = params, tx.init(params) if state is None else state
-    return optimized(lambda carry: jax.lax.scan(step, carry, batches()[steps])[0])(carry)
+    return jax.lax.scan(step, carry, items)[0]
 
 
 def spa_state(state: Any) -> SPAState:
@@ -147,39 +147,6 @@ def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
         return cross_entropy.mean() + 1e-4 * jnp.sum(w**2)
 
     return loss
-
-
-def train(
-    loss: Callable[[PyTree, Array], Array],
-    txs: list[Any],
-    params: PyTree,
-    edited: dict[int, Any] | None = None,
-) -> list[PyTree]:
-    """Trains with several transforms side by side, and with those that take over from some halfway.
-
-    The keys of `edited` are places in `txs`. Its params come last.
-    """
-    halves = jnp.asarray(batches()).reshape(2, -1, BATCH)
-
-    def scan(txs: list[Any], carry: list[tuple[PyTree, Any]], half: Array) -> Any:
-        def body(carry: list[tuple[PyTree, Any]], batch: Array) -> Any:
-            new = []
-            for tx, (params, state) in zip(txs, carry, strict=True):
-                updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-                new.append((optax.apply_updates(params, updates), state))
-            return new, None
-
-        return jax.lax.scan(body, carry, half)[0]
-
-    def next_half(carry: Any, half: Array) -> Any:  # compiled once for both
-        carry = scan(txs, carry, half)
-        return carry, carry
-
-    carry, ends = jax.lax.scan(next_half, [(params, tx.init(params)) for tx in txs], halves)
-    if edited:
-        halfway = [jax.tree.map(lambda leaf: leaf[0], ends[place]) for place in edited]
-        carry += scan(list(edited.values()), halfway, halves[1])
-    return [params for params, _ in carry]
 
 
 def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tuple[Any, Any]:

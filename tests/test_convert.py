@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    batches,
     evaluated,
     logistic_regression,
     relative_difference,
@@ -35,7 +36,7 @@ from spa_optax import (
 from spa_optax._core import Scalars, transformation
 
 KEY = jax.random.key(0)
-NUM_STEPS = 300
+NUM_STEPS, BATCHES = 300, batches(300)
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # dtypes meet in `MultiSteps`
 # Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two runs.
 ALPHA = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
@@ -49,26 +50,26 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
     with x64(dtype == "float64"):
         sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov))
         tx = optax.chain(optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov))
-        loss, start = logistic_regression(dtype), jnp.zeros((65, 10), dtype)
-        never_moved, _ = trained(sgd, loss, start, slice(NUM_STEPS))
-        params, sgd_state = trained(sgd, loss, start, slice(there))
+        gradient, start = jax.grad(logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        never_moved, _ = trained(sgd, gradient, start, BATCHES)
+        params, sgd_state = trained(sgd, gradient, start, BATCHES[:there])
         sgdm: Any = {"learning_rate": ALPHA, "momentum": 0.9, "nesterov": nesterov}
         state = convert(sgd_state, params, into=tx.init(params), **sgdm)
         assert state[1].count == there
-        params, state = trained(tx, loss, params, slice(there, back), state)
+        params, state = trained(tx, gradient, params, BATCHES[there:back], state)
         assert state[1].count == back
         sgd_state = convert(state, params, into=sgd.init(params))
         assert optax.tree.get(sgd_state, "count") == back
-        params, _ = trained(sgd, loss, params, slice(back, NUM_STEPS), sgd_state)
+        params, _ = trained(sgd, gradient, params, BATCHES[back:], sgd_state)
         assert relative_difference(params, never_moved) < tolerance
 
 
 def test_a_state_from_sgdm_is_as_foreseen() -> None:
     # The state that `spa_from_sgdm` would have had at the same step, and no re-anchoring.
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
-    loss, start = logistic_regression("float32"), jnp.zeros((65, 10))
-    _, native = trained(tx, loss, start, slice(80))
-    params, sgd_state = trained(sgd, loss, start, slice(80))
+    gradient, start = jax.grad(logistic_regression("float32")), jnp.zeros((65, 10))
+    _, native = trained(tx, gradient, start, BATCHES[:80])
+    params, sgd_state = trained(sgd, gradient, start, BATCHES[:80])
     into = tx.init(params)
     moved = convert(sgd_state, params, into=into, learning_rate=ALPHA, momentum=0.9)
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
@@ -93,20 +94,15 @@ def test_whole_states_move(name: str) -> None:
     alpha = lambda k: 0.1 / (k + 1).astype(float)
     sgd, tx = INTO[name](optax.sgd(alpha, 0.5)), INTO[name](spa_from_sgdm(alpha, 0.5))
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}
-    gradient = lambda params, k: jax.tree.map(lambda p: jnp.cos(p + k), params)
-    x, sgd_state = params, sgd.init(params)
-    y, state, moved = params, sgd.init(params), sgd
-    for k in range(12):
-        if k == 4:
-            state = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
-            assert jax.tree.structure(state) == jax.tree.structure(tx.init(y))
-            moved = tx
-        if k == 8:
-            state = convert(state, y, into=sgd.init(y))
-            assert jax.tree.structure(state) == jax.tree.structure(sgd.init(y))
-            moved = sgd
-        x, sgd_state = run(sgd, x, [gradient(x, k)], sgd_state)
-        y, state = run(moved, y, [gradient(y, k)], state)
+    grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), params) for k in range(12)]
+    x, _ = run(sgd, params, grads)
+    y, state = run(sgd, params, grads[:4])
+    there = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
+    assert jax.tree.structure(there) == jax.tree.structure(tx.init(y))
+    y, there = run(tx, y, grads[4:8], there)
+    back = convert(there, y, into=sgd.init(y))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    y, _ = run(sgd, y, grads[8:], back)
     # Rounding of x − z over w ≥ 0.01, twice, in m; and of 12 steps.
     chex.assert_trees_all_close(y, x, atol=4 * 6e-8 / 0.01 * 0.1)
 

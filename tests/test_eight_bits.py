@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, optimized, quick, run, spa_state, x64, z_of
+from helpers import (
+    FLOAT8_E4M3FN,
+    FLOAT8_E5M2,
+    FLOAT16,
+    optimized,
+    quick,
+    run,
+    spa_state,
+    trained,
+    x64,
+    z_of,
+)
 from scipy import integrate, stats
 
 from spa_optax import (
@@ -105,16 +116,10 @@ def test_drift_in_pure_noise(dtype: Any, c: float) -> None:
     """Rounding adds at most κ²q / (1 − κ²q) of the gradients' noise, with q = E d²/(ηg)²."""
     n, num_steps, eta = 4_096, 20_000, 2.0**-8
     txs = [spa(eta, c, 1.0, state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype)]
-    zero = jnp.zeros(n)
-
-    def body(carry: Any, k: Any) -> Any:
-        g = jax.random.normal(jax.random.fold_in(KEY, k), (n,))
-        step = lambda tx, x, state: (lambda u, s: (x + u, s))(*tx.update(g, state, x))
-        return [step(tx, *of) for tx, of in zip(txs, carry, strict=True)], None
-
-    start = [(zero, tx.init(zero)) for tx in txs]
-    (wide, narrow), _ = optimized(lambda: jax.lax.scan(body, start, jnp.arange(num_steps)))()
-    difference = np.asarray(narrow[0] - wide[0], np.float64)
+    noise = lambda _, k: jax.random.normal(jax.random.fold_in(KEY, k), (n,))
+    train = lambda tx: trained(tx, noise, jnp.zeros(n), jnp.arange(num_steps))[0]
+    wide, narrow = optimized(lambda: list(map(train, txs)))()
+    difference = np.asarray(narrow - wide, np.float64)
     q = (1 - c) ** 2 / (1 - (1 - c) ** 2)
     kappa_squared = sq_rounding(dtype, np.sqrt(q))  # of d, in units of η
     share = kappa_squared * q / (1 - kappa_squared * q)
@@ -143,14 +148,6 @@ def test_saturation(dtype: Any) -> None:
     np.testing.assert_allclose(z, -np.clip(steps, -limit, limit), rtol=0.13)
     assert np.abs(z).max() == limit
     assert momentum_report(state).num_saturated == 3
-    # Later, when all are back, the report still says so.
-    tx = track_momentum(spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY), decay=0.9)
-    steps = jnp.array([0.1, -0.1, 0.2, 0.3, 2.0, 0.0]) * limit
-    found, state = run(tx, params, [steps] * 3)
-    _, state = run(tx, found, [0 * steps] * 40, state)
-    stored = np.float32(jax.tree.leaves(spa_state(state).z)[0])
-    assert np.abs(stored).max() < 256 * limit
-    assert "Up to 1 elements of z were at the limit" in momentum_report(state).verdict()
     tx = spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY)
     bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
     found, state = run(tx, jnp.zeros(4), [bad, jnp.zeros(4)])

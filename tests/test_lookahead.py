@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, run, sgdm, slow, table, x64
+from helpers import lenient, run, sgdm, slow, table, trained, x64
 
 from spa_optax import spa, spa_from_sgdm
 
@@ -138,15 +138,8 @@ def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
     # With bfloat16 params w follows the rate down: z must still add up steps of 1e-5.
     rates = lambda k: jnp.where(k < 10, 0.1, 1e-3)
-    params, tx = jnp.ones(4, jnp.bfloat16), injected(rates, 0.9)
-
-    def body(carry: Any, k: Any) -> Any:
-        params, state = carry
-        g = jnp.where(k < 10, 0.0, 1e-2) * jnp.ones(4)
-        updates, state = tx.update(g.astype(jnp.bfloat16), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    with jax.numpy_dtype_promotion("standard"):
-        (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), jnp.arange(2_010))
+    gradient = lambda params, k: jnp.full_like(params, jnp.where(k < 10, 0.0, 1e-2))
+    params = jnp.ones(4, jnp.bfloat16)
+    params, _ = trained(injected(rates, 0.9), gradient, params, jnp.arange(2_010))
     # 2,000 steps of 1e-3 · 1e-2 / (1 − 0.9): 0.2 in all, but for half an ulp over c.
     np.testing.assert_allclose(params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8)
