@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import (
     batches,
     lenient,
@@ -50,8 +49,6 @@ FALL = lenient(optax.piecewise_constant_schedule(0.3, {200: 0.01}))
 WARMUP = lenient(optax.linear_schedule(0.0, 1.0, 200))
 TRANSFORMS: dict[str, Any] = {
     "schedules": lambda: spa(COSINE, RISING),
-    "dropped by 10": lambda: spa(*stagewise(3.0, 0.1, [150, 300])),
-    "sgdm, foreseen": lambda: spa_from_sgdm(FALL, 0.9),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=3),
     "gpa, μ_y in steps": lambda: spa(COSINE, 0.1, lambda k: jnp.where(k < 200, 0.9, 0.5)),
 }
@@ -74,9 +71,7 @@ def history(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in seen.items()}
 
 
-@pytest.mark.parametrize(
-    "name", quick(TRANSFORMS, "schedules", "gpa, μ_y in steps", "sgdm, re-anchored")
-)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
     h = history(track_momentum(TRANSFORMS[name](), decay=0.0))
@@ -314,26 +309,6 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_same_momentum_in_other_forms() -> None:
-    """Fused, separate; `optax.sgd`, which knows no rate or scale; AdamW at a constant ν̂; by 3."""
-    noise = jax.random.normal(jax.random.key(0), (200, 50)) + 0.3
-    signs = jnp.sign(noise + 0.2) * jnp.logspace(-4, 4, 50)  # a scale each, which ν takes away
-    adam, of_sgd = spa_adamw(0.1, 0.2, b2=0.99, weight_decay=0.0), CHAIN(optax.sgd(0.1, 0.8))
-    for grads, ours, other in (
-        (noise, spa(0.5, 0.2), track_momentum(CHAIN(spa(0.5, 0.2)))),
-        (noise, spa_from_sgdm(0.1, 0.8), track_momentum(of_sgd, averaging=0.2)),
-        (signs, adam, track_momentum(optax.adamw(0.1, 0.8, 0.99), averaging=0.2, b2=0.99)),
-    ):
-        found, expected = reports(other, grads), reports(track_momentum(ours), grads)
-        for one, two in zip(found[:3], expected[:3], strict=True):  # gain, level and alignment
-            np.testing.assert_allclose(one[3:], two[3:], rtol=1e-3, atol=1e-3)
-        assert expected.gain[-1] > 1.3 * expected.noise_level[-1]
-    each, by_3 = (reports(track_momentum(spa(0.5), 0.0, every=n), noise) for n in (1, 3))
-    expected = jnp.repeat(each.gradient_term[3::3], 3)[: 200 - 3]
-    np.testing.assert_allclose(by_3.gradient_term[3:], expected, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("standard_promotion")
 def test_moments_that_are_not_adams_are_refused() -> None:
     """By the steps of `convert`, whose tests have more of those with a state of the same type."""
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
@@ -406,7 +381,6 @@ REPORT: Any = MomentumReport(
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
-        ({"num_saturated": 2, "gain": math.nan}, "Up to 2 elements of z"),
     ],
 )
 def test_verdict(changes: dict[str, Any], says: str) -> None:
@@ -417,7 +391,7 @@ def test_verdict(changes: dict[str, Any], says: str) -> None:
 
 
 def test_what_a_report_says_of_the_run() -> None:
-    """Its length, that of the average, and why steps do not count."""
+    """Its length, and that of the average."""
     params, grads = {"w": jnp.ones(1_000)}, [{"w": jnp.asarray(g)} for g in normal(20, 1_000)]
     for averaging, length in ((0.1, 10), (schedule_free_averaging(1.0), 20)):
         state = run(track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads)[1]
@@ -426,13 +400,6 @@ def test_what_a_report_says_of_the_run() -> None:
             np.testing.assert_allclose(report.average_length, length, rtol=1e-6)
             iterate_term = report.gain * report.gradient_term
             np.testing.assert_allclose(report.iterate_term, iterate_term, rtol=1e-5)
-    tx = track_momentum(spa(1.0, 0.1))
-    for scale, field in ((1e18, "num_skipped"), (1e-22, "num_zero"), (1e-12, "num_rounded")):
-        state = tx.init(params)
-        for g in grads:  # params stay
-            _, state = tx.update({"w": scale * g["w"]}, state, params)
-        report = momentum_report(state)
-        assert (getattr(report, field), report.num_measured) == (20, 0)
 
 
 def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> list[str]:
@@ -487,15 +454,6 @@ def test_report_from_inside_a_wrapper(name: str) -> None:
     assert 0.8 < report.gain / report.noise_level < 1.2
 
 
-def test_report_of_an_nnx_optimizer() -> None:
-    model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.asarray(normal(8, 3))
-    optimizer = nnx.Optimizer(model, CHAIN(track_momentum(spa(0.1))), wrt=nnx.Param)
-    for _ in range(5):
-        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
-    report = nnx.jit(momentum_report)(optimizer.opt_state)
-    assert all(np.isfinite(value) for value in report)
-
-
 def test_plot() -> None:
     """Of one report a step, in any order; and of layers, of which it names those off noise."""
     import matplotlib.pyplot as plt
@@ -503,11 +461,10 @@ def test_plot() -> None:
     levels = {30: 0.5, 10: 1.0, 20: 0.0}
     one = {step: REPORT._replace(noise_level=level) for step, level in levels.items()}
     figure = plot_momentum(one)
-    (ratio, at_level), (alignment, at_0) = (axis.lines for axis in figure.axes)
+    ratio, alignment = (axis.lines[0] for axis in figure.axes)
     np.testing.assert_array_equal(ratio.get_xdata(), [10, 20, 30])
     np.testing.assert_array_equal(ratio.get_ydata(), [2, math.nan, 4])
     np.testing.assert_array_equal(alignment.get_ydata(), [0.1] * 3)
-    assert (*at_level.get_ydata(), *at_0.get_ydata()) == (1, 1, 0, 0)
     # Ratios from 0.25 to 2: the nearest to 1 come sixth and later.
     gains = {"all": 9.0, **{f"layer {i}": 0.25 * (i + 1) for i in range(8)}}
     by_label = {name: REPORT._replace(gain=gain) for name, gain in gains.items()}
@@ -541,7 +498,6 @@ def test_bad_arguments() -> None:
         (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
         (optax.adamw(0.1), {}, "`averaging` must be 1 − β if `inner` does not hold β, got None"),
         (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
-        (spa(1.0), {"per_leaf": lambda params: 1}, "strings for params or their nodes, got 1"),
         (spa(1.0), {"per_leaf": lambda params: {"u": "a"}}, "or their nodes, got {'u': 'a'}"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import optimized, run, table, x64
 
@@ -31,16 +30,6 @@ def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     with x64():
         counts = np.arange(num_steps, dtype=np.int32)
         return tuple(np.asarray(h(counts)) for h in hyperparams)  # pyright: ignore
-
-
-def test_abrupt_stages_to_the_step() -> None:
-    # η_b is the first divided, at count b; c_b the first multiplied, at count b − 1.
-    eta, c = values(stagewise(1.0, 0.05, [5, 9]), 12)
-    np.testing.assert_allclose(eta, [1] * 5 + [0.1] * 4 + [0.01] * 3, rtol=1e-12)
-    np.testing.assert_allclose(c, [0.05] * 4 + [0.5] * 4 + [1.0] * 4, rtol=1e-12)
-    eta, c = values(stagewise(1.0, 0.05, [5, 9], 4.0, averaging_rule="constant"), 12)
-    np.testing.assert_allclose(eta, [1] * 5 + [1 / 4] * 4 + [1 / 16] * 3, rtol=1e-12)
-    np.testing.assert_allclose(c, [0.05] * 12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("boundaries", [[20], [20, 25, 90], [1, 2, 3]])
@@ -199,7 +188,7 @@ def test_numbers_in_numbers_out() -> None:
     ],
 )
 def test_ordinary_schedules(hyperparams: Any) -> None:
-    """Of a Python int, of an array for plotting, under jit and vmap, and joined by Optax."""
+    """Of a Python int, of an array for plotting, and under jit and vmap."""
     for schedule in hyperparams:
         counts = np.arange(10, dtype=np.int32)
         values = jax.jit(jax.vmap(schedule))(counts)
@@ -207,9 +196,6 @@ def test_ordinary_schedules(hyperparams: Any) -> None:
         assert jnp.shape(found) == ()
         np.testing.assert_allclose(found, values[7], rtol=1e-6)
         np.testing.assert_allclose(schedule(counts.reshape(2, 5)).ravel(), values, rtol=1e-6)
-        joined = optax.join_schedules([optax.constant_schedule(2.0), schedule], [3])
-        with jax.numpy_dtype_promotion("standard"):
-            np.testing.assert_allclose(joined(5), values[2], rtol=1e-6)
 
 
 def _numpy_look_ahead(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
