@@ -142,14 +142,11 @@ NUM_BYTES = {
 
 @pytest.mark.slow
 def test_benchmark(folder: Path) -> None:
-    """Every row trains, and is not run again. Rounded to nearest, few params move."""
+    """Every row trains. Rounded to nearest, few params move."""
     out = folder / "records"
     arguments = [*options(folder), "--steps", "10", "--seeds", "1", "--rate", "1e-5"]
     arguments += ["--json", str(out), "--updates", str(folder / "updates")]
     records = {record["row"]: record for record in finetune.main(arguments)}
-    lines = out.read_text()
-    assert finetune.main(arguments) == list(records.values())
-    assert out.read_text() == lines
     assert records.keys() == finetune.ROWS.keys()
     for name, num_bytes in NUM_BYTES.items():
         assert records[name]["bytes"] == pytest.approx(num_bytes, abs=0.3), name

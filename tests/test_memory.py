@@ -8,11 +8,8 @@ import compiled
 import jax
 import jax.numpy as jnp
 import memory
-import numpy as np
-import one_card
 import optax
 import pytest
-from jax.sharding import Mesh
 from test_compiled import for_tpus
 
 from spa_optax import spa_adamw
@@ -58,36 +55,6 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
 each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"])
 
 
-@pytest.mark.slow
-@each_kind
-def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text by heart, on eight devices, from a loss of log(256), which chunks do not change."""
-    shapes = memory.split_params(TINY, jnp.bfloat16, jax.devices())
-    made = trainer(kind, shapes)
-    state_shapes, _ = memory.split_state(made, TINY, shapes)
-    start = lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
-    tokens = jnp.arange(8 * 16).reshape(8, 16) * 37 % 256
-    monkeypatch.setattr(one_card, "CHUNK", 4)
-    step = memory.compile_step(made, shapes, state_shapes, length=16).compile()
-    values = jax.tree.map(start, shapes)
-    place = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))
-    params, state = place(values, shapes), place(made.init(values), state_shapes)
-    curve = []
-    for _ in range(20):
-        params, state, loss = step(params, state, tokens)
-        curve.append(float(loss))
-    assert curve[0] == pytest.approx(math.log(256), rel=0.02)
-    assert curve[-1] < 0.8 * math.log(256)
-
-    monkeypatch.setattr(one_card, "CHUNK", 16)
-    embed, layer, loss_of = memory.decoder(TINY, Mesh(np.array(jax.devices()[:1]), "devices"))
-    x = embed(values["embedding"], tokens)
-    for i in range(TINY.layers):
-        x = layer(x, jax.tree.map(lambda w, i=i: w[i], values["layers"]))
-    at_once = loss_of(x, values["top"], jnp.roll(tokens, -1, 1))
-    assert curve[0] == pytest.approx(float(at_once), rel=1e-3)
-
-
 @for_tpus
 @pytest.mark.slow
 @each_kind
@@ -126,15 +93,6 @@ def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)
     assert found["all-gather"] > 0
-
-
-def test_what_xla_says_where_it_refuses() -> None:
-    for message, size in (
-        ("the total memory required for HLO temporaries (129.83G) exceeds available HBM", 129.83),
-        ("Ran out of memory in memory space hbm. Used 15.77G of 15.75G hbm.", 15.77),
-        ("Ran out of memory", None),
-    ):
-        assert memory.gigabytes(message) == size
 
 
 def test_sizes_are_those_of_llama_3() -> None:
