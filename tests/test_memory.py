@@ -8,7 +8,6 @@ import compiled
 import jax
 import jax.numpy as jnp
 import memory
-import optax
 import pytest
 from test_compiled import for_tpus
 
@@ -27,21 +26,6 @@ def size(model: memory.Model) -> int:
 SIZE = size(TINY)
 ADAMW = "AdamW, bfloat16, float32 master copy"
 OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_init_leaves_nothing_large_whole(name: str) -> None:
-    """Everything that is shaped like a parameter is split like it."""
-    tx, dtype = memory.optimizers()[name]
-    params = memory.split_params(TINY, dtype, jax.devices())
-    state, whole = memory.split_state(tx, TINY, params)
-    assert whole < 200  # scalars, and placeholders of a factored ν
-    assert memory.split_state(optax.adamw(1e-3), TINY, params)[1] > SIZE  # both moments
-    of_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
-    split = [leaf for leaf in jax.tree.leaves(state) if leaf.shape in of_shape]
-    assert len(split) >= len(jax.tree.leaves(params))
-    for leaf in split:
-        assert leaf.sharding.is_equivalent_to(of_shape[leaf.shape], leaf.ndim)
 
 
 def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Trainer:

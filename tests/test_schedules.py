@@ -135,9 +135,7 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
     ("rate", "num_warmup_steps", "match"),
     [
         (lambda k: -1.0, 3, "finite and >= 0 during its warm-up"),
-        (lambda k: jnp.inf, 3, "finite and >= 0 during its warm-up"),
         (lambda k: 0.0, 3, "> 0 and largest by count 3"),
-        (lambda k: 0.1 * k.astype(float), 3, "largest by count 3, .* got 0.4 at 4 after 0.3"),
         (lambda k: 0.1 * (k + 1).astype(float), 0, "largest by count 0, .* got 0.2 at 1 after 0.1"),
         (lambda k: jnp.ones(2), 3, "a scalar or a schedule of scalars, got an array of shape"),
     ],
