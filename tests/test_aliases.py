@@ -108,8 +108,6 @@ def test_bytes_a_parameter(alias: Any, expected: int) -> None:
     state = jax.eval_shape(tx.init, params)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     assert expected <= num_bytes / 1e6 < expected + 0.01
-    if expected == 8:  # 16 bits of z leave ν as it is
-        assert optax.tree.get(state, "nu")["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("mu_y", [1.0, 0.9])

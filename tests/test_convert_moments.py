@@ -19,7 +19,6 @@ from helpers import (
     logistic_regression,
     quick,
     relative_difference,
-    slow,
     trained,
     x64,
 )
@@ -222,7 +221,6 @@ NOT_ADAM: dict[str, Any] = {
     "b1": optax.adam(0.1, b1=0.91),
     "b2": optax.adam(0.1, b2=0.9985),
     "eps": optax.adam(0.1, eps=2e-8),
-    "no eps": optax.adam(0.1, eps=0.0),
     "eps_root": optax.adam(0.1, eps_root=1e-8),
     "trace": optax.chain(optax.adam(0.1), optax.trace(0.9)),
     "two rates": optax.chain(optax.adam(0.1), optax.masked(optax.scale(0.1), MASK)),
@@ -297,20 +295,17 @@ def test_states_of_nnx_move() -> None:
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, moved(expected, params, old, old))))
 
 
-@pytest.mark.parametrize("num_warmup_steps", [slow(0), 40])
-def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
+def test_schedule_free_there_and_back() -> None:
     """As if it had never moved."""
     with x64():
-        rate = optax.constant_schedule(0.01)
-        if num_warmup_steps:
-            rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, num_warmup_steps))
+        rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 40))
         base = optax.chain(
             optax.scale_by_rms(ADAM["b2"], ADAM["eps"], eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(0.1),
             optax.scale_by_learning_rate(rate),
         )
         old = optax.contrib.schedule_free(base, rate, b1=0.9)
-        c = schedule_free_averaging(lambda k: rate(k + 1), num_warmup_steps)
+        c = schedule_free_averaging(lambda k: rate(k + 1), 40)
         new = spa_adamw(rate, c, 0.9, **ADAM, weight_decay=0.1)
         x = start(jnp.float64)
         unmoved, at_end = run(old, x, old.init(x), slice(90))

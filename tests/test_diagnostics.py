@@ -192,9 +192,7 @@ NOISY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", quick(NOISY, "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
-)
+@pytest.mark.parametrize("name", NOISY)
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
     assert_at_noise_level(report)
@@ -489,7 +487,6 @@ def test_bad_arguments() -> None:
         (sgd, {"per_leaf": "w"}, "`per_leaf` must be a bool or a function, got 'w'"),
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
         (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
-        (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be in (0, 1], got <function"),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),
         (optax.masked(spa(1.0), one_of_two), {}, "must hold a momentum of all 2 arrays, got 1"),
@@ -518,7 +515,6 @@ def test_bad_state() -> None:
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),
         (lambda: flat.update(tree, flat.init(tree), tree), "changes the tree, got its root"),
         (lambda: momentum_report(state.inner), "must hold one `TrackMomentumState`, got SPAState"),
-        (lambda: momentum_report((state, state)), "`TrackMomentumState`, got 2"),
         (lambda: momentum_report(batch), "`opt_state` must be of one run, got a batch of them"),
         (lambda: jax.vmap(momentum_report)(batch).verdict(), "one run, got a batch of shape (4,)"),
         (lambda: momentum_report(state, by_label=True), "of a gauge with `per_leaf`, got one w"),

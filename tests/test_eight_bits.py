@@ -305,9 +305,6 @@ def test_float8_momentum_keeps_the_dtype_of_updates(dtype: str) -> None:
     u, _ = tx.update(g, tx.init(x), x)
     assert u.dtype == base.update(g, base.init(x), x)[0].dtype
     assert tx.update(g, tx.init(x))[0].dtype == g.dtype
-    with_n = lambda x: {"x": x, "n": jnp.array(3)}
-    tx = float8_momentum(optax.masked(base, {"x": True, "n": False}), KEY)
-    assert tx.update(with_n(g), tx.init(with_n(x)), with_n(x))[0]["n"] == 3
 
 
 def test_state_in_8_bits_has_no_derivative() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import UNIFORM, batches, digits, quick, relative_difference, run, trajectory, x64
+from helpers import UNIFORM, batches, digits, relative_difference, run, trajectory, x64
 
 from spa_optax import (
     SPAState,
@@ -58,45 +58,35 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedules", SCHEDULES.values(), ids=SCHEDULES)
 def test_published_update(schedules: Any) -> None:
     """Three sequences, of which two are kept, with μ_y constant or not."""
-    y_reference, x_reference = published(*schedules)
     table = lambda h: np.array([float(h(k)) for k in range(NUM_STEPS)])
     as_jax = lambda h: (lambda k: jnp.asarray(table(h))[k]) if callable(h) else h
     with x64():
-        y, x = trajectory(spa(*map(as_jax, schedules)), eval_params, jnp.float64)
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(x, x_reference, rtol=0, atol=1e-11)
+        found = trajectory(spa(*map(as_jax, schedules)), eval_params, jnp.float64)
+    np.testing.assert_allclose(found, published(*schedules), rtol=0, atol=1e-11)  # y and x
 
 
 ADAMW: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
-MUON, DECAYED = optax.contrib.muon(0.01), optax.adamw(0.01, weight_decay=0.1)
+MUON = optax.contrib.muon(0.01)
 AROUND = lambda base, rate, b1=0.9, power=2.0: optax.contrib.schedule_free(base, rate, b1, power)
-# Optax's, ours, steps, and how far x may be off: of μ_y in float32, or b1.
-SCHEDULE_FREE: dict[str, tuple[Any, Any, int, float]] = {
-    **{
-        f"spa, {b1}": (AROUND(optax.sgd(0.5), 0.5, b1, power), spa(0.5, UNIFORM, b1), 300, 1e-12)
-        for b1, power in ((0.5, 0.0), (0.9, 2.0), (1.0, 0.0))
-    },
+SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {  # Optax's, and ours
+    "spa, 0.5": (AROUND(optax.sgd(0.5), 0.5, 0.5, 0.0), spa(0.5, UNIFORM, 0.5)),
+    "spa, 0.9": (AROUND(optax.sgd(0.5), 0.5), spa(0.5, UNIFORM, 0.9)),
+    "spa, 1": (AROUND(optax.sgd(0.5), 0.5, 1.0, 0.0), spa(0.5, UNIFORM)),
     "spa_adamw": (
         optax.contrib.schedule_free_adamw(0.01, b1=0.9, **ADAMW),
         spa_adamw(0.01, UNIFORM, 0.9, **ADAMW),
-        300,
-        1e-7,
     ),
-    "muon": (AROUND(MUON, 0.01), primal_averaging(MUON, UNIFORM, 0.9), 100, 1e-6),
-    "adamw": (AROUND(DECAYED, 0.01), primal_averaging(DECAYED, UNIFORM, 0.9), 100, 1e-6),
+    "muon": (AROUND(MUON, 0.01), primal_averaging(MUON, UNIFORM, 0.9)),
 }
 
 
-@pytest.mark.parametrize("name", quick(SCHEDULE_FREE, *SCHEDULE_FREE.keys() - {"adamw"}))
-def test_schedule_free(name: str) -> None:
+@pytest.mark.parametrize(("reference", "tx"), SCHEDULE_FREE.values(), ids=SCHEDULE_FREE)
+def test_schedule_free(reference: Any, tx: Any) -> None:
     """At a constant rate every weight is the same, whatever their power of the rate."""
-    reference, tx, num_steps, atol = SCHEDULE_FREE[name]
-    evaluate = optax.contrib.schedule_free_eval_params
     with x64():
-        y_reference, x_reference = trajectory(reference, evaluate, jnp.float64, num_steps)
-        y, x = trajectory(tx, eval_params, jnp.float64, num_steps)
-    np.testing.assert_allclose(y, y_reference, rtol=0, atol=1e-12 if num_steps == 300 else 1e-11)
-    np.testing.assert_allclose(x, x_reference, rtol=0, atol=atol)
+        expected = trajectory(reference, optax.contrib.schedule_free_eval_params, jnp.float64)
+        found = trajectory(tx, eval_params, jnp.float64)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)  # y and x, over 300 steps
 
 
 def test_quasi_hyperbolic_momentum() -> None:
@@ -228,7 +218,6 @@ def test_eval_params_of_nnx() -> None:
 FOREIGN = {
     "got EmptyState, ScaleByAdamState": optax.adamw(0.1).init(PARAMS),
     "got ScheduleFreeState": optax.contrib.schedule_free_sgd(0.1).init(PARAMS),
-    "got none": (),
     "got dict": PARAMS,  # swapped arguments
     r"got \(3,\) at \['other'\]": GPA.init({"other": jnp.ones(3)}),
     r"got \(2,\) at": GPA.init(jax.tree.map(lambda leaf: leaf[..., :2], PARAMS)),

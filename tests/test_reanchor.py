@@ -66,22 +66,22 @@ def test_states_of_nnx() -> None:
         np.testing.assert_allclose(leaf, -0.5 * 0.15, rtol=1e-5)
 
 
-@pytest.mark.parametrize("share", ["masked", "partition", "several"])
-def test_reanchor_of_some_params(share: str) -> None:
+LABELS = {"a": "it", "b": "other"}
+SHARED = {
+    "masked": optax.masked(spa(0.1, 0.1, 0.5), {"a": True, "b": False}),
+    "partition": optax.partition({"it": spa(0.1), "other": optax.sgd(0.1)}, LABELS),
+    "several": optax.partition({"it": spa(0.1), "other": spa(0.2, 0.05, 0.9)}, LABELS),
+}
+
+
+@pytest.mark.parametrize("tx", SHARED.values(), ids=SHARED)
+def test_reanchor_of_some_params(tx: Any) -> None:
     """As `eval_params` does: params of another optimizer, or of none, have no z."""
     params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
-    labels = {"a": "it", "b": "other"}
-    tx = {
-        "masked": lambda: optax.masked(spa(0.1, 0.1, 0.5), {"a": True, "b": False}),
-        "partition": lambda: optax.partition({"it": spa(0.1), "other": optax.sgd(0.1)}, labels),
-        "several": lambda: optax.partition({"it": spa(0.1), "other": spa(0.2, 0.05, 0.9)}, labels),
-    }[share]()
     state = reanchor(tx.init(params), params, edited)
-    z = [s.z for s in find(state, SPAState)]
-    np.testing.assert_array_equal(z[0]["a"], edited["a"])
-    if share == "several":
-        np.testing.assert_array_equal(z[1]["b"], edited["b"])
+    for name, found in zip("ab", find(state, SPAState), strict=False):
+        np.testing.assert_array_equal(found.z[name], edited[name])
     chex.assert_trees_all_equal_structs(state, tx.init(params))
     with pytest.raises(ValueError, match="`spa_state` must have leaves of the paths and shapes of"):
         reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})

@@ -46,7 +46,6 @@ def test_from_the_equations(params_of_base: Any) -> None:
             updates, state = tx.update(jnp.asarray(g), state, params)
             params = optax.apply_updates(params, updates)
             np.testing.assert_allclose(params, y, rtol=0, atol=1e-13)
-            # μ_y is kept as float32.
             np.testing.assert_allclose(eval_params(state, params), x, rtol=0, atol=1e-12)
     scalars = state.average.eta, state.average.c, state.average.w, state.average.mu_y
     np.testing.assert_array_equal(scalars, [1, c, 1 - c, mu_y])
