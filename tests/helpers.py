@@ -103,8 +103,7 @@ def trained(
 
     def step(carry: Any, item: Any) -> Any:
         params, state = carry
-        with jax.numpy_dtype_promotion("standard"):  # for optax's
-            updates, state = tx.update(gradient(params, item), state, params)
+        updates, state = tx.update(gradient(params, item), state, params)
         return (optax.apply_updates(params, updates), state), None
 
     carry = params, tx.init(params) if state is None else state

@@ -51,7 +51,8 @@ def start(dtype: Any = jnp.float32) -> Any:
 
 
 def run(tx: Any, params: Any, state: Any, steps: slice) -> Any:
-    return trained(tx, jax.grad(loss), params, batches()[steps], state)
+    with jax.numpy_dtype_promotion("standard"):  # for optax's
+        return trained(tx, jax.grad(loss), params, batches()[steps], state)
 
 
 CLIP = optax.clip_by_global_norm(1.0)

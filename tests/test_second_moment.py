@@ -12,8 +12,7 @@ from helpers import run, x64
 
 from spa_optax import in_float32, scale_by_factored_second_moment, scale_by_second_moment, spa
 
-# By themselves, outside of `in_float32`, they promote as Optax's do.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # outside of `in_float32`, as Optax's
 KEY = jax.random.key(0)
 WIDE = {
     "matrix": jnp.linspace(-1, 1, 12 * 20).reshape(12, 20),
