@@ -477,7 +477,7 @@ def test_equinox(it: Transform) -> None:
     assert jax.tree.structure(x) == jax.tree.structure(model)
     assert not np.array_equal(x[0].layers[0].weight, start[0].layers[0].weight)
     np.testing.assert_array_equal(x[1], start[1])
-    chex.assert_trees_all_equal_structs(reanchor(state, model, x), state)
+    chex.assert_trees_all_equal_structs(reanchor(state, model, start), state)
 
 
 @pytest.mark.parametrize("b1", [0.5, 0.9])
