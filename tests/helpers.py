@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -30,14 +30,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
-def quick(values: Mapping[str, Any], *chosen: str) -> list[Any]:
-    """Values by name: one for each way through the code; the others are slow, for they are many."""
-    return [(pytest.param if name in chosen else slow)(values[name], id=name) for name in values]
-
-
-def quick_names(names: Iterable[str], *chosen: str) -> list[Any]:
-    """The same of names."""
-    return quick({name: name for name in names}, *chosen)
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Names: one for each way through the code; the others are slow, for they are many."""
+    return [(pytest.param if name in chosen else slow)(name) for name in names]
 
 
 # For long runs: these tests compile without optimization, which is no gain there.
@@ -101,7 +96,18 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any,
     return params, state
 
 
-apply = run
+def trained(
+    tx: Any, gradient: Callable[..., PyTree], params: PyTree, items: Any, state: Any = None
+) -> tuple[Any, Any]:
+    """The params and the state after a step of gradient(params, item) for each item of an array."""
+
+    def step(carry: Any, item: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(gradient(params, item), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = params, tx.init(params) if state is None else state
+    return jax.lax.scan(step, carry, items)[0]
 
 
 def spa_state(state: Any) -> SPAState:
@@ -140,39 +146,6 @@ def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
         return cross_entropy.mean() + 1e-4 * jnp.sum(w**2)
 
     return loss
-
-
-def train(
-    loss: Callable[[PyTree, Array], Array],
-    txs: list[Any],
-    params: PyTree,
-    edited: dict[int, Any] | None = None,
-) -> list[PyTree]:
-    """Trains with several transforms side by side, and with those that take over from some halfway.
-
-    The keys of `edited` are places in `txs`. Its params come last.
-    """
-    halves = jnp.asarray(batches()).reshape(2, -1, BATCH)
-
-    def scan(txs: list[Any], carry: list[tuple[PyTree, Any]], half: Array) -> Any:
-        def body(carry: list[tuple[PyTree, Any]], batch: Array) -> Any:
-            new = []
-            for tx, (params, state) in zip(txs, carry, strict=True):
-                updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-                new.append((optax.apply_updates(params, updates), state))
-            return new, None
-
-        return jax.lax.scan(body, carry, half)[0]
-
-    def next_half(carry: Any, half: Array) -> Any:  # compiled once for both
-        carry = scan(txs, carry, half)
-        return carry, carry
-
-    carry, ends = jax.lax.scan(next_half, [(params, tx.init(params)) for tx in txs], halves)
-    if edited:
-        halfway = [jax.tree.map(lambda leaf: leaf[0], ends[place]) for place in edited]
-        carry += scan(list(edited.values()), halfway, halves[1])
-    return [params for params, _ in carry]
 
 
 def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tuple[Any, Any]:

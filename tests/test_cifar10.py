@@ -1,11 +1,5 @@
 """examples/cifar10.py: its data, its network, every optimizer, several devices, the command."""
 
-import functools
-import hashlib
-import http.server
-import io
-import tarfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +7,6 @@ import cifar10
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from helpers import slow
@@ -43,49 +36,22 @@ def two_shades(n: int) -> tuple[np.ndarray, np.ndarray]:
 DATA = cifar10.Data(*two_shades(8 * BATCH), *two_shades(2 * BATCH + 5))
 
 
-# ------------------------------------------------------------------------------------------- data
-
-
-def archive() -> bytes:
-    """As published: files of images, each a label and then 3,072 bytes."""
-    buffer, rng = io.BytesIO(), np.random.default_rng(0)
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, num in {**{f"data_batch_{i}": 4 for i in range(1, 6)}, "test_batch": 3}.items():
-            labels = rng.integers(0, 10, (num, 1), np.uint8)
-            content = np.hstack([labels, rng.integers(0, 256, (num, 3072), np.uint8)]).tobytes()
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-ARCHIVE = archive()
-
-
-def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the published layout: a label, then a red, a green and a blue plane, by rows."""
-    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(ARCHIVE)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(cifar10, "MD5", hashlib.md5(ARCHIVE).hexdigest())
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        address = f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz"
-        monkeypatch.setattr(cifar10, "URL", address)
-        threading.Thread(target=server.serve_forever).start()
-        data = cifar10.load_cifar10(tmp_path / "data")
-        server.shutdown()
+def test_files_as_published(tmp_path: Path) -> None:
+    """Of images, each a label, then a red, a green and a blue plane, by rows."""
+    rng, records = np.random.default_rng(0), {}
+    (tmp_path / cifar10.FOLDER).mkdir()
+    for name, num in {**{f"data_batch_{i}": 4 for i in range(1, 6)}, "test_batch": 3}.items():
+        labels = rng.integers(0, 10, (num, 1), np.uint8)
+        records[name] = np.hstack([labels, rng.integers(0, 256, (num, 3072), np.uint8)])
+        (tmp_path / cifar10.FOLDER / f"{name}.bin").write_bytes(records[name].tobytes())
+    data = cifar10.load_cifar10(tmp_path)
     assert data.x_train.shape == (20, 32, 32, 3)
     assert data.x_test.shape == (3, 32, 32, 3)
-    with tarfile.open(fileobj=io.BytesIO(ARCHIVE)) as tar:
-        (file,) = (tar.extractfile(info) for info in tar if "data_batch_2" in info.name)
-        assert file is not None
-        record = file.read()[3073:]  # its second image, the sixth in all
+    record = records["data_batch_2"][1]  # the sixth image in all
     assert data.y_train[5] == record[0]
     for row, column, channel in [(0, 0, 0), (0, 31, 1), (5, 6, 2), (31, 31, 1)]:
         place = 1 + 1024 * channel + 32 * row + column
         assert data.x_train[5, row, column, channel] == record[place]
-    again = cifar10.load_cifar10(tmp_path / "data")  # without a server
-    np.testing.assert_array_equal(again.x_test, data.x_test)
 
 
 def test_every_shift_and_mirror_image() -> None:
@@ -112,9 +78,6 @@ def test_own_images_that_cannot_be(changes: dict[str, Any], tmp_path: Path) -> N
     np.savez(tmp_path / "own.npz", **arrays)
     with pytest.raises(SystemExit, match=r"^error: --npz must hold uint8 images"):
         cifar10.main(["--npz", str(tmp_path / "own.npz")])
-
-
-# --------------------------------------------------------------------------- network and training
 
 
 def test_whitening() -> None:
@@ -185,28 +148,6 @@ def test_views_of_an_image() -> None:
     for view, mirror, shift in zip(views[:3], views[3:], (0, 1, -1), strict=True):
         np.testing.assert_array_equal(inside(view), inside(np.roll(images, (shift, shift), (1, 2))))
         np.testing.assert_array_equal(view[:, :, ::-1], mirror)
-
-
-@pytest.mark.slow
-def test_eight_devices_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step: a batch is normalized as a whole, and its gradient is the mean of all."""
-    monkeypatch.setattr(cifar10, "BLOCKS", ((8, True), (8, False)))
-    params = []
-    x, y = DATA.x_train[:BATCH], DATA.y_train[:BATCH]
-    for devices in (jax.devices()[:1], jax.devices()):
-        mesh = Mesh(np.array(devices), "batch")
-        model = network()
-        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-        replicated = NamedSharding(mesh, PartitionSpec())
-        nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), replicated))
-        batch = jax.device_put((x, y), NamedSharding(mesh, PartitionSpec("batch")))
-        assert len(batch[0].sharding.device_set) == len(devices)
-        cifar10.train_step(model, optimizer, *batch)
-        params.append(jax.tree.map(np.asarray, nnx.state(model)))
-    assert len(jax.devices()) == 8
-    # Sums of at most 16 · 16² numbers, in another order: √4096 roundings of 6e-8.
-    close = functools.partial(np.testing.assert_allclose, rtol=64 * 6e-8, atol=64 * 6e-8)
-    jax.tree.map(close, *params)
 
 
 @pytest.mark.slow

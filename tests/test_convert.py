@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    apply,
     batches,
     evaluated,
     logistic_regression,
@@ -18,6 +17,7 @@ from helpers import (
     run,
     sgdm,
     slow,
+    trained,
     x64,
 )
 
@@ -36,22 +36,10 @@ from spa_optax import (
 from spa_optax._core import Scalars, transformation
 
 KEY = jax.random.key(0)
-NUM_STEPS = 300
+NUM_STEPS, BATCHES = 300, batches(300)
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # dtypes meet in `MultiSteps`
 # Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two runs.
 ALPHA = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
-
-
-def _run(tx: Any, carry: Any, steps: slice, dtype: str) -> Any:
-    """Trains on the digits from (params, state), or from the start if the state is None."""
-    loss = logistic_regression(dtype)
-
-    def body(carry: Any, batch: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    carry = carry or (jnp.zeros((65, 10), dtype), tx.init(jnp.zeros((65, 10), dtype)))
-    return jax.jit(lambda carry: jax.lax.scan(body, carry, batches(NUM_STEPS)[steps])[0])(carry)
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
@@ -62,36 +50,31 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
     with x64(dtype == "float64"):
         sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov))
         tx = optax.chain(optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov))
-        never_moved, _ = _run(sgd, None, slice(None), dtype)
-
-        params, sgd_state = _run(sgd, None, slice(there), dtype)
+        gradient, start = jax.grad(logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        never_moved, _ = trained(sgd, gradient, start, BATCHES)
+        params, sgd_state = trained(sgd, gradient, start, BATCHES[:there])
         sgdm: Any = {"learning_rate": ALPHA, "momentum": 0.9, "nesterov": nesterov}
         state = convert(sgd_state, params, into=tx.init(params), **sgdm)
         assert state[1].count == there
-        params, state = _run(tx, (params, state), slice(there, back), dtype)
+        params, state = trained(tx, gradient, params, BATCHES[there:back], state)
         assert state[1].count == back
         sgd_state = convert(state, params, into=sgd.init(params))
         assert optax.tree.get(sgd_state, "count") == back
-        params, _ = _run(sgd, (params, sgd_state), slice(back, None), dtype)
+        params, _ = trained(sgd, gradient, params, BATCHES[back:], sgd_state)
         assert relative_difference(params, never_moved) < tolerance
 
 
 def test_a_state_from_sgdm_is_as_foreseen() -> None:
     # The state that `spa_from_sgdm` would have had at the same step, and no re-anchoring.
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
-    _, native = _run(tx, None, slice(80), "float32")
-    params, sgd_state = _run(sgd, None, slice(80), "float32")
+    gradient, start = jax.grad(logistic_regression("float32")), jnp.zeros((65, 10))
+    _, native = trained(tx, gradient, start, BATCHES[:80])
+    params, sgd_state = trained(sgd, gradient, start, BATCHES[:80])
     into = tx.init(params)
     moved = convert(sgd_state, params, into=into, learning_rate=ALPHA, momentum=0.9)
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
     _, after = tx.update(jnp.zeros_like(params), moved, params)
     np.testing.assert_array_equal(after.z, moved.z)
-
-
-def _step(tx: Any, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-    with jax.numpy_dtype_promotion("standard"):  # for `MultiSteps`
-        updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 INTO = {
@@ -111,20 +94,15 @@ def test_whole_states_move(name: str) -> None:
     alpha = lambda k: 0.1 / (k + 1).astype(float)
     sgd, tx = INTO[name](optax.sgd(alpha, 0.5)), INTO[name](spa_from_sgdm(alpha, 0.5))
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}
-    gradient = lambda params, k: jax.tree.map(lambda p: jnp.cos(p + k), params)
-    x, sgd_state = params, sgd.init(params)
-    y, state, moved = params, sgd.init(params), sgd
-    for k in range(12):
-        if k == 4:
-            state = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
-            assert jax.tree.structure(state) == jax.tree.structure(tx.init(y))
-            moved = tx
-        if k == 8:
-            state = convert(state, y, into=sgd.init(y))
-            assert jax.tree.structure(state) == jax.tree.structure(sgd.init(y))
-            moved = sgd
-        x, sgd_state = _step(sgd, x, sgd_state, gradient(x, k))
-        y, state = _step(moved, y, state, gradient(y, k))
+    grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), params) for k in range(12)]
+    x, _ = run(sgd, params, grads)
+    y, state = run(sgd, params, grads[:4])
+    there = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
+    assert jax.tree.structure(there) == jax.tree.structure(tx.init(y))
+    y, there = run(tx, y, grads[4:8], there)
+    back = convert(there, y, into=sgd.init(y))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    y, _ = run(sgd, y, grads[8:], back)
     # Rounding of x − z over w ≥ 0.01, twice, in m; and of 12 steps.
     chex.assert_trees_all_close(y, x, atol=4 * 6e-8 / 0.01 * 0.1)
 
@@ -143,7 +121,7 @@ def test_whole_states_move(name: str) -> None:
 def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     """Traced, a μ_y cannot raise: z, or the momentum, is NaN."""
     y = jnp.ones(2)
-    _, state = _step(old, y, old.init(y), jnp.array([1.0, -2.0]))
+    _, state = run(old, y, [jnp.array([1.0, -2.0])])
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1, "adam": optax.adam(0.1)}
     move = lambda state, into: convert(state, y, into=into, **kwargs)
     with pytest.raises(ValueError, match="`into` must train at the params of `old_state`"):
@@ -170,7 +148,7 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
 def test_z_takes_the_dtype_of_another_member() -> None:
     """As z − x, rounded to nearest, with all else as it was."""
     params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
-    x, state = apply(old, params, [jnp.cos(params)] * 3)
+    x, state = run(old, params, [jnp.cos(params)] * 3)
     tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
     moved = convert(state, x, into=tx.init(x))
     np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))
@@ -186,10 +164,10 @@ def test_the_new_optimizer_may_freeze_params() -> None:
     sgd, tx, label = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9), {"a": "trained", "b": "frozen"}
     some = lambda tx: optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)
     x, g = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
-    x, old = _step(sgd, x, sgd.init(x), g)
+    x, old = run(sgd, x, [g])
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
-    y, _ = _step(some(tx), x, convert(old, x, into=some(tx).init(x), **kwargs), g)
-    expected, old = _step(sgd, x, old, g)
+    y, _ = run(some(tx), x, [g], convert(old, x, into=some(tx).init(x), **kwargs))
+    expected, old = run(sgd, x, [g], old)
     chex.assert_trees_all_close(y, {"a": expected["a"], "b": x["b"]}, rtol=1e-6)
     whole = convert(old, expected, into=tx.init(expected), **kwargs)
     back = convert(whole, expected, into=some(sgd).init(expected))
@@ -215,7 +193,7 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     chex.assert_trees_all_equal(move(state, sgd, count=7), state)  # where nothing counts
     # Wrappers count too.
     for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
-        _, state = _way_of(wrap(sgd), x, wrap(sgd).init(x), [x] * 3)
+        _, state = run(wrap(sgd), x, [x] * 3)
         assert move(state).count == 3
 
 
@@ -247,26 +225,17 @@ DIRECTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", DIRECTIONS)
-@pytest.mark.usefixtures("standard_promotion")
 def test_directions_in_a_chain_are_kept(name: str) -> None:
     """The run goes on as if nothing had happened, or `convert` refuses."""
     last = primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
     tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones((3, 2))
-    g, state = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]]), tx.init(x)
-    for k in range(5):
-        updates, state = tx.update(g * (k + 1), state, x)
-        x = optax.apply_updates(x, updates)
+    g = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]])
+    x, state = run(tx, x, [g * (k + 1) for k in range(5)])
     moved = convert(state, x, into=tx.init(x))
     chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
     for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
         with pytest.raises(ValueError, match=r"must have the other states of|second moment"):
             convert(old, x, into=into)
-
-
-def _way_of(tx: Any, x: Any, state: Any, grads: list[Any]) -> tuple[Any, Any]:
-    for g in grads:
-        x, state = _step(tx, x, state, g)
-    return x, state
 
 
 GRADS = [jnp.cos(jnp.arange(6.0) + k).reshape(3, 2) for k in range(12)]
@@ -323,10 +292,10 @@ def test_accumulation_goes_on(there: int) -> None:
     wrap = lambda tx: optax.MultiSteps(optax.apply_if_finite(tx, 2), ACCUMULATING)
     sgd, tx = optax.sgd(rate, 0.5), spa_from_sgdm(rate, 0.5)
     kwargs: Any = {"learning_rate": rate, "momentum": 0.5}
-    x, state = _way_of(wrap(sgd), jnp.ones((3, 2)), wrap(sgd).init(jnp.ones((3, 2))), GRADS[:there])
-    expected, _ = _way_of(wrap(sgd), x, state, GRADS[there:])
+    x, state = run(wrap(sgd), jnp.ones((3, 2)), GRADS[:there])
+    expected, _ = run(wrap(sgd), x, GRADS[there:], state)
     moved = convert(state, x, into=wrap(tx).init(x), **kwargs)
-    found, _ = _way_of(wrap(tx), x, moved, GRADS[there:])
+    found, _ = run(wrap(tx), x, GRADS[there:], moved)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     move = lambda state: convert(state, x, into=tx.init(x), **kwargs)
     if there in (1, 5):  # between steps it may end, or begin

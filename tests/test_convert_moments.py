@@ -17,10 +17,9 @@ from helpers import (
     batches,
     evaluated,
     logistic_regression,
-    optimized,
-    quick_names,
+    quick,
     relative_difference,
-    slow,
+    trained,
     x64,
 )
 
@@ -40,7 +39,6 @@ from spa_optax import (
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
 RATE = lambda k: 0.1 * WARMUP_COSINE(k)  # rises until step 200, then falls
 LOSS = logistic_regression(jnp.float32)
-BATCHES = batches(1_000)
 MASK = {"w": True, "b": False}
 
 
@@ -53,13 +51,8 @@ def start(dtype: Any = jnp.float32) -> Any:
 
 
 def run(tx: Any, params: Any, state: Any, steps: slice) -> Any:
-    def step(carry: Any, batch: Any) -> Any:
-        params, state = carry
-        with jax.numpy_dtype_promotion("standard"):  # for optax's
-            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    return optimized(lambda carry: jax.lax.scan(step, carry, BATCHES[steps])[0])((params, state))
+    with jax.numpy_dtype_promotion("standard"):  # for optax's
+        return trained(tx, jax.grad(loss), params, batches()[steps], state)
 
 
 CLIP = optax.clip_by_global_norm(1.0)
@@ -108,7 +101,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
 @pytest.mark.parametrize(("form", "ulp"), [("full", 1e-6), ("16 bits", 2**-8), ("factored", None)])
 def test_there_and_back(form: str, ulp: float | None) -> None:
     """The moments that AdamW had, but for what ν lost on the way."""
-    params, state = run(ADAMW, start(), ADAMW.init(start()), slice(300))
+    params, state = run(ADAMW, start(), None, slice(300))
     there = moved(state, params, optax.chain(CLIP, FORMS[form](RATE)))
     back = moved(there, params, ADAMW)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
@@ -123,7 +116,7 @@ def test_there_and_back(form: str, ulp: float | None) -> None:
     assert relative_difference(new, old) < max(ulp, 1e-4)
 
 
-@pytest.mark.parametrize("form", quick_names(FORMS, "16 bits"))
+@pytest.mark.parametrize("form", quick(FORMS, "16 bits"))
 def test_leaves_of_all_kinds(form: str) -> None:
     """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
     params = {
@@ -153,7 +146,7 @@ def test_leaves_of_all_kinds(form: str) -> None:
 def test_injected_hyperparams_and_jit() -> None:
     old = optax.inject_hyperparams(optax.adamw)(RATE, **ADAM)
     new = optax.inject_hyperparams(spa_adamw)(RATE, 0.1, **ADAM)
-    params, state = run(old, start(), old.init(start()), slice(20))
+    params, state = run(old, start(), None, slice(20))
     move = lambda state, params: moved(state, params, new, old)
     there = move(state, params)
     assert jax.tree.structure(there) == jax.tree.structure(new.init(params))
@@ -170,7 +163,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
     In 16 bits it takes its distance from the params that go on, with the digits that these lost.
     """
     tx = optax.adamw(RATE, mu_dtype=jnp.bfloat16, **ADAM)
-    master, state = run(tx, start(), tx.init(start()), slice(50))
+    master, state = run(tx, start(), None, slice(50))
     params = optax.tree.cast(master, jnp.bfloat16)
     for kwargs in ({}, {"state_dtype": jnp.bfloat16, "rounding_key": KEY}):
         new = spa_adamw(RATE, 0.1, **ADAM, **kwargs)
@@ -209,7 +202,7 @@ def test_narrow_params_beside_wide_moments_warn(of_adam: bool) -> None:
 def test_adamw_goes_on_under_stochastic_rounding() -> None:
     """With the moments that it had, in float32, and its count."""
     adam = optax.adamw(RATE, **ADAM)
-    params, state = run(adam, start(), adam.init(start()), slice(20))
+    params, state = run(adam, start(), None, slice(20))
     narrow, tx = optax.tree.cast(params, jnp.bfloat16), stochastic_rounding(adam, KEY)
     moved = convert(state, params, into=tx.init(narrow))
     chex.assert_trees_all_equal(moved.base, state)
@@ -229,7 +222,6 @@ NOT_ADAM: dict[str, Any] = {
     "b1": optax.adam(0.1, b1=0.91),
     "b2": optax.adam(0.1, b2=0.9985),
     "eps": optax.adam(0.1, eps=2e-8),
-    "no eps": optax.adam(0.1, eps=0.0),
     "eps_root": optax.adam(0.1, eps_root=1e-8),
     "trace": optax.chain(optax.adam(0.1), optax.trace(0.9)),
     "two rates": optax.chain(optax.adam(0.1), optax.masked(optax.scale(0.1), MASK)),
@@ -304,20 +296,17 @@ def test_states_of_nnx_move() -> None:
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, moved(expected, params, old, old))))
 
 
-@pytest.mark.parametrize("num_warmup_steps", [slow(0), 40])
-def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
+def test_schedule_free_there_and_back() -> None:
     """As if it had never moved."""
     with x64():
-        rate = optax.constant_schedule(0.01)
-        if num_warmup_steps:
-            rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, num_warmup_steps))
+        rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 40))
         base = optax.chain(
             optax.scale_by_rms(ADAM["b2"], ADAM["eps"], eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(0.1),
             optax.scale_by_learning_rate(rate),
         )
         old = optax.contrib.schedule_free(base, rate, b1=0.9)
-        c = schedule_free_averaging(lambda k: rate(k + 1), num_warmup_steps)
+        c = schedule_free_averaging(lambda k: rate(k + 1), 40)
         new = spa_adamw(rate, c, 0.9, **ADAM, weight_decay=0.1)
         x = start(jnp.float64)
         unmoved, at_end = run(old, x, old.init(x), slice(90))
@@ -336,31 +325,21 @@ def test_schedule_free_there_and_back(num_warmup_steps: int) -> None:
     assert back.step_count == at_end.step_count == 91
 
 
-def test_a_base_optimizer_keeps_its_state() -> None:
-    """From Schedule-Free, in the middle of its warm-up, and back."""
-    rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 30))
-    base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
-    old, new = optax.contrib.schedule_free(base, rate, b1=0.9), primal_averaging(base, 0.1, 0.9)
-    y, before = run(old, start(), old.init(start()), slice(20))
-    state = convert(before, y, into=new.init(y))
-    chex.assert_trees_all_equal(state.base, before.base_optimizer_state)
-    chex.assert_trees_all_equal(state.average.z, before.z)
-    assert (state.average.count, state.average.mu_y) == (20, np.float32(0.9))
-    back = convert(state, y, into=old.init(y), learning_rate=rate)
-    chex.assert_trees_all_equal(back.base_optimizer_state, before.base_optimizer_state)
-
-
-def test_schedule_free_keeps_its_largest_rate() -> None:
+@pytest.mark.usefixtures("standard_promotion")
+def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
     """The rate has fallen to a tenth. There and back, or to the same, as if it had never moved."""
     with x64():
         rate = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 40, 0.01), 60)
-        base = optax.sgd(rate)
+        base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
         old = optax.contrib.schedule_free(base, rate, b1=0.9)
         new = primal_averaging(base, 0.1, 0.9)
         x = start(jnp.float64)
         y, state = run(old, x, old.init(x), slice(40))
         chex.assert_trees_all_equal(convert(state, y, into=old.init(y)), state)
         there = convert(state, y, into=new.init(y))
+        chex.assert_trees_all_equal(there.base, state.base_optimizer_state)
+        chex.assert_trees_all_equal(there.average.z, state.z)
+        assert (there.average.count, there.average.mu_y) == (40, 0.9)
         for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
             back = move(there, y, into=old.init(y), learning_rate=rate)
             chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32
@@ -382,7 +361,7 @@ def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
 def test_a_full_second_moment_becomes_factored() -> None:
     """As the means of ν, free of bias, over rows and over columns; z stays."""
     old, new = (FORMS[form](RATE) for form in ("full", "factored"))
-    params, state = run(old, start(), old.init(start()), slice(50))
+    params, state = run(old, start(), None, slice(50))
     there = convert(state, params, into=new.init(params), **ADAM)
     chex.assert_trees_all_equal(there[1], state[1])
     nu = optax.tree.get(state, "nu")
@@ -421,9 +400,7 @@ def test_what_does_not_fit() -> None:
         (adam, primal_averaging(adam, 0.1), {}, "`into` must have the other states of"),
         (sgd, new, {"momentum": 0.9}, second_moment + "got 0 and 1"),
         (sf, at_y, {}, second_moment + "got 0 and 1"),
-        (at_y, sf, {}, second_moment + "got 1 and 0"),
         (optax.masked(adam, MASK), new, {}, r"only params of `old_state`, got \['b'\]"),
-        (optax.masked(new, MASK), adam, {}, r"only params of `old_state`, got \['b'\]"),
         (adam, new, {"b1": 1.0}, r"`b1` must be in \[0, 1\), got 1.0"),
         (adam, new, {"averaging": lambda k: jnp.zeros([])}, "`averaging` must be > 0 .* got 0.0"),
         (adam, new, {"weight_power": -1.0}, "`weight_power` must be finite and >= 0, got -1.0"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, apply, compiled_step, lenient, table
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient, run, table
 
 from spa_optax import eval_params, spa, spa_from_sgdm
 
@@ -80,7 +80,7 @@ def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
     alpha = table([0.005] * 10 + [0.1] * 10)
     make = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
     found, expected = (
-        apply(make(factory)(alpha, 0.9), params, [params] * 20)[0]["a"]
+        run(make(factory)(alpha, 0.9), params, [params] * 20)[0]["a"]
         for factory in (spa_from_sgdm, optax.sgd)
     )
     np.testing.assert_allclose(found, expected, rtol=20 * 6e-8 * 10)

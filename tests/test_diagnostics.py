@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import (
     batches,
     lenient,
     logistic_regression,
     optimized,
-    quick_names,
+    quick,
     run,
     slow,
     unchecked,
@@ -50,8 +49,6 @@ FALL = lenient(optax.piecewise_constant_schedule(0.3, {200: 0.01}))
 WARMUP = lenient(optax.linear_schedule(0.0, 1.0, 200))
 TRANSFORMS: dict[str, Any] = {
     "schedules": lambda: spa(COSINE, RISING),
-    "dropped by 10": lambda: spa(*stagewise(3.0, 0.1, [150, 300])),
-    "sgdm, foreseen": lambda: spa_from_sgdm(FALL, 0.9),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=3),
     "gpa, μ_y in steps": lambda: spa(COSINE, 0.1, lambda k: jnp.where(k < 200, 0.9, 0.5)),
 }
@@ -74,9 +71,7 @@ def history(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in seen.items()}
 
 
-@pytest.mark.parametrize(
-    "name", quick_names(TRANSFORMS, "schedules", "gpa, μ_y in steps", "sgdm, re-anchored")
-)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
     h = history(track_momentum(TRANSFORMS[name](), decay=0.0))
@@ -191,17 +186,13 @@ def assert_at_noise_level(report: Any) -> None:
 NOISY: dict[str, Any] = {
     "warm-up": lambda: spa(WARMUP, 0.1),
     "gradual drop": lambda: spa(*stagewise(1.0, 0.1, [300], step_factor=1.02)),
-    "η alone": lambda: spa(FALL, 0.1),
     "without momentum": lambda: spa(1.0, 1.0),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
     "nesterov": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True),
-    "nesterov, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True, horizon=1),
 }
 
 
-@pytest.mark.parametrize(
-    "name", quick_names(NOISY, "warm-up", "gradual drop", "nesterov", "sgdm, re-anchored")
-)
+@pytest.mark.parametrize("name", NOISY)
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
     assert_at_noise_level(report)
@@ -246,8 +237,6 @@ def test_nothing_in_the_state_is_nan() -> None:
         run(track_momentum(spa(1.0, 1.0)), jnp.ones(3), [jnp.ones(3)] * 3)
 
 
-# ------------------------------------------------------------------ of every member, and of Optax's
-
 C, ADAM = 0.2, {"b2": 0.9, "eps": 1e-12, "weight_decay": 0.0}
 CHAIN = lambda tx: optax.chain(optax.clip(10.0), optax.add_decayed_weights(0.0), tx)
 INJECT = optax.inject_hyperparams
@@ -273,7 +262,7 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = ("spa", "gpa", "gpa_adamw", "around optax.adamw", "chain", "optax.sgd", "optax.adamw")
 
 
-@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_noise_and_a_constant_direction(name: str) -> None:
     """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
@@ -289,7 +278,7 @@ def test_noise_and_a_constant_direction(name: str) -> None:
     np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", quick_names(WATCHED, *QUICK))
+@pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_watching_changes_nothing(name: str) -> None:
     """To the bit, of params and states, where gradients are given: XLA would fuse their making."""
@@ -318,44 +307,15 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_same_momentum_in_other_forms() -> None:
-    """Fused, separate; `optax.sgd`, which knows no rate or scale; AdamW at a constant ν̂; by 3."""
-    noise = jax.random.normal(jax.random.key(0), (200, 50)) + 0.3
-    signs = jnp.sign(noise + 0.2) * jnp.logspace(-4, 4, 50)  # a scale each, which ν takes away
-    adam, of_sgd = spa_adamw(0.1, 0.2, b2=0.99, weight_decay=0.0), CHAIN(optax.sgd(0.1, 0.8))
-    for grads, ours, other in (
-        (noise, spa(0.5, 0.2), track_momentum(CHAIN(spa(0.5, 0.2)))),
-        (noise, spa_from_sgdm(0.1, 0.8), track_momentum(of_sgd, averaging=0.2)),
-        (signs, adam, track_momentum(optax.adamw(0.1, 0.8, 0.99), averaging=0.2, b2=0.99)),
-    ):
-        found, expected = reports(other, grads), reports(track_momentum(ours), grads)
-        for one, two in zip(found[:3], expected[:3], strict=True):  # gain, level and alignment
-            np.testing.assert_allclose(one[3:], two[3:], rtol=1e-3, atol=1e-3)
-        assert expected.gain[-1] > 1.3 * expected.noise_level[-1]
-    each, by_3 = (reports(track_momentum(spa(0.5), 0.0, every=n), noise) for n in (1, 3))
-    expected = jnp.repeat(each.gradient_term[3::3], 3)[: 200 - 3]
-    np.testing.assert_allclose(by_3.gradient_term[3:], expected, rtol=1e-5)
-
-
-NOT_ADAM = [
-    optax.adamax(0.1),
-    optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1)),
-    optax.yogi(0.1),
-    optax.contrib.adopt(0.1),
-    optax.adamw(0.1, b2=0.9988),
-    optax.adamw(0.1, b1=0.5),
-]
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("inner", NOT_ADAM)
-def test_moments_that_are_not_adams_are_refused(inner: Any) -> None:
-    """Though their states are of the same type."""
+def test_moments_that_are_not_adams_are_refused() -> None:
+    """By the steps of `convert`, whose tests have more of those with a state of the same type."""
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
-    tx = track_momentum(inner, averaging=0.1)
-    for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
-        with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam` or"):
-            init(params)
+    clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1))
+    for inner in (clipped, optax.adamw(0.1, b2=0.9988), optax.adamw(0.1, b1=0.5)):
+        tx = track_momentum(inner, averaging=0.1)
+        for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
+            with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam"):
+                init(params)
     plateau = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())  # no probe
     for like_adam in (optax.adam(0.1, mu_dtype=jnp.bfloat16), optax.lamb(0.1), plateau):
         track_momentum(like_adam, averaging=0.1).init(params)
@@ -411,7 +371,6 @@ REPORT: Any = MomentumReport(
     [
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
-        ({"t": 2.9}, "No difference from pure noise"),
         ({"gain": 1.5, "t": -3.0}, "No difference from pure noise"),
         ({"num_measured": 9}, "10 measured steps are needed, got 9"),
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
@@ -420,7 +379,6 @@ REPORT: Any = MomentumReport(
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
-        ({"num_saturated": 2, "gain": math.nan}, "Up to 2 elements of z"),
     ],
 )
 def test_verdict(changes: dict[str, Any], says: str) -> None:
@@ -431,7 +389,7 @@ def test_verdict(changes: dict[str, Any], says: str) -> None:
 
 
 def test_what_a_report_says_of_the_run() -> None:
-    """Its length, that of the average, and why steps do not count."""
+    """Its length, and that of the average."""
     params, grads = {"w": jnp.ones(1_000)}, [{"w": jnp.asarray(g)} for g in normal(20, 1_000)]
     for averaging, length in ((0.1, 10), (schedule_free_averaging(1.0), 20)):
         state = run(track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads)[1]
@@ -440,13 +398,6 @@ def test_what_a_report_says_of_the_run() -> None:
             np.testing.assert_allclose(report.average_length, length, rtol=1e-6)
             iterate_term = report.gain * report.gradient_term
             np.testing.assert_allclose(report.iterate_term, iterate_term, rtol=1e-5)
-    tx = track_momentum(spa(1.0, 0.1))
-    for scale, field in ((1e18, "num_skipped"), (1e-22, "num_zero"), (1e-12, "num_rounded")):
-        state = tx.init(params)
-        for g in grads:  # params stay
-            _, state = tx.update({"w": scale * g["w"]}, state, params)
-        report = momentum_report(state)
-        assert (getattr(report, field), report.num_measured) == (20, 0)
 
 
 def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> list[str]:
@@ -460,7 +411,7 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
 
 @pytest.mark.parametrize(
     ("c", "decay", "every"),
-    [(0.1, 0.9, 10), *(slow(*of) for of in ((0.1, 0.99, 1), (0.1, 0.0, 1), (0.02, 0.9, 1)))],
+    [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)],
 )
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
@@ -501,15 +452,6 @@ def test_report_from_inside_a_wrapper(name: str) -> None:
     assert 0.8 < report.gain / report.noise_level < 1.2
 
 
-def test_report_of_an_nnx_optimizer() -> None:
-    model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.asarray(normal(8, 3))
-    optimizer = nnx.Optimizer(model, CHAIN(track_momentum(spa(0.1))), wrt=nnx.Param)
-    for _ in range(5):
-        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
-    report = nnx.jit(momentum_report)(optimizer.opt_state)
-    assert all(np.isfinite(value) for value in report)
-
-
 def test_plot() -> None:
     """Of one report a step, in any order; and of layers, of which it names those off noise."""
     import matplotlib.pyplot as plt
@@ -517,20 +459,16 @@ def test_plot() -> None:
     levels = {30: 0.5, 10: 1.0, 20: 0.0}
     one = {step: REPORT._replace(noise_level=level) for step, level in levels.items()}
     figure = plot_momentum(one)
-    (ratio, at_level), (alignment, at_0) = (axis.lines for axis in figure.axes)
+    ratio, alignment = (axis.lines[0] for axis in figure.axes)
     np.testing.assert_array_equal(ratio.get_xdata(), [10, 20, 30])
     np.testing.assert_array_equal(ratio.get_ydata(), [2, math.nan, 4])
     np.testing.assert_array_equal(alignment.get_ydata(), [0.1] * 3)
-    assert (*at_level.get_ydata(), *at_0.get_ydata()) == (1, 1, 0, 0)
     # Ratios from 0.25 to 2: the nearest to 1 come sixth and later.
     gains = {"all": 9.0, **{f"layer {i}": 0.25 * (i + 1) for i in range(8)}}
     by_label = {name: REPORT._replace(gain=gain) for name, gain in gains.items()}
     layers = plot_momentum({0: by_label, 1: by_label})
     names = [text.get_text() for text in layers.legends[0].get_texts()]
     assert names == ["all", *(f"layer {i}" for i in (0, 1, 5, 6, 7))]
-    widths = [line.get_linewidth() for line in layers.axes[0].lines]
-    assert widths[0] == max(widths)
-    assert len(widths) == len(gains) + 1  # and the level of noise
     plt.close("all")
     batch = unchecked(MomentumReport)(*np.ones((14, 4)))
     for wrong in ({}, {0: {}}, {0: REPORT, 1: {"w": REPORT}}, {0: batch}, {1: {"w": 2}}):
@@ -549,18 +487,14 @@ def test_bad_arguments() -> None:
         (sgd, {"per_leaf": "w"}, "`per_leaf` must be a bool or a function, got 'w'"),
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
         (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
-        (sgd, {"averaging": lambda k: 0.1}, "`averaging` must be in (0, 1], got <function"),
-        (sgd, {"averaging": True}, "`averaging` must be in (0, 1], got True"),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),
         (optax.masked(spa(1.0), one_of_two), {}, "must hold a momentum of all 2 arrays, got 1"),
-        (optax.masked(sgd, one_of_two), {"averaging": 0.1}, "all 2 arrays, got 1"),
         (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
         (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
         (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
         (optax.adamw(0.1), {}, "`averaging` must be 1 − β if `inner` does not hold β, got None"),
         (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
-        (spa(1.0), {"per_leaf": lambda params: 1}, "strings for params or their nodes, got 1"),
         (spa(1.0), {"per_leaf": lambda params: {"u": "a"}}, "or their nodes, got {'u': 'a'}"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -581,7 +515,6 @@ def test_bad_state() -> None:
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),
         (lambda: flat.update(tree, flat.init(tree), tree), "changes the tree, got its root"),
         (lambda: momentum_report(state.inner), "must hold one `TrackMomentumState`, got SPAState"),
-        (lambda: momentum_report((state, state)), "`TrackMomentumState`, got 2"),
         (lambda: momentum_report(batch), "`opt_state` must be of one run, got a batch of them"),
         (lambda: jax.vmap(momentum_report)(batch).verdict(), "one run, got a batch of shape (4,)"),
         (lambda: momentum_report(state, by_label=True), "of a gauge with `per_leaf`, got one w"),

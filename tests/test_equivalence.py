@@ -17,6 +17,7 @@ from helpers import (
     MOMENTA,
     NUM_STEPS,
     RATES,
+    batches,
     logistic_regression,
     optimized,
     relative_difference,
@@ -24,7 +25,7 @@ from helpers import (
     sgdm,
     slow,
     table,
-    train,
+    trained,
     trajectory,
     x64,
 )
@@ -50,17 +51,22 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
 
     @optimized
     @jax.vmap
-    def run(alphas: Array, betas: Array, edited: Array) -> list[Array]:
+    def run(alphas: Array, betas: Array, edits: Array) -> list[Array]:
         alpha, beta = table(alphas), table(betas) if momentum is None else momentum
-        edit = table(edited)
+        edit = table(edits)
         txs = [
             sgdm(alpha, beta, nesterov),
             spa_from_sgdm(alpha, beta, nesterov),
             injected(learning_rate=alpha, momentum=beta, nesterov=nesterov),
             spa_from_sgdm(alpha, beta, nesterov, horizon=7),
         ]
-        edits = {0: sgdm(edit, beta, nesterov), 1: spa_from_sgdm(edit, beta, nesterov)}
-        return train(logistic_regression(dtype), txs, jnp.zeros((65, 10), dtype), edits)
+        gradient, start = jax.grad(logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        ends = [trained(tx, gradient, start, batches())[0] for tx in txs]
+        for make, tx in zip((sgdm, spa_from_sgdm), txs, strict=False):
+            x, state = trained(tx, gradient, start, batches()[: NUM_STEPS // 2])
+            edited = make(edit, beta, nesterov)
+            ends.append(trained(edited, gradient, x, batches()[NUM_STEPS // 2 :], state)[0])
+        return ends
 
     return run
 
@@ -164,16 +170,7 @@ def quadratic(nesterov: bool, alphas: Array, betas: Array, hessian: Array, x: Ar
         spa_from_sgdm(alpha, beta, nesterov, horizon=3),
         injected(learning_rate=alpha, momentum=beta, nesterov=nesterov),
     ]
-
-    def body(carry: Any, _: None) -> Any:
-        new = []
-        for tx, (x, state) in zip(txs, carry, strict=True):
-            updates, state = tx.update(hessian @ x, state, x)
-            new.append((optax.apply_updates(x, updates), state))
-        return new, None
-
-    carry, _ = jax.lax.scan(body, [(x, tx.init(x)) for tx in txs], length=len(alphas))
-    return [x for x, _ in carry]
+    return [trained(tx, lambda x, _: hessian @ x, x, alphas)[0] for tx in txs]
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])

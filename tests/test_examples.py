@@ -3,17 +3,12 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import digits
-import equivalence
 import gauge
-import jax
-import language_model
 import low_precision
 import one_card
 import pytest
-import train_cifar10
 import update_cost
 from helpers import long
 
@@ -45,26 +40,6 @@ def test_one_card(optimizer: str, num_bytes: float, capsys: pytest.CaptureFixtur
     assert f"918,656 params, {num_bytes} bytes each with their state" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        (digits, ["--picture", "FILE/x.png"]),
-        (equivalence, ["--json", "FILE/x"]),
-        (language_model, ["--steps", "0"]),
-        (train_cifar10, ["--track", "--optimizer", "sgdm", "--out", "NEW"]),
-    ],
-)
-def test_bad_arguments(
-    script: Any, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found before anything is computed or written."""
-    monkeypatch.chdir(tmp_path)
-    Path("FILE").write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        script.main(arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
-
-
 @pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
@@ -78,22 +53,6 @@ def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "the same with bfloat16 z": 10,
     }.items():
         assert cost[name]["must_move"] == pytest.approx(num_bytes, abs=0.01)
-    assert cost["optax.sgd(0.1, 0.9)"]["bytes_accessed"] == pytest.approx(24, abs=1)
-    assert cost["spa(1.0, 0.1)"]["bytes_accessed"] == pytest.approx(28, abs=1)
-    for name in ("spa(1.0, 0.1)", "the same with rounding_key"):
-        assert cost[name]["temporary"] < 4_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_leaves", "millions"), [("GPT-2", 148, 124.44), ("ResNet-152", 459, 58.15)]
-)
-def test_trees_of_update_cost(name: str, num_leaves: int, millions: float) -> None:
-    """As usually quoted."""
-    is_shape = lambda node: isinstance(node, tuple)
-    leaves = jax.tree.leaves(update_cost.TREES[name](), is_leaf=is_shape)
-    assert len(leaves) == num_leaves
-    assert round(sum(map(math.prod, leaves)) / 1e6, 2) == millions
 
 
 @pytest.mark.slow
@@ -101,9 +60,6 @@ def test_low_precision(tmp_path: Path) -> None:
     arguments = ["--task", "digits", "--momentum", "0.9", "--schedule", "constant"]
     arguments += ["--seeds", "1", "--epochs", "6", "--json", str(tmp_path / "out")]
     text = low_precision.main(arguments)
-    lines = (tmp_path / "out").read_text()
-    assert low_precision.main(arguments) == text
-    assert (tmp_path / "out").read_text() == lines  # nothing is run again
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
     rows = [row for row in rows if " at " in row[-2]]  # those with a lowest loss
     ratios = {row[1]: float(row[3]) for row in rows}  # at η = 0.01
@@ -112,7 +68,6 @@ def test_low_precision(tmp_path: Path) -> None:
     for name in ("SPA, float32 z", "SPA, bfloat16 z"):
         assert abs(ratios[f"{name}, stochastic"] - 1) < 0.02
     assert ratios["SGD+M, float32 m"] > ratios["SPA, float32 z"]
-    assert set(num_bytes.values()) == {3, 4, 6, 8, 10}
     assert num_bytes["SPA, bfloat16 z, stochastic"] == 4
 
 
@@ -129,18 +84,3 @@ def test_gauge(tmp_path: Path) -> None:
     ratio, alignment = gauge.ratios(reports["all"], "early")
     assert ratio > 1.5
     assert f"| digits | all | {ratio:.2f} ({alignment:+.2f})" in text
-    lines = out.read_text()
-    gauge.main(arguments)
-    assert out.read_text() == lines  # nothing is run again
-
-
-@pytest.mark.slow
-def test_equivalence(tmp_path: Path) -> None:
-    out = tmp_path / "drift.json"
-    equivalence.main(["--steps", "500", "--json", str(out)])
-    assert not jax.config.jax_enable_x64
-    # Convex: 500 steps round x by half an ulp each, 3e-5 of it if all point the same way.
-    rounding = 500 * 2.0**-24
-    for drift in json.loads(out.read_text()).values():
-        assert max(drift["SPA from SGD+M"]) < 2 * rounding
-        assert 0 < max(drift["SPA from float64"]) < rounding

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, lenient, run, sgdm, slow, table, x64
+from helpers import lenient, run, sgdm, slow, table, trained, x64
 
 from spa_optax import spa, spa_from_sgdm
 
@@ -21,8 +21,8 @@ def test_look_ahead_in_the_dtype_of_the_count() -> None:
     spy = lambda count: (dtypes.add(str(count.dtype)), schedule(count))[1]
     with x64():
         grads = [jnp.array([1.0, -2.0])] * 50
-        x, _ = apply(spa_from_sgdm(spy, 0.9), jnp.zeros(2), grads)
-        reference, _ = apply(optax.sgd(schedule, 0.9), jnp.zeros(2), grads)
+        x, _ = run(spa_from_sgdm(spy, 0.9), jnp.zeros(2), grads)
+        reference, _ = run(optax.sgd(schedule, 0.9), jnp.zeros(2), grads)
         np.testing.assert_allclose(x, reference, rtol=1e-14)
     assert dtypes == {"int32"}
 
@@ -38,13 +38,13 @@ def test_alpha_of_0_gives_no_nan(beta: float, nesterov: bool) -> None:
         injected(0.0, beta, nesterov=nesterov),
     ):
         with jax.debug_nans(True):
-            x, state = apply(tx, params, [params] * 4)
+            x, state = run(tx, params, [params] * 4)
         np.testing.assert_array_equal(x, params)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
 def test_without_momentum_c_is_a_half() -> None:
-    _, state = apply(spa_from_sgdm(0.1, 0.0), jnp.ones(3), [jnp.ones(3)] * 2)
+    _, state = run(spa_from_sgdm(0.1, 0.0), jnp.ones(3), [jnp.ones(3)] * 2)
     np.testing.assert_allclose([state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6)
 
 
@@ -52,9 +52,9 @@ def test_without_momentum_c_is_a_half() -> None:
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates there are."""
     tx = spa_from_sgdm(lambda k: jnp.where(k < 4, 0.1, end), 0.9)
-    _, state = apply(tx, jnp.ones(3), [jnp.ones(3)])
+    _, state = run(tx, jnp.ones(3), [jnp.ones(3)])
     np.testing.assert_allclose(state.eta, 0.1 * (1 + 0.9 + 0.81 + 0.729), rtol=1e-6)
-    x, _ = apply(tx, jnp.ones(3), [jnp.ones(3)] * 5)
+    x, _ = run(tx, jnp.ones(3), [jnp.ones(3)] * 5)
     assert np.isnan(x).all() == np.isnan(end)
 
 
@@ -108,7 +108,7 @@ def test_negative_and_tiny_rates(beta: float, nesterov: bool) -> None:
         np.where(k % 2 == 0, 1e-20, 1e-35),
     ]
     train = lambda make: jax.vmap(
-        lambda rates: apply(make(table(rates), beta, nesterov), jnp.ones(2), grads)
+        lambda rates: run(make(table(rates), beta, nesterov), jnp.ones(2), grads)
     )(jnp.array(rates, jnp.float32))
     x, state = train(spa_from_sgdm)
     np.testing.assert_allclose(x, train(optax.sgd)[0], rtol=1e-5)
@@ -121,8 +121,8 @@ def test_a_w_of_float64_that_float32_cannot_hold() -> None:
         beta = lambda k: jnp.where(k < 40, 0.05, 0.9)
         alpha = lambda k: jnp.where(k < 40, 0.0, 0.1)
         grads = [jnp.array([1.0, -2.0])] * 60
-        x, _ = apply(spa_from_sgdm(alpha, beta), jnp.ones(2), grads)
-        reference, _ = apply(sgdm(alpha, beta), jnp.ones(2), grads)
+        x, _ = run(spa_from_sgdm(alpha, beta), jnp.ones(2), grads)
+        reference, _ = run(sgdm(alpha, beta), jnp.ones(2), grads)
         np.testing.assert_allclose(x, reference, rtol=1e-13)
 
 
@@ -130,23 +130,17 @@ def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
     # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
     alpha = table([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1])
     grads, x_0 = [jnp.linspace(0.5, 1.5, 50)] * 6, jnp.linspace(1.0, 2.0, 50)
-    x, _ = apply(injected(alpha, 0.9), x_0, grads)
-    reference, _ = apply(sgdm(alpha, 0.9), x_0, grads)
+    x, _ = run(injected(alpha, 0.9), x_0, grads)
+    reference, _ = run(sgdm(alpha, 0.9), x_0, grads)
     np.testing.assert_allclose(x, reference, atol=1e-6)
 
 
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
     # With bfloat16 params w follows the rate down: z must still add up steps of 1e-5.
     rates = lambda k: jnp.where(k < 10, 0.1, 1e-3)
-    params, tx = jnp.ones(4, jnp.bfloat16), injected(rates, 0.9)
-
-    def body(carry: Any, k: Any) -> Any:
-        params, state = carry
-        g = jnp.where(k < 10, 0.0, 1e-2) * jnp.ones(4)
-        updates, state = tx.update(g.astype(jnp.bfloat16), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
+    gradient = lambda params, k: jnp.full_like(params, jnp.where(k < 10, 0.0, 1e-2))
+    params = jnp.ones(4, jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
-        (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), jnp.arange(2_010))
+        params, _ = trained(injected(rates, 0.9), gradient, params, jnp.arange(2_010))
     # 2,000 steps of 1e-3 · 1e-2 / (1 − 0.9): 0.2 in all, but for half an ulp over c.
     np.testing.assert_allclose(params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8)

@@ -8,11 +8,8 @@ import compiled
 import jax
 import jax.numpy as jnp
 import memory
-import numpy as np
 import one_card
-import optax
 import pytest
-from jax.sharding import Mesh
 from test_compiled import for_tpus
 
 from spa_optax import spa_adamw
@@ -32,21 +29,6 @@ ADAMW = "AdamW, bfloat16, float32 master copy"
 OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_init_leaves_nothing_large_whole(name: str) -> None:
-    """Everything that is shaped like a parameter is split like it."""
-    tx, dtype = memory.optimizers()[name]
-    params = memory.split_params(TINY, dtype, jax.devices())
-    state, whole = memory.split_state(tx, TINY, params)
-    assert whole < 200  # scalars, and placeholders of a factored ν
-    assert memory.split_state(optax.adamw(1e-3), TINY, params)[1] > SIZE  # both moments
-    of_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
-    split = [leaf for leaf in jax.tree.leaves(state) if leaf.shape in of_shape]
-    assert len(split) >= len(jax.tree.leaves(params))
-    for leaf in split:
-        assert leaf.sharding.is_equivalent_to(of_shape[leaf.shape], leaf.ndim)
-
-
 def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Trainer:
     make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
     mesh = params["embedding"].sharding.mesh
@@ -56,36 +38,6 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
 
 
 each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"])
-
-
-@pytest.mark.slow
-@each_kind
-def test_the_decoder_learns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text by heart, on eight devices, from a loss of log(256), which chunks do not change."""
-    shapes = memory.split_params(TINY, jnp.bfloat16, jax.devices())
-    made = trainer(kind, shapes)
-    state_shapes, _ = memory.split_state(made, TINY, shapes)
-    start = lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
-    tokens = jnp.arange(8 * 16).reshape(8, 16) * 37 % 256
-    monkeypatch.setattr(one_card, "CHUNK", 4)
-    step = memory.compile_step(made, shapes, state_shapes, length=16).compile()
-    values = jax.tree.map(start, shapes)
-    place = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))
-    params, state = place(values, shapes), place(made.init(values), state_shapes)
-    curve = []
-    for _ in range(20):
-        params, state, loss = step(params, state, tokens)
-        curve.append(float(loss))
-    assert curve[0] == pytest.approx(math.log(256), rel=0.02)
-    assert curve[-1] < 0.8 * math.log(256)
-
-    monkeypatch.setattr(one_card, "CHUNK", 16)
-    embed, layer, loss_of = memory.decoder(TINY, Mesh(np.array(jax.devices()[:1]), "devices"))
-    x = embed(values["embedding"], tokens)
-    for i in range(TINY.layers):
-        x = layer(x, jax.tree.map(lambda w, i=i: w[i], values["layers"]))
-    at_once = loss_of(x, values["top"], jnp.roll(tokens, -1, 1))
-    assert curve[0] == pytest.approx(float(at_once), rel=1e-3)
 
 
 @for_tpus
@@ -110,24 +62,6 @@ def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
         assert gradients <= many - few < 1.5 * gradients
 
 
-@pytest.mark.skipif(
-    not hasattr(optax.contrib, "MuonDimensionNumbers"), reason="needs optax 0.2.6 or newer"
-)
-def test_muon_takes_stacked_layers_for_adams() -> None:
-    """Three axes are not a matrix: the benchmark's Muon says which two are."""
-    model = memory.MODELS["8B"]
-    params = memory.split_params(model, jnp.float32, jax.devices()[:1])
-
-    def num_bytes(tx: Any, params: Any) -> float:
-        leaves = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / size(model)
-
-    assert num_bytes(optax.contrib.muon(1e-3), params) == pytest.approx(11.48, abs=0.005)
-    tx, dtype = memory.optimizers()["Muon, bfloat16"]
-    params = memory.split_params(model, dtype, jax.devices()[:1])
-    assert num_bytes(tx, params) == pytest.approx(4.52, abs=0.005)
-
-
 @functools.cache
 def collectives_on_v5e(name: str) -> dict[str, int]:
     tx, dtype = memory.optimizers()[name]
@@ -144,15 +78,6 @@ def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)
     assert found["all-gather"] > 0
-
-
-def test_what_xla_says_where_it_refuses() -> None:
-    for message, size in (
-        ("the total memory required for HLO temporaries (129.83G) exceeds available HBM", 129.83),
-        ("Ran out of memory in memory space hbm. Used 15.77G of 15.75G hbm.", 15.77),
-        ("Ran out of memory", None),
-    ):
-        assert memory.gigabytes(message) == size
 
 
 def test_sizes_are_those_of_llama_3() -> None:

@@ -95,8 +95,6 @@ def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) ->
     assert rest[-1] < first[0] - 0.5
 
 
-# --------------------------------------------------------------------------------------- long runs
-
 LAST = 2**31 - 1  # where an int32 count stays
 
 

@@ -9,14 +9,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import optimized, run, table, x64
 
 from spa_optax import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
-    momentum_drop,
     schedule_free_averaging,
     spa,
     spa_from_sgdm,
@@ -24,6 +22,7 @@ from spa_optax import (
     theory,
 )
 from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
+from spa_optax.theory import momentum_drop
 
 
 def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,16 +30,6 @@ def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     with x64():
         counts = np.arange(num_steps, dtype=np.int32)
         return tuple(np.asarray(h(counts)) for h in hyperparams)  # pyright: ignore
-
-
-def test_abrupt_stages_to_the_step() -> None:
-    # η_b is the first divided, at count b; c_b the first multiplied, at count b − 1.
-    eta, c = values(stagewise(1.0, 0.05, [5, 9]), 12)
-    np.testing.assert_allclose(eta, [1] * 5 + [0.1] * 4 + [0.01] * 3, rtol=1e-12)
-    np.testing.assert_allclose(c, [0.05] * 4 + [0.5] * 4 + [1.0] * 4, rtol=1e-12)
-    eta, c = values(stagewise(1.0, 0.05, [5, 9], 4.0, averaging_rule="constant"), 12)
-    np.testing.assert_allclose(eta, [1] * 5 + [1 / 4] * 4 + [1 / 16] * 3, rtol=1e-12)
-    np.testing.assert_allclose(c, [0.05] * 12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("boundaries", [[20], [20, 25, 90], [1, 2, 3]])
@@ -106,9 +95,6 @@ def test_no_nan_where_the_factor_overflows(c: float) -> None:
         np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
 
 
-# ---------------------------------------------------------------------------- Schedule-Free's c
-
-
 def authors_averaging(rates: np.ndarray, power: float) -> list[float]:
     """The loop of the authors' own code, from the rate of every step."""
     largest = total = 0.0
@@ -149,9 +135,7 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
     ("rate", "num_warmup_steps", "match"),
     [
         (lambda k: -1.0, 3, "finite and >= 0, got -1.0"),
-        (lambda k: jnp.inf, 3, "finite and >= 0, got inf"),
         (lambda k: 0.0, 3, "> 0 and largest by count 3"),
-        (lambda k: 0.1 * k.astype(float), 3, "largest by count 3, .* got 0.4 at 4"),
         (lambda k: 0.1 * (k + 1).astype(float), 0, "largest by count 0, .* got 0.2 at 1"),
         (lambda k: jnp.ones(2), 3, "a scalar or a schedule of scalars, got an array of shape"),
     ],
@@ -181,9 +165,6 @@ def test_schedule_free_averaging_under_jit() -> None:
         jax.jit(at)(0.1)
 
 
-# --------------------------------------------------------------------------- from SGD+M and back
-
-
 def test_numbers_in_numbers_out() -> None:
     assert hyperparams_from_sgdm(0.5, 0.75) == SPAHyperparams(2.0, 0.25)
     assert hyperparams_to_sgdm(2.0, 0.25) == SGDMHyperparams(0.5, 0.75)
@@ -205,7 +186,7 @@ def test_numbers_in_numbers_out() -> None:
     ],
 )
 def test_ordinary_schedules(hyperparams: Any) -> None:
-    """Of a Python int, of an array for plotting, under jit and vmap, and joined by Optax."""
+    """Of a Python int, of an array for plotting, and under jit and vmap."""
     for schedule in hyperparams:
         counts = np.arange(10, dtype=np.int32)
         values = jax.jit(jax.vmap(schedule))(counts)
@@ -213,9 +194,6 @@ def test_ordinary_schedules(hyperparams: Any) -> None:
         assert jnp.shape(found) == ()
         np.testing.assert_allclose(found, values[7], rtol=1e-6)
         np.testing.assert_allclose(schedule(counts.reshape(2, 5)).ravel(), values, rtol=1e-6)
-        joined = optax.join_schedules([optax.constant_schedule(2.0), schedule], [3])
-        with jax.numpy_dtype_promotion("standard"):
-            np.testing.assert_allclose(joined(5), values[2], rtol=1e-6)
 
 
 def _numpy_look_ahead(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,8 +227,6 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
 
 def test_bounded_where_the_forward_recursion_is_not() -> None:
     alphas = np.where(np.arange(100) < 20, 1.0, 0.1)
-    eta, _ = theory.forward_recursion(alphas, 0.9)
-    assert eta[-1] > 1e4
     bounded = [float(hyperparams_from_sgdm(table(jnp.asarray(alphas)), 0.9)[0](k)) for k in (0, 99)]
     np.testing.assert_allclose(bounded, [10 - 9 * 0.9**20, 1.0], rtol=1e-6)
     # From the one η_0 that is right, the paper's recursion agrees: it is the same solution.

@@ -173,9 +173,6 @@ def test_what_is_too_large_saturates(dtype: Any, key: Any) -> None:
     assert np.isfinite(x).all()
 
 
-# --------------------------------------------------------------------------------- explicit meshes
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @every_member
 def test_state_sharded_otherwise_than_params(make: Any, axis_type: Any) -> None:

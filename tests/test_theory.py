@@ -4,13 +4,11 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply, table, x64
+from helpers import run, table, x64
 
 from spa_optax import spa, stagewise, theory
 
@@ -23,7 +21,7 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
     rng = np.random.default_rng(0)
     alphas, grads = rng.uniform(0.05, 0.2, 12), rng.normal(size=(12, 4))
     with x64():
-        iterate = lambda tx: apply(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
+        iterate = lambda tx: run(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
         reference = iterate(optax.sgd(table(jnp.asarray(alphas)), 0.9))
         for eta0 in (None, 3.0, 0.7):
             eta, c = theory.forward_recursion(alphas, 0.9, eta0=eta0)
@@ -36,8 +34,6 @@ def test_forward_recursion_multiplies_deviations() -> None:
     np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
     np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
     # By 1/β a step, which is why no schedule can be run this way.
-    drop = np.where(np.arange(1020) < 20, 1.0, 0.1)
-    assert theory.forward_recursion(drop, 0.9)[0][1019] > 1e45
     near, far = (theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1))
     np.testing.assert_allclose((far - near)[1:] / (far - near)[:-1], 1 / 0.9, rtol=1e-6)
 
@@ -290,33 +286,6 @@ def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: 
             np.testing.assert_allclose(bound(best), expected, rtol=1e-9)
             assert bound(best) < min(bound(0.9 * best), bound(1.1 * best))
         assert theory.sgdm_bound(num_steps, 1 / L, c, growth=1, grad_bound=G, **constants) == np.inf
-
-
-def test_arguments_out_of_range() -> None:
-    with pytest.raises(ValueError, match="`c` must be in"):
-        theory.max_learning_rate(2.0, 1.0)
-    with pytest.raises(ValueError, match=r"`eta` must be in \[0, inf\], got nan"):
-        theory.noise_weight(np.nan, 0.1, 1.0)
-
-
-def test_estimate_smoothness() -> None:
-    """The largest |eigenvalue| of a small network's Hessian, against NumPy's of the dense one."""
-    rng = np.random.default_rng(0)
-    with x64():
-        x, y = jnp.asarray(rng.normal(size=(20, 3))), jnp.asarray(rng.normal(size=20))
-        shapes = {"hidden": (3, 4), "output": (4,)}
-        params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
-        loss = lambda p: jnp.mean((jnp.tanh(x @ p["hidden"]) @ p["output"] - y) ** 2)
-        flat, unravel = jax.flatten_util.ravel_pytree(params)
-        hessian = jax.jit(jax.hessian(lambda v: loss(unravel(v))))(flat)
-        expected = np.abs(np.linalg.eigvalsh(hessian)).max()
-        estimate = lambda sign: theory.estimate_smoothness(
-            lambda p: sign * loss(p), params, key=jax.random.key(0), num_iterations=300
-        )
-        # The negative of a loss has the same curvature, and a constant has none.
-        signs = jnp.array([1.0, -1.0, 0.0])
-        found = jax.jit(jax.vmap(estimate))(signs)
-        np.testing.assert_allclose(found, expected * abs(signs), rtol=1e-4)
 
 
 # The other slips of the paper that change a value: the printed form fails, the corrected one holds.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT16, UNIFORM, WARMUP_COSINE, apply, slow, trajectory, x64
+from helpers import FLOAT16, WARMUP_COSINE, run, x64
 
 from spa_optax import eval_params, in_float32, primal_averaging, spa, stochastic_rounding
 from spa_optax._precision import round_update
@@ -24,9 +24,6 @@ BASES: dict[str, Callable[[], Any]] = {
     "muon": lambda: optax.contrib.muon(0.01),
 }
 every_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-
-
-# ------------------------------------------------------------------------------- primal averaging
 
 
 @pytest.mark.parametrize("params_of_base", ["params", "z"])
@@ -49,23 +46,9 @@ def test_from_the_equations(params_of_base: Any) -> None:
             updates, state = tx.update(jnp.asarray(g), state, params)
             params = optax.apply_updates(params, updates)
             np.testing.assert_allclose(params, y, rtol=0, atol=1e-13)
-            # μ_y is kept as float32.
             np.testing.assert_allclose(eval_params(state, params), x, rtol=0, atol=1e-12)
     scalars = state.average.eta, state.average.c, state.average.w, state.average.mu_y
     np.testing.assert_array_equal(scalars, [1, c, 1 - c, mu_y])
-
-
-@pytest.mark.parametrize("base", [slow("adamw"), "muon"])
-def test_schedule_free_around_any_base(base: str) -> None:
-    """Optax's own wrapper, at a constant rate."""
-    with x64():
-        reference = optax.contrib.schedule_free(BASES[base](), 0.01, b1=0.9)
-        evaluate = optax.contrib.schedule_free_eval_params
-        expected_y, expected_x = trajectory(reference, evaluate, jnp.float64, num_steps=100)
-        tx = primal_averaging(BASES[base](), UNIFORM, 0.9)
-        y, x = trajectory(tx, eval_params, jnp.float64, num_steps=100)
-    np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(x, expected_x, rtol=0, atol=1e-6)  # of b1 in float32
 
 
 @every_base
@@ -74,11 +57,11 @@ def test_no_averaging_is_the_base(base: Callable[[], Any]) -> None:
     """c = 1: z = x = y. In float64, since x + (x' − x) rounds. Nor does float32 round."""
     with x64():
         params, grads = optax.tree.cast((PARAMS, GRADS), jnp.float64)
-        expected, _ = apply(base(), params, [grads] * 20)
-        found, _ = apply(primal_averaging(base(), 1.0), params, [grads] * 20)
+        expected, _ = run(base(), params, [grads] * 20)
+        found, _ = run(primal_averaging(base(), 1.0), params, [grads] * 20)
         chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-13)
-    expected, _ = apply(base(), PARAMS, [GRADS] * 5)
-    found, _ = apply(stochastic_rounding(base(), KEY), PARAMS, [GRADS] * 5)
+    expected, _ = run(base(), PARAMS, [GRADS] * 5)
+    found, _ = run(stochastic_rounding(base(), KEY), PARAMS, [GRADS] * 5)
     chex.assert_trees_all_equal(found, expected)
 
 
@@ -138,9 +121,6 @@ def test_refused() -> None:
             tx.update(GRADS, sgd.init(PARAMS), PARAMS)
         with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):
             tx.update(GRADS, tx.init(PARAMS))
-
-
-# ---------------------------------------------------------------------------- stochastic rounding
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, jnp.float32])

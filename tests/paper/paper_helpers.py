@@ -56,9 +56,6 @@ def mesh_of(num_devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:num_devices]), ("data",))
 
 
-# ------------------------------------------------------------------------------------------- data
-
-
 def records(seed: int, num: int = 10_000) -> np.ndarray:
     """Records as in CIFAR-10's files, (num, 3073): images of one colour, which compress well."""
     rng = np.random.default_rng(seed)
@@ -75,9 +72,6 @@ def small_data() -> tuple[Images, Images]:
         rng.integers(0, 10, n).astype(np.int32),
     )
     return part(24), part(37)
-
-
-# ------------------------------------------------------------------------------------------- runs
 
 
 def arithmetic(stops_in: int | None = None) -> Program:
@@ -147,8 +141,6 @@ def start(*commands: list[str], devices: int | None = None, **kwargs: Any) -> su
     command = [sys.executable, worker.__file__, json.dumps(commands)]
     return subprocess.Popen(command, env=environment(devices), text=True, **kwargs)
 
-
-# ---------------------------------------------------------------------------------------- figures
 
 GAUGE = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
 

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import chex
-import cifar_data
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import train_cifar10
-from flax import nnx
 from helpers import assert_apart_by_rounding
-from models import PREACT_RESNETS
 from optimizers import Config
 from paper_helpers import (
     CIFAR10 as SMALL,
@@ -66,25 +61,6 @@ def test_other_ways_to_run_the_same() -> None:
         of = lambda run: (run[0].params, run[0].batch_stats, run[1:])
         for parts in zip(of(other), of(reference), of(noisy), strict=True):
             assert_apart_by_rounding(*parts, at_most=1e-3)
-
-
-def test_evaluation() -> None:
-    """Against the model itself, on a set that no batch divides."""
-    program = make_program(config(batch=8, learning_rate=0.01), 8)
-    _, test = small_data()
-
-    @jax.jit
-    def forward(params: Any, batch_stats: Any) -> jax.Array:
-        model = PREACT_RESNETS["small"](rngs=nnx.Rngs(1))
-        nnx.update(model, params, batch_stats)
-        model.eval()
-        return model(cifar_data.normalize(jnp.asarray(test[0])))
-
-    state = program.init(0)
-    logits = forward(state.params, state.batch_stats)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, test[1]).mean()
-    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == test[1]).mean()}
-    chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
 
 
 def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:

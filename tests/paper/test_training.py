@@ -1,20 +1,25 @@
 """Sizes of the networks, schedules of the recipes, and one step of training."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chex
+import cifar_data
+import imagenet_data
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import train_cifar10
+import train_imagenet
 import training
 from flax import nnx
 from helpers import x64
 from models import PREACT_RESNETS, RESNETS, convolution
 from optimizers import CIFAR10, IMAGENET, make_optimizer
-from paper_helpers import config, imagenet_config
+from paper_helpers import config, imagenet_config, mesh_of, small_data
 
 
 class Kept(nnx.Module):
@@ -44,6 +49,37 @@ def test_sizes(make: Any, num_classes: int, size: int, num_params: int, last_blo
     params, logits, body = jax.eval_shape(forward, jnp.zeros((2, size, size, 3)))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_params
     assert (logits.shape, body.shape) == ((2, num_classes), (2, *last_block))
+
+
+@pytest.mark.usefixtures("_small_networks")
+@pytest.mark.parametrize("of", ["cifar10", "imagenet"])
+def test_evaluation(of: str, tree: Path) -> None:
+    """Against the model itself, on a set that no batch divides."""
+    if of == "cifar10":
+        (train, test), mesh, make = small_data(), mesh_of(8), PREACT_RESNETS["small"]
+        program = train_cifar10.make_program(
+            config(batch=8, learning_rate=0.01), training.on_all(train, mesh), test, mesh
+        )
+        images, labels = cifar_data.normalize(jnp.asarray(test[0])), test[1]
+    else:
+        files = [imagenet_data.find(tree / part) for part in ("train", "val")]
+        program = train_imagenet.make_program(imagenet_config(), *files, mesh_of(4), 2)
+        decoded = [imagenet_data.decode(path.read_bytes(), 32, None) for path in files[1].paths]
+        images, labels = imagenet_data.normalize(np.stack(decoded)), files[1].labels
+        make = partial(RESNETS["small"], num_classes=3)
+
+    @jax.jit
+    def forward(params: Any, batch_stats: Any) -> jax.Array:
+        model = make(rngs=nnx.Rngs(1))
+        nnx.update(model, params, batch_stats)
+        model.eval()
+        return model(images)
+
+    state = program.init(0)
+    logits = forward(state.params, state.batch_stats)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == labels).mean()}
+    chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
 
 
 def hyperparams(tx: Any, counts: list[int]) -> list[tuple[float, float]]:
