@@ -29,6 +29,11 @@ _WRAPPERS: dict[Any, tuple[str, str | None]] = {
     wrappers.StochasticRoundingState: ("base", "count"),
     TrackMomentumState: ("inner", None),
 }
+_BASES: dict[Any, str] = {
+    optax.contrib.ScheduleFreeState: "base_optimizer_state",
+    wrappers.PrimalAveragingState: "base",
+    wrappers.StochasticRoundingState: "base",
+}
 _MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
 _KNOWN = (*of_optax.MOMENTUM, *of_optax.DIRECTIONS, *of_optax.MONITORS)
 _KNOWN += (*_WRAPPERS, *_MAY_DIFFER, SPAState, wrappers.Float8MomentumState)
@@ -55,17 +60,22 @@ def nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
     Raises ValueError if that is out of reach, and at a state that is not known, which may depend on
     anything. Inside a base optimizer any may go on.
     """
-    nodes: dict[str, Any] = {}
-    map_nodes(lambda path, node: nodes.setdefault(path, node), state)
-    for path, node in nodes.items():
-        is_known = isinstance(node, _KNOWN) or count_field(type(node)) or ".base" in path
+
+    def check(path: str, node: Any) -> Any:
+        is_known = isinstance(node, _KNOWN) or count_field(type(node))
         if not is_known and any(map(trees.is_array, jax.tree.leaves(node))):
             got = f"a `{type(node).__name__}` at {path or 'its root'}"
             raise ValueError(f"`{name}` must hold only states that `convert` knows, got {got}")
-    if momentum not in map(type, nodes.values()):
+        return node
+
+    without_base = lambda node: node._replace(**{_BASES[type(node)]: None})
+    map_nodes(check, trees.replace(state, tuple(_BASES), without_base))
+    nodes: list[Any] = []
+    map_nodes(lambda _, node: nodes.append(node) or node, state)
+    if momentum not in map(type, nodes):
         rule = "must hold its momentum in wrappers that `convert` knows"
         raise ValueError(f"`{name}` {rule}, got one in {trees.kinds_of(state)}")
-    return [node for node in nodes.values() if type(node) is not momentum]
+    return [node for node in nodes if type(node) is not momentum]
 
 
 def kind_of(node: Any) -> Any:

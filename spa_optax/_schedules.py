@@ -234,7 +234,7 @@ def schedule_free_averaging(
 
         w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    As for `optax.contrib.schedule_free`, pass `lambda k: rate(k + 1)` here and `rate` to `spa`.
+    `optax.contrib.schedule_free` is `lambda k: rate(k + 1)` here, and `rate` in `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number γ, taken

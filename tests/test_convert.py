@@ -254,6 +254,12 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
         "`ArrayImpl` at [0]",
     ),
+    "called like a base": (
+        optax.named_chain(
+            ("my.base", optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)))
+        ),
+        "`Custom` at [0]['my.base']",
+    ),
     "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
     "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
     "inside": (
