@@ -98,7 +98,7 @@ def network(seed: int = 0) -> cifar10.Network:
 
 
 @pytest.mark.parametrize(
-    "name", ["spa_from_sgdm", *map(slow, ("sgd", "spa", "gpa", "adamw", "spa_adamw"))]
+    "name", ["spa_from_sgdm", *map(slow, ("sgd", "spa", "stagewise", "gpa", "adamw", "spa_adamw"))]
 )
 def test_every_optimizer_learns(name: str) -> None:
     result = cifar10.train(name, DATA, 2, num_seeds=1, num_epochs=4)
