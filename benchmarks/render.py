@@ -93,7 +93,7 @@ def pages() -> dict[str, str]:
     }
     join = lambda of_page: "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
     source = f"Written by `{SOURCE}`."
-    page = lambda name: f"# {name}.jsonl as tables\n\n{source}\n\n{join(sections[name])}\n"
+    page = lambda name: f"# Results: {name}\n\n{source}\n\n{join(sections[name])}\n"
     return {name: page(name) for name in sections}
 
 
