@@ -321,7 +321,7 @@ def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
     form, z = form_of(new.z), by_path(tree_of(new.z))
     trained = [key for key in z if key in job.x]
     z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-    if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
+    if checks.is_surely(sum(form.out_of_range(z[key]).saturated for key in trained) > 0):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
     return run._replace(z=list(z.values()))
 

@@ -73,7 +73,7 @@ class Step(NamedTuple):
     gradient: PyTree[Array]  # g_k
     distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
     rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
-    saturated: PyTree[Array]  # how many elements of z are at the limit of what can be stored
+    out_of_range: PyTree[_storage.OutOfRange]  # how many elements of z, in each array
     eta: Float[Array, ""]
     c: Float[Array, ""]  # c_{k+1}
     delta: Float[Array, ""] | None
@@ -201,11 +201,11 @@ def advance(
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
-    saturated = map_trained(lambda _, stored: form.num_saturated(stored), y, stored)
+    out_of_range = map_trained(lambda _, stored: form.out_of_range(stored), y, stored)
     if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
-    return u, new_state, Step(g, d, rounding, saturated, eta, c, scalars.delta, r, state.c)
+    return u, new_state, Step(g, d, rounding, out_of_range, eta, c, scalars.delta, r, state.c)
 
 
 def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:

@@ -148,6 +148,9 @@ def test_saturation(dtype: Any) -> None:
     np.testing.assert_allclose(z, -np.clip(steps, -limit, limit), rtol=0.13)
     assert np.abs(z).max() == limit
     assert momentum_report(state).num_saturated == 3
+    tiny, largest = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    stored = jnp.array([0, tiny / 2, -tiny / 2, tiny, 1.0, -largest]).astype(dtype)
+    assert _storage.form_for(stored.dtype).out_of_range(stored) == (1, 2, 5)
     tx = spa(1.0, 0.25, state_dtype=dtype, rounding_key=KEY)
     bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
     found, state = run(tx, jnp.zeros(4), [bad, jnp.zeros(4)])

@@ -213,8 +213,8 @@ class RowScaled(Form):
     def eps(self, stored: Any) -> float:
         return 1 / 127
 
-    def num_saturated(self, stored: Any) -> Any:
-        return jnp.sum(jnp.abs(stored) == 127, dtype=jnp.int32)
+    def out_of_range(self, stored: Any) -> Any:
+        return _storage.OutOfRange(jnp.sum(jnp.abs(stored) == 127, dtype=jnp.float32))
 
 
 def test_a_third_form_needs_nothing_but_its_codec(monkeypatch: Any) -> None:
