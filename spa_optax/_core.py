@@ -229,7 +229,8 @@ def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Arr
     """The r for each precision of z − y; 0 at the start and where momentum restarts.
 
     Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
-    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
+    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error. At
+    the start it is 0, or what was lost when the params were cast, which is kept.
     """
     if scalars.r is None:
         return {}
@@ -237,7 +238,8 @@ def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Arr
     dtypes = map_trained(lambda y: "float32" if of_difference else str(y.dtype), y)
     # Sorted, since every process must compile the same program.
     for dtype in sorted(set(jax.tree.leaves(dtypes))):
-        restarts = at_start | (numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator)
+        restarts = numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator
+        restarts = restarts if of_difference else at_start | restarts
         # With the division last, XLA on CPU does it once, not in every kernel.
         result[dtype] = jnp.where(restarts, 0, numerator) / denominator
     return result
