@@ -71,8 +71,8 @@ def convert(
       into: the new optimizer's state from `init`. It may train fewer params, with others frozen.
       adam: the `optax.adam` or `optax.adamw` of a run, in any chain or wrapper. Needed from and to
         these. It is tried out on tiny params, since others have states of the same type.
-      new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z in
-        16 bits keeps what they lose.
+      new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z
+        keeps what they lose.
       learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`,
         from and to AdamW, and to Schedule-Free, unless the momentum keeps its form.
       momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.

@@ -120,9 +120,8 @@ def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None,
         if fault := {9: (0, math.inf), 21: (1, math.inf), 24: (2, math.nan)}.get(k):
             sums[fault[0]] = fault[1]
         scalars = (f32(eta), f32(c), delta and f32(delta), {"r": f32(r)}, f32(c_before))
-        outside = OutOfRange(*map(f32, (number, number, 8)))
-        step, measured = Step(*[None] * 4, *scalars), Sums(*map(f32, sums), outside)
-        gauge = update(gauge, step, measured, jnp.int32(k), decay, every)
+        measured = Sums(*map(f32, sums), OutOfRange(*map(f32, (number, number, 8))))
+        gauge = update(gauge, Step(*[None] * 4, *scalars), measured, jnp.int32(k), decay, every)
 
         if is_measured := k % every == 0:
             saturated = max(saturated, number)

@@ -165,11 +165,10 @@ def test_the_run_goes_on_after_a_conversion() -> None:
 def test_digits_of_a_float32_checkpoint(make: Any, dtype: Any) -> None:
     """z_0 has what a cast to bfloat16 loses, and the first step adds −η g to it."""
     wide, tx = (make(state_dtype=d, rounding_key=KEY) for d in (None, dtype))
-    checkpoint, g = jnp.linspace(1, 2, 1_000), jnp.full(1_000, 2.0**-9)
-    y, g = checkpoint.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
-    eps, of_difference = float(jnp.finfo(dtype).eps), _storage.form_for(jnp.dtype(dtype))
-    smallest = of_difference.unit * float(jnp.finfo(dtype).tiny)
-    spacing = lambda z, y: eps * np.maximum(np.abs(z - y.astype(jnp.float32)), smallest)
+    checkpoint, g = jnp.linspace(1, 2, 1_000), jnp.full(1_000, 2.0**-9, jnp.bfloat16)
+    y, eps = checkpoint.astype(jnp.bfloat16), float(jnp.finfo(dtype).eps)
+    tiny = float(jnp.finfo(dtype).tiny) / 256  # of float8, and far below what matters in bfloat16
+    spacing = lambda z, y: eps * np.maximum(np.abs(z - y.astype(jnp.float32)), tiny)
     state = convert(tx.init(checkpoint), checkpoint, into=tx.init(y), new_params=y)
     error = spacing(checkpoint, y) / 2  # `convert` rounds to nearest
     np.testing.assert_array_less(np.abs(z_of(state, y) - checkpoint), error + 1e-7)
