@@ -71,8 +71,8 @@ def convert(
       into: the new optimizer's state from `init`. It may train fewer params, with others frozen.
       adam: the `optax.adam` or `optax.adamw` of a run, in any chain or wrapper. Needed from and to
         these. It is tried out on tiny params, since others have states of the same type.
-      new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z in
-        16 bits keeps what they lose.
+      new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z
+        keeps what they lose.
       learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`,
         from and to AdamW, and to Schedule-Free, unless the momentum keeps its form.
       momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.
@@ -321,7 +321,7 @@ def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
     form, z = form_of(new.z), by_path(tree_of(new.z))
     trained = [key for key in z if key in job.x]
     z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-    if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
+    if checks.is_surely(sum(form.out_of_range(z[key]).saturated for key in trained) > 0):
         warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
     return run._replace(z=list(z.values()))
 

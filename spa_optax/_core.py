@@ -73,7 +73,7 @@ class Step(NamedTuple):
     gradient: PyTree[Array]  # g_k
     distance: PyTree[Array]  # d_k = z_k − x_k after rescaling, in the compute dtype
     rounding: PyTree[Array]  # bound on the rounding error of x_k and z_k in d_k
-    saturated: PyTree[Array]  # how many elements of z are at the limit of what can be stored
+    out_of_range: PyTree[_storage.OutOfRange]  # how many elements of z, in each array
     eta: Float[Array, ""]
     c: Float[Array, ""]  # c_{k+1}
     delta: Float[Array, ""] | None
@@ -201,11 +201,11 @@ def advance(
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
-    saturated = map_trained(lambda _, stored: form.num_saturated(stored), y, stored)
+    out_of_range = map_trained(lambda _, stored: form.out_of_range(stored), y, stored)
     if scalars.mu_y is not None:  # of x: z_k − y_k is μ_y (z_k − x_k)
         over_mu_y = lambda leaf: leaf / state.mu_y.astype(leaf.dtype)
         d, rounding = (map_trained(over_mu_y, tree) for tree in (d, rounding))
-    return u, new_state, Step(g, d, rounding, saturated, eta, c, scalars.delta, r, state.c)
+    return u, new_state, Step(g, d, rounding, out_of_range, eta, c, scalars.delta, r, state.c)
 
 
 def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:
@@ -229,7 +229,8 @@ def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Arr
     """The r for each precision of z − y; 0 at the start and where momentum restarts.
 
     Rescaling multiplies the rounding error of y in z − y by r. At r = 1/√eps that would cost half
-    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error.
+    the digits of y, so momentum restarts from 0 instead. A stored difference has no such error. At
+    the start it is 0, or what was lost when the params were cast, which is kept.
     """
     if scalars.r is None:
         return {}
@@ -237,7 +238,8 @@ def _ratios(scalars: Scalars, y: PyTree, of_difference: bool, at_start: Bool[Arr
     dtypes = map_trained(lambda y: "float32" if of_difference else str(y.dtype), y)
     # Sorted, since every process must compile the same program.
     for dtype in sorted(set(jax.tree.leaves(dtypes))):
-        restarts = at_start | (numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator)
+        restarts = numerator * float(jnp.finfo(dtype).eps) ** 0.5 > denominator
+        restarts = restarts if of_difference else at_start | restarts
         # With the division last, XLA on CPU does it once, not in every kernel.
         result[dtype] = jnp.where(restarts, 0, numerator) / denominator
     return result

@@ -14,6 +14,7 @@ from spa_optax._checks import is_surely
 from spa_optax._core import Step
 from spa_optax._precision import scaled, wide_dtype
 from spa_optax._probe import concrete, has_other_moments, steps_of
+from spa_optax._storage import OutOfRange
 from spa_optax._trees import find, map_trained
 
 # Optax does not export it. (To call `init` here would start JAX at import.)
@@ -84,9 +85,9 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
     kept = map_trained(lambda m: scaled(1 - c, m, m.dtype), m)
     g = map_trained(lambda s, m, kept: scaled(s, m - kept, m.dtype), scale, m_next, kept)
     d = map_trained(lambda s, kept: scaled(-s, kept, kept.dtype), scale, kept)
-    # m is stored, not a difference: it is neither rounding error nor saturated.
-    zeros = lambda dtype: map_trained(lambda m: jnp.zeros([], dtype), m)
-    return Step(g, d, zeros(jnp.float32), zeros(jnp.int32), jnp.ones([]), c, None, {}, c)
+    # m is stored, not a difference: it is neither rounding error nor out of range.
+    exact, in_range = (map_trained(lambda _, of=of: of, m) for of in (jnp.zeros([]), OutOfRange()))
+    return Step(g, d, exact, in_range, jnp.ones([]), c, None, {}, c)
 
 
 @concrete()

@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from spa_optax._precision import Seed, rounded, wide_dtype
 from spa_optax._trees import by_path, is_none, is_trained
 from spa_optax._xla import sharded_like
+
+
+class OutOfRange(NamedTuple):
+    """How many elements of a stored difference are not in its dtype's normal range."""
+
+    saturated: Float[Array, "*n"] | float = 0.0  # at the limit of what can be stored
+    subnormal: Float[Array, "*n"] | float = 0.0  # below, where spacing is constant, but not 0
+    nonzero: Float[Array, "*n"] | float = 0.0  # all but zeros; 0 where none can be subnormal
 
 
 class Form(NamedTuple):
@@ -59,12 +67,16 @@ class Form(NamedTuple):
         """The relative precision of what is stored."""
         return float(jnp.finfo(stored.dtype).eps)
 
-    def num_saturated(self, stored: Array) -> Int[Array, ""]:
-        """How many elements are at the limit of what can be stored."""
+    def out_of_range(self, stored: Array) -> OutOfRange:
+        """How many elements are too large or too small."""
         if self.unit is None:
-            return jnp.zeros([], jnp.int32)
-        wide = stored.astype(wide_dtype(stored))
-        return jnp.sum(jnp.abs(wide) == float(jnp.finfo(stored.dtype).max), dtype=jnp.int32)
+            return OutOfRange()
+        size, narrow = jnp.abs(stored.astype(wide_dtype(stored))), jnp.finfo(stored.dtype)
+        count = lambda where: jnp.sum(where, dtype=jnp.int32).astype(jnp.float32)
+        saturated, tiny = count(size == float(narrow.max)), float(narrow.tiny)
+        if narrow.minexp == jnp.finfo(size.dtype).minexp:  # bfloat16
+            return OutOfRange(saturated)
+        return OutOfRange(saturated, count((size > 0) & (size < tiny)), count(size > 0))
 
 
 # Each dtype has a node and a field of its own: checkpoints hold the names of fields, and cast

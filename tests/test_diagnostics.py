@@ -35,6 +35,7 @@ from spa_optax import (
     stagewise,
 )
 from spa_optax._core import Step
+from spa_optax._storage import OutOfRange
 from spa_optax.diagnostics import (
     MomentumReport,
     momentum_report,
@@ -103,7 +104,7 @@ def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None,
     """In float64, from vectors g_k and d_k, with steps that do not count in between."""
     rng, decay, f32 = np.random.default_rng(0), 0.8, lambda value: jnp.asarray(value, jnp.float32)
     gauge, update = new_gauge(()), jax.jit(update_gauge, static_argnums=(4, 5))
-    means, aligned, last, total, error, p, sq_g = np.zeros(4), np.zeros(4), None, 0.0, 0.0, 0.0, 0.0
+    means, aligned, last, total, error, p, sq_g = np.zeros(5), np.zeros(4), None, 0.0, 0.0, 0.0, 0.0
     numbers, saturated, c_before = [0, 0, 0, 0], 0, 0.0
     for k in range(30):
         (g, d), eta, c = rng.normal(size=(2, 5)), rng.uniform(0.5, 2), rng.uniform(0.05, 1)
@@ -119,13 +120,13 @@ def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None,
         if fault := {9: (0, math.inf), 21: (1, math.inf), 24: (2, math.nan)}.get(k):
             sums[fault[0]] = fault[1]
         scalars = (f32(eta), f32(c), delta and f32(delta), {"r": f32(r)}, f32(c_before))
-        step, measured = Step(*[None] * 4, *scalars), Sums(*map(f32, sums), jnp.int32(number))
-        gauge = update(gauge, step, measured, jnp.int32(k), decay, every)
+        measured = Sums(*map(f32, sums), OutOfRange(*map(f32, (number, number, 8))))
+        gauge = update(gauge, Step(*[None] * 4, *scalars), measured, jnp.int32(k), decay, every)
 
         if is_measured := k % every == 0:
             saturated = max(saturated, number)
             if not fault and last is not None:
-                means = decay * means + (1 - decay) * np.array([*last, g @ g / 2, 1])
+                means = decay * means + (1 - decay) * np.array([*last, g @ g / 2, number / 8, 1])
             if not fault and delta is None and 0 < c_before < 1 and limit < 1e-4 * (d @ d):
                 u_before = c_before / (1 - c_before) * d / r
                 terms = np.array([g @ u_before, u_before @ u_before, g @ g, 1])
@@ -362,7 +363,7 @@ def test_groups_add_up() -> None:
 
 # In the order of the fields: 1/c is 10, after 10 steps.
 REPORT: Any = MomentumReport(
-    *(2.0, 1.0, 0.1, -1.0, 1.0, 0.5, 0, 0, 0, 3.0, 10.0, 10, 0, 10),  # pyright: ignore
+    *(2.0, 1.0, 0.1, -1.0, 1.0, 0.5, 0, 0, 0, 3.0, 10.0, 10, 0, 10, 0.87),  # pyright: ignore
 )
 
 
@@ -379,12 +380,13 @@ REPORT: Any = MomentumReport(
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
+        ({"subnormal": 0.9}, "90% of z − params are below the normal range"),
     ],
 )
 def test_verdict(changes: dict[str, Any], says: str) -> None:
     verdict = REPORT._replace(**changes).verdict()
     assert says in verdict
-    for words in ("Alignment is unknown", "longer than the run", "Up to 2 elements"):
+    for words in ("Alignment is unknown", "longer than the run", "Up to 2", "normal range"):
         assert (words in verdict) == (words in says)
 
 
@@ -470,7 +472,7 @@ def test_plot() -> None:
     names = [text.get_text() for text in layers.legends[0].get_texts()]
     assert names == ["all", *(f"layer {i}" for i in (0, 1, 5, 6, 7))]
     plt.close("all")
-    batch = unchecked(MomentumReport)(*np.ones((14, 4)))
+    batch = unchecked(MomentumReport)(*np.ones((15, 4)))
     for wrong in ({}, {0: {}}, {0: REPORT, 1: {"w": REPORT}}, {0: batch}, {1: {"w": 2}}):
         with pytest.raises(ValueError, match="`reports` must map steps to reports of one run"):
             unchecked(plot_momentum)(wrong)

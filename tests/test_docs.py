@@ -19,12 +19,11 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
-from helpers import optimized, quick, relative_difference, run, trained
+from helpers import quick, run, trained
 from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
 
 from spa_optax import (
-    convert,
     eval_params,
     float8_momentum,
     in_float32,
@@ -170,16 +169,9 @@ def test_muon_trains_kernels_alone() -> None:
 @pytest.mark.slow
 @standard_promotion
 def test_fine_tuning() -> None:
-    """z has the checkpoint's digits, params of any container freeze, and a group starts anew."""
+    """Params of any container freeze, and a group starts anew."""
     page, _ = run_blocks("docs/finetuning.md")
-    params, checkpoint, label = (page[name] for name in ("params", "checkpoint", "label"))
-    one_group = page["make"](1e-3, KEY)
-    state = convert(
-        one_group.init(checkpoint), checkpoint, into=one_group.init(params), new_params=params
-    )
-    z = state[1].z.bfloat16["trunk"]["kernel"] + params["trunk"]["kernel"].astype(float)
-    off = lambda kernel: jnp.abs(kernel - checkpoint["trunk"]["kernel"]).max()
-    assert off(z) < off(params["trunk"]["kernel"].astype(float)) / 100
+    params, label = page["params"], page["label"]
     counts = optax.tree.get_all_with_path(page["state"], "count")
     assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
     assert {int(count) for path, count in counts if path[1].key == "trunk"} == {1}
@@ -262,32 +254,3 @@ def test_float8_has_a_range() -> None:
         reached[jnp.dtype(dtype).name] = float(x.mean())
     expected = {"float32": 99.6, "float8_e4m3fn": 53, "float8_e5m2": 99.6}
     assert reached == pytest.approx(expected, abs=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rate", "params_dtype", "e4m3", "e5m2"),
-    [
-        (1e-6, jnp.float32, 0.17, 0.02),
-        (2e-4, jnp.float32, 0.009, 0.017),
-        (1e-6, jnp.bfloat16, 0.20, 0.17),
-    ],
-)
-def test_float8_at_small_rates(rate: float, params_dtype: Any, e4m3: float, e5m2: float) -> None:
-    """How far `gpa_adamw` is from float32, over the length of its path, as the page says."""
-    n = 4_000
-
-    def path(z_dtype: Any, params_dtype: Any, key: Any) -> Any:
-        options = {"state_dtype": z_dtype, "rounding_key": key}
-        tx = spa_adamw(rate, 0.1, 0.9, weight_decay=0.0, **options)
-        start = (0.02 * jax.random.normal(jax.random.key(7), n)).astype(params_dtype)
-        noise = lambda k: jax.random.normal(jax.random.fold_in(jax.random.key(3), k), n)
-        train = lambda: trained(tx, lambda _, k: 0.3 + noise(k), start, jnp.arange(2_000))
-        params, state = optimized(train)()
-        return eval_params(state, params).astype(jnp.float32) - start.astype(jnp.float32)
-
-    expected = path(jnp.float32, jnp.float32, None)
-    off = lambda dtype: relative_difference(path(dtype, params_dtype, KEY), expected)
-    assert off(jnp.float8_e4m3fn) == pytest.approx(e4m3, rel=0.1)
-    assert off(jnp.float8_e5m2) == pytest.approx(e5m2, rel=0.2)
-    assert off(jnp.bfloat16) < (0.001 if params_dtype == jnp.float32 else 0.095)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from spa_optax._core import Step
 from spa_optax._precision import wide_dtype
+from spa_optax._storage import OutOfRange
 from spa_optax._trees import map_trained
 
 
@@ -20,6 +21,7 @@ class Means(NamedTuple):
     iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
     noise: Float[Array, "*n"]  # of the same, if every cross term vanished
     gradient: Float[Array, "*n"]  # of ½‖g_k‖²
+    subnormal: Float[Array, "*n"]  # of the share of nonzero z_k − y_k below the normal range
     weight: Float[Array, "*n"]
 
 
@@ -39,7 +41,7 @@ class Sums(NamedTuple):
     sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
     inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
     sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
-    saturated: Int[Array, "*n"]  # elements of z_k at the limit of what can be stored
+    out_of_range: OutOfRange  # how many elements of z_k are
 
 
 class Gauge(NamedTuple):
@@ -67,22 +69,23 @@ class Gauge(NamedTuple):
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
     """The gauge before the first step, of separate arrays, so that all can be donated."""
     zeros = lambda number, dtype=jnp.float32: [jnp.zeros(shape, dtype) for _ in range(number)]
-    means, alignment = Means(*zeros(4)), AlignmentMeans(*zeros(4))
+    means, alignment = Means(*zeros(5)), AlignmentMeans(*zeros(4))
     return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *zeros(5, jnp.int32)])
 
 
 def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     """The measurements over all params, or for each label and then over all."""
 
-    def of_leaf(d: Array, g: Array, rounding: Array, saturated: Array) -> Sums:
+    def of_leaf(d: Array, g: Array, rounding: Array, out_of_range: OutOfRange) -> Sums:
         g = g.astype(wide_dtype(g, d))
         dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
-        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), saturated)
+        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), out_of_range)
 
-    tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.saturated)
+    tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.out_of_range)
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Sums))
     by_path = {keystr(path): sums for path, sums in leaves}
-    zero = Sums(*[jnp.zeros([], jnp.float32)] * 4, saturated=jnp.zeros([], jnp.int32))
+    zero = [jnp.zeros([], jnp.float32)]
+    zero = Sums(*zero * 4, out_of_range=OutOfRange(*zero * 3))
     total = lambda of: functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), of, zero)
     whole = total(by_path.values())
     if labels is None:
@@ -103,7 +106,7 @@ def update_gauge(
     eta, c, delta, c_before = map(f32, (step.eta, step.c, step.delta, step.c_before))
     # r is the same for all dtypes, unless momentum restarts for some.
     r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
-    sq_g, sq_d, g_d, sq_rounding, saturated = sums
+    sq_g, sq_d, g_d, sq_rounding, (saturated, subnormal, nonzero) = sums
     is_measured = count % every == 0
     is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
     one = jnp.ones_like(sq_g)
@@ -113,7 +116,7 @@ def update_gauge(
         return jax.tree.map(new, means, terms)
 
     # Of the last measured u_{k−1}, and the gradient after it.
-    terms = Means(gauge.iterate, gauge.noise, sq_g / 2, one)
+    terms = Means(gauge.iterate, gauge.noise, sq_g / 2, subnormal / jnp.maximum(nonzero, 1), one)
     means = averaged(gauge.means, terms, is_finite & (gauge.iterate >= 0))
 
     # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error. Otherwise restart.
@@ -154,7 +157,7 @@ def update_gauge(
         num_skipped=counted(gauge.num_skipped, ~fits),
         num_zero=counted(gauge.num_zero, is_zero),
         num_rounded=counted(gauge.num_rounded, is_rounded),
-        num_saturated=jnp.maximum(saturated, gauge.num_saturated),
+        num_saturated=jnp.maximum(jnp.asarray(saturated, jnp.int32), gauge.num_saturated),
     )
     new = jax.tree.map(lambda new, old: jnp.where(is_measured, new, old), new, gauge)
     return new._replace(spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread))

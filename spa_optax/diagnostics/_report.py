@@ -35,12 +35,13 @@ class MomentumReport(NamedTuple):
     num_steps: Int[Array, ""]  # taken so far
     num_saturated: Int[Array, ""]  # the most elements of z at its dtype's limit in a measured step
     num_measured: Int[Array, ""]  # measured steps that count
+    subnormal: Float[Array, ""]  # the share of nonzero z − params below its dtype's normal range
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
 
         The first two need |t| ≥ 3 and a gain on the same side of the noise level, and all need ten
-        measured steps. Also says if z was saturated in any of them. A batch raises ValueError.
+        measured steps. Also says if z saturates or is too coarse. A batch raises ValueError.
         """
         if shape := np.shape(self.gain):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
@@ -69,6 +70,9 @@ class MomentumReport(NamedTuple):
             text += f" The average, {length:.0f} steps, is longer than the run, {self.num_steps}."
         if number := int(self.num_saturated):
             text += f" Up to {number} elements of z were at the limit of its dtype. Use bfloat16."
+        if self.subnormal > 7 / 8:  # at 7/8 of a normal distribution e4m3 is as coarse as e5m2
+            below = f"{self.subnormal:.0%} of z − params are below the normal range of its dtype"
+            text += f" {below}. Use float8_e5m2 or bfloat16."
         return text
 
 
@@ -125,6 +129,7 @@ def momentum_report(
         inner_product=aligned.inner_product / aligned.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
+        subnormal=means.subnormal / means.weight,
         t=jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
         average_length=1 / trees.scalar_of(members[0].c) if members else jnp.asarray(jnp.nan),
         num_steps=trees.scalar_of(state.count),
