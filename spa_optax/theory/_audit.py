@@ -1,7 +1,6 @@
 """The audit of a schedule: its values in both forms, what it does, and the conditions it breaks."""
 
-import textwrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
 from spa_optax.theory import _formulas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Values = Float[np.ndarray, " n"]
 _is_real = lambda v: np.ndim(v) == 0 and np.asarray(v).dtype.kind in "iuf"
@@ -134,30 +130,6 @@ class Audit(NamedTuple):
                     text = f"{name} {kind}s {_from_to(values, where.argmax())} {_at(where)}.{rest}"
                     found.append(Finding(kind, _steps(where), text, needs_change=False))
         return found
-
-    def plot(self) -> "Figure":
-        """Plots η, c, α and β, and beside them the steps close to the first finding.
-
-        The title is the verdict. The steps of findings are marked, in red if they need a change.
-        """
-        import matplotlib.pyplot as plt
-
-        findings = [finding for finding in self.findings() if finding.kind != "range"]
-        columns = [slice(None, None, max(1, len(self.eta) // 50_000))]  # fewer than 100,000
-        columns += [slice(max(of.steps[0] - 50, 0), of.steps[0] + 20) for of in findings[:1]]
-        options = {"figsize": (6 * len(columns), 9), "layout": "constrained", "sharex": "col"}
-        figure, axes = plt.subplots(4, len(columns), squeeze=False, **options)
-        figure.suptitle(textwrap.fill(self.report().splitlines()[0], 60 * len(columns)))
-        for row, name, value in zip(axes, ("η", "c", "α = ηc", "β"), self[:4], strict=True):
-            scale = "log" if 0 < 20 * value.min() < value.max() else "linear"
-            for axis, steps in zip(row, columns, strict=True):
-                axis.plot(np.arange(len(value))[steps], value[steps])
-                axis.set(ylabel=name, yscale=scale)
-        for kind, steps, _, needs_change in findings:
-            axis, value = (axes[3, 0], self.beta) if kind == "beta" else (axes[2, 0], self.alpha)
-            axis.plot(steps, value[steps], "o", color="C3" if needs_change else "C2")
-        plt.setp(axes[-1], xlabel="step")
-        return figure
 
     def _is_sgdm(self) -> bool:  # then β_0 is known
         return not np.isnan(self.beta[0])
