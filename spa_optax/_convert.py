@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax import _checks as checks, _nodes as nodes, _trees as trees
+from spa_optax import _checks as checks, _nodes as nodes, _optax_states as of_optax, _trees as trees
 from spa_optax._adam import factored_axes
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import has_narrow, scaled, wide_dtype
-from spa_optax._probe import check_adam
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import StochasticRoundingState
@@ -29,6 +27,8 @@ ByPath = dict[str, Array]  # an array for each parameter, by its path
 # The arguments of `convert`; k, the count; y, the params that the run goes on with; x, the trained
 # ones before, in 32 bits or more; and nu, ν without bias.
 Job = SimpleNamespace
+# A `ScheduleFreeState` counts before what its base optimizer has.
+_MOMENTA = (optax.contrib.ScheduleFreeState, SPAState, optax.ScaleByAdamState, optax.TraceState)
 
 
 def convert(
@@ -141,17 +141,17 @@ def convert(
         kept[type(new)] = [old]
     else:
         if optax.ScaleByAdamState in (type(old), type(new)):
-            check_adam(_required(job, "adam"), params, b1, b2, eps)
-        if isinstance(old, ADAM_OR_TRACE) and not trees.find(old_state, StochasticRoundingState):
-            _warn_of_narrow_params(old, x)
-        run = _MOMENTA[type(old)][0](old, job)
+            of_optax.check_adam(_required(job, "adam"), params, b1, b2, eps)
+        if isinstance(old, of_optax.ADAM_OR_TRACE):
+            _warn_of_narrow_params(old_state, old, x)
+        run = _read(old, job)
 
     def moved(_: str, node: Any) -> Any:
         kind, new_node = nodes.kind_of(node), node
         if kept.get(kind):
             new_node = list(map(by_path(kept[kind].pop(0)).__getitem__, by_path(node)))
-        elif kind in _WRITERS:
-            new_node = _WRITERS[kind](node, run, job)
+        elif kind in (*_MOMENTA, *of_optax.SECOND_MOMENTS):
+            new_node = _write(node, run, job)
         elif field := nodes.count_field(kind):
             new_node = node._replace(**{field: job.k})
         return with_leaves(node, new_node)
@@ -167,13 +167,13 @@ def _momentum_of(name: str, state: PyTree, params: PyTree) -> Any:
     """The node of a state with the momentum."""
     found = trees.find_one(state, name, *_MOMENTA)
     checks.check_one_run(name, _mu_y_of(found), found._asdict().get("count", ()))
-    trees.keys_of(name, [_tree_of(found)], params)
+    trees.check_paths(name, [_tree_of(found)], params)
     return found
 
 
 def _tree_of(momentum: Any) -> PyTree:
     """The tree with a leaf for each parameter."""
-    return tree_of(getattr(momentum, MOMENTUM.get(type(momentum), "z")))
+    return tree_of(getattr(momentum, of_optax.MOMENTUM.get(type(momentum), "z")))
 
 
 def _mu_y_of(momentum: Any) -> PyTree:
@@ -225,46 +225,73 @@ def _required(job: Job, name: str) -> Any:
     return getattr(job, name)
 
 
-def _warn_of_narrow_params(old: Any, x: ByPath) -> None:
+def _warn_of_narrow_params(old_state: PyTree, old: Any, x: ByPath) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
     moments = by_path(getattr(old, "nu", _tree_of(old)))
-    if has_narrow([x[key] for key in moments]) and not has_narrow(moments):
+    is_wide = not trees.find(old_state, StochasticRoundingState) and not has_narrow(moments)
+    if is_wide and has_narrow([x[key] for key in moments]):
         rule = "should be the float32 master copy of the run if it has one, as its float32 moments"
         hint = "suggest: z is made from them. Cast the params after `convert`."
         warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
 
 
-def _read_trace(old: Any, job: Job) -> SPAState:
-    """w, η and c are those of step k − 1, as it would have computed them."""
-    alpha, beta = _required(job, "learning_rate"), _required(job, "momentum")
-    ahead = look_ahead(alpha, beta, job.k - 1, nesterov=job.nesterov)
-    w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
-    return _behind(by_path(old.trace), w, *eta_and_c(ahead, w, nesterov=job.nesterov), w, job)
+def _read(old: Any, job: Job) -> SPAState:
+    """The run as SPA. From `optax.trace` η, c and w are of step k − 1, from Adam of the next."""
+    k, x = job.k, job.x
+    if isinstance(old, SPAState):
+        value, stored = form_of(old.z).value, by_path(tree_of(old.z))
+        z = {key: value(x[key], stored[key]) for key in x}
+        eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
+        return SPAState(k, z, eta, c, w, mu_y, old.rule_state)
+    if isinstance(old, optax.contrib.ScheduleFreeState):
+        eta = scalar_of(old.max_lr)
+        c = _over(eta**job.weight_power, scalar_of(old.weight_sum))
+        return SPAState(k, by_path(old.z), eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
+    if isinstance(old, optax.TraceState):
+        alpha, beta = _required(job, "learning_rate"), _required(job, "momentum")
+        ahead = look_ahead(alpha, beta, k - 1, nesterov=job.nesterov)
+        w = scale = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
+        (eta, c), m = eta_and_c(ahead, w, nesterov=job.nesterov), by_path(old.trace)
+    else:
+        (eta, c, w), mu = _scalars_of_adam(job), by_path(old.mu)
+        scale = w / c
+        m = {key: mu[key].astype(wide_dtype(mu[key])) / _divisor(key, job) for key in x}
+    z = {key: x[key] - scaled(scale, m[key], x[key].dtype) for key in x}
+    eta, c, w = (jnp.where(k == 0, 0, scalar) for scalar in (eta, c, w))
+    return SPAState(k, z, eta, c, w, jnp.ones([]))
 
 
-def _write_trace(new: Any, run: SPAState, job: Job) -> Any:
-    return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
-
-
-def _read_adam(old: Any, job: Job) -> SPAState:
-    """w, η and c are those of the next step."""
-    eta, c, w = _scalars_of_adam(job)
-    mu = by_path(old.mu)
-    d = {key: mu[key].astype(wide_dtype(mu[key])) / _divisor(key, job) for key in job.x}
-    return _behind(d, w / c, eta, c, w, job)
-
-
-def _write_adam(new: Any, run: SPAState, job: Job) -> Any:
+def _write(new: Any, run: Any, job: Job) -> Any:
+    """A node of `into` with the leaves of the run, which is None if its momentum is copied."""
+    k, kind = job.k, type(new)
+    if kind is SPAState:
+        form, z = form_of(new.z), by_path(tree_of(new.z))
+        trained = [key for key in z if key in job.x]
+        z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
+        if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
+            warnings.warn(
+                "z is farther from `params` than `into` can hold: it is cut", stacklevel=4
+            )
+        return run._replace(z=list(z.values()))
+    if kind is optax.contrib.ScheduleFreeState:
+        # Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
+        rate = at_count("learning_rate", _required(job, "learning_rate"))
+        largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
+        max_lr = jax.lax.fori_loop(1, k + 1, largest, jnp.zeros_like(rate(k)))
+        total = _over(max_lr**job.weight_power, run.c)  # the last weight over c_k
+        z = _filled(new.z, run.z)
+        return new._replace(b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=z)
+    if kind is optax.FactoredState:
+        return optax.FactoredState(k, *_factored(new, job))
+    if kind is optax.TraceState:
+        return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
+    biased = {key: v * _bias(job.b2, k, v) for key, v in job.nu.items()}
+    new = new._replace(count=k, nu=_filled(new.nu, biased))
+    if kind is of_optax.RMSState:
+        return new
     _, c, w = _scalars_of_adam(job)
     mu = {key: d * _divisor(key, job) for key, d in _momentum(run, w / c, job).items()}
-    return _write_full(new, run, job)._replace(mu=_filled(new.mu, mu))
-
-
-def _behind(m: ByPath, scale: Array, eta: Array, c: Array, w: Array, job: Job) -> SPAState:
-    """The run at z = x − scale · m. At the start η, c and w are 0."""
-    z = {key: x - scaled(scale, m[key], x.dtype) for key, x in job.x.items()}
-    eta, c, w = (jnp.where(job.k == 0, 0, scalar) for scalar in (eta, c, w))
-    return SPAState(job.k, z, eta, c, w, jnp.ones([]))
+    return new._replace(mu=_filled(new.mu, mu))
 
 
 def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
@@ -291,41 +318,6 @@ def _divisor(key: str, job: Job) -> Array:
     return _bias(job.b1, job.k + 1, v) * (jnp.sqrt(v) + job.eps)
 
 
-def _read_schedule_free(old: Any, job: Job) -> SPAState:
-    eta, total, z = scalar_of(old.max_lr), scalar_of(old.weight_sum), by_path(old.z)
-    c = _over(eta**job.weight_power, total)
-    return SPAState(job.k, z, eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
-
-
-def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
-    """The sum of weights is the last weight over c_k.
-
-    Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
-    """
-    rate = at_count("learning_rate", _required(job, "learning_rate"))
-    largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
-    max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
-    total = _over(max_lr**job.weight_power, run.c)
-    z, k = _filled(new.z, run.z), job.k + 1
-    return new._replace(b1=run.mu_y, weight_sum=total, step_count=k, max_lr=max_lr, z=z)
-
-
-def _read_spa(old: Any, job: Job) -> SPAState:
-    value, stored = form_of(old.z).value, by_path(tree_of(old.z))
-    z = {key: value(x, stored[key]) for key, x in job.x.items()}
-    eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
-    return SPAState(job.k, z, eta, c, w, mu_y, old.rule_state)
-
-
-def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
-    form, z = form_of(new.z), by_path(tree_of(new.z))
-    trained = [key for key in z if key in job.x]
-    z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-    if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
-        warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
-    return run._replace(z=list(z.values()))
-
-
 def _filled(tree: PyTree, values: ByPath) -> list[Any]:
     """The leaves of a tree, with values where there are some."""
     return [values.get(key, leaf) for key, leaf in by_path(tree).items()]
@@ -338,7 +330,7 @@ def _over(a: Array, b: Array) -> Array:
 
 def _read_second_moment(olds: list[Any], news: list[Any], job: Job) -> ByPath:
     """ν without bias, if there is one that takes another form; 0 before the first step."""
-    is_nu = lambda node: isinstance(node, (*SECOND_MOMENTS, optax.ScaleByAdamState))
+    is_nu = lambda node: isinstance(node, (*of_optax.SECOND_MOMENTS, optax.ScaleByAdamState))
     found, wanted = list(filter(is_nu, olds)), list(filter(is_nu, news))
     if len(found) != len(wanted) or len(found) > 1:
         rule = "must both hold one second moment to convert, or none"
@@ -362,29 +354,14 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _write_full(new: Any, _: Any, job: Job) -> Any:
-    biased = {key: v * _bias(job.b2, job.k, v) for key, v in job.nu.items()}
-    return new._replace(count=job.k, nu=_filled(new.nu, biased))
-
-
-def _write_factored(new: Any, _: Any, job: Job) -> Any:
-    leaves = []
+def _factored(new: Any, job: Job) -> list[list[Array]]:
+    """ν as means over rows and over columns, or in full."""
+    leaves, none = [], jnp.zeros(1)
     for key, old in by_path(new.v).items():
-        v, none = job.nu[key] + jnp.square(job.eps), jnp.zeros(1)
+        v = job.nu[key] + jnp.square(job.eps)
         if old.shape == v.shape:
             leaves.append((none, none, v))
         else:
             i, j = factored_axes(v)
             leaves.append((v.mean(j), v.mean(i), none))
-    return optax.FactoredState(job.k, *map(list, zip(*leaves, strict=True)))
-
-
-# Readers and writers. A `ScheduleFreeState` counts before what its base optimizer has.
-_MOMENTA: dict[Any, Any] = {
-    optax.contrib.ScheduleFreeState: (_read_schedule_free, _write_schedule_free),
-    SPAState: (_read_spa, _write_spa),
-    optax.ScaleByAdamState: (_read_adam, _write_adam),
-    optax.TraceState: (_read_trace, _write_trace),
-}
-_WRITERS = {kind: write for kind, (_, write) in _MOMENTA.items()}
-_WRITERS |= {RMSState: _write_full, optax.FactoredState: _write_factored}
+    return list(map(list, zip(*leaves, strict=True)))

@@ -32,14 +32,6 @@ class SGDMHyperparams(NamedTuple):
     momentum: optax.ScalarOrSchedule  # β_k at count k
 
 
-# What JAX raises where a traced count must be a number.
-_NEEDS_A_NUMBER = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """A schedule, of a count or an array of counts, from a function of an int32 count."""
@@ -58,7 +50,7 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array],
     def at(count: Int[Array, ""]) -> Float[Array, ""]:
         try:
             value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
-        except _NEEDS_A_NUMBER as error:
+        except jax.errors.JAXTypeError as error:  # a traced count must be a number there
             rule = "must be a schedule that can be traced, with `jnp.where` in place of `if`"
             raise ValueError(f"`{name}` {rule}, got a {type(error).__name__}") from error
         if value.shape != ():

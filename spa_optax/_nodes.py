@@ -29,11 +29,8 @@ _WRAPPERS: dict[Any, tuple[str, str | None]] = {
     wrappers.StochasticRoundingState: ("base", "count"),
     TrackMomentumState: ("inner", None),
 }
-_BASES: dict[Any, str] = {
-    optax.contrib.ScheduleFreeState: "base_optimizer_state",
-    wrappers.PrimalAveragingState: "base",
-    wrappers.StochasticRoundingState: "base",
-}
+# Those of a base optimizer, and the field that holds its state.
+_BASES = {kind: of[0].split()[0] for kind, of in _WRAPPERS.items() if of[0].startswith("base")}
 _MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
 _KNOWN = (*of_optax.MOMENTUM, *of_optax.DIRECTIONS, *of_optax.MONITORS)
 _KNOWN += (*_WRAPPERS, *_MAY_DIFFER, SPAState, wrappers.Float8MomentumState)

@@ -11,14 +11,8 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 from spa_optax._trees import is_trained, map_trained
 
 Seed = UInt32[Array, ""]
-
-
-class Stream(enum.IntEnum):
-    """What random words are for."""
-
-    PARAMS_AND_Z = 0
-    SECOND_MOMENT = 1
-    MOMENTUM = 2
+# What random words are for.
+Stream = enum.IntEnum("Stream", "PARAMS_AND_Z SECOND_MOMENT MOMENTUM", start=0)
 
 
 def has_narrow(params: PyTree) -> bool:

@@ -107,21 +107,19 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
-def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
-    """The path of each leaf of each tree. Node types may differ, as under Flax nnx.
+def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
+    """Raises ValueError unless the path of each leaf occurs once, and in `params`, with its shape.
 
-    Raises ValueError unless each occurs once and is in `params`, with the same shape.
+    Node types may differ, as under Flax nnx.
     """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
-    leaves = [by_path(tree) for tree in trees]
-    for key, leaf in (item for of_tree in leaves for item in of_tree.items()):
+    for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):
             hint = "; `params` are `nnx.state(model, nnx.Param)`" if key.endswith(".value") else ""
             raise ValueError(
                 f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
                 f" once, got {np.shape(leaf)} at {key or 'its root'}{hint}"
             )
-    return [list(of_tree) for of_tree in leaves]
 
 
 def check_same_tree(

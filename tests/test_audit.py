@@ -72,7 +72,6 @@ def test_arrays_are_what_they_say() -> None:
             "remainder_z": of_z,
             "step_weight": theory.step_weight(**known),
             "max_learning_rate": theory.max_learning_rate(cs[k], 3.0),
-            "max_decay_ratio": theory.max_decay_ratio(etas[k - 1], cs[k - 1], 3.0),
         }
     assert expected.keys() == audit._asdict().keys()
     assert list(audit.breaches()) == CONDITIONS

@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
-from spa_optax._core import Member, SPAState
+from spa_optax._core import SPAState
 from spa_optax._storage import tree_of
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
@@ -100,7 +100,6 @@ def track_momentum(
     AVERAGING_OF_OPTAX.check(averaging=averaging)
     checks.B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Member)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -141,7 +140,7 @@ def track_momentum(
         given = (updates, state.inner, params)
         separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
         separate = lambda: sums_of(separate_step(), labels)
-        if is_member and every == 1:  # the sums fuse into the update's kernels
+        if isinstance(state.inner, SPAState) and every == 1:  # the sums fuse into its kernels
             u, now, step = observe_update(*given)
             fused = lambda: sums_of(step, labels)
             # On a GPU such a kernel cannot write x and z in place, but copies them.

@@ -52,7 +52,6 @@ class Audit(NamedTuple):
     remainder_z: Values  # R_k's coefficient of f(z_k) − f*
     step_weight: Values | None  # None without a smoothness
     max_learning_rate: Values | None
-    max_decay_ratio: Values | None  # of η_{k−1}/η_k
 
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
@@ -226,7 +225,7 @@ def audit(
     # Rounding of 0 is not a breach: of float32 hyper-parameters, or of c = 1 or η at the limit.
     unless_rounding = lambda value, size: np.where(known & (np.abs(value) > size), value, 0)
     change = lambda new, old: unless_rounding(new - old, 1e-6 * np.maximum(abs(new), abs(old)))
-    weight_of_f_x, of_bound = _formulas._weight_of_f_x, [None] * 3
+    weight_of_f_x, of_bound = _formulas._weight_of_f_x, [None] * 2
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
@@ -239,7 +238,6 @@ def audit(
             of_bound = [
                 unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
                 _formulas._max_learning_rate(c, smoothness),
-                _formulas._max_decay_ratio(eta_prev, c_now, smoothness),
             ]
     return Audit(eta, c, alpha, beta, of_x, of_z, *of_bound)
 
@@ -272,4 +270,4 @@ def audit_sgdm(
     if smoothness is not None:
         raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
     recipe, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)
-    return Audit(*_from_sgdm(recipe, num_steps, nesterov=True), *[unknown] * 2, *[None] * 3)
+    return Audit(*_from_sgdm(recipe, num_steps, nesterov=True), *[unknown] * 2, *[None] * 2)
