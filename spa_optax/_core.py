@@ -80,10 +80,7 @@ def transformation(
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """The member that consists of a rule, of μ_y at a count, and of the rule's first state.
-
-    Its update calls the extra argument `observe` with the `Step`.
-    """
+    """The member of a rule, μ_y at a count, and the rule's first state. It may be observed."""
     STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)

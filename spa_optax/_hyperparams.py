@@ -17,14 +17,6 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
-class GPASchedules(NamedTuple):
-    """Hyper-parameters of generalized primal averaging: `spa(*schedules)`."""
-
-    learning_rate: optax.Schedule  # η_k at count k
-    averaging: optax.Schedule  # c_{k+1} at count k
-    interpolation: optax.Schedule  # μ_y of y_{k+1} at count k
-
-
 class SGDMHyperparams(NamedTuple):
     """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*hyperparams)`."""
 

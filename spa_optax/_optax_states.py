@@ -5,7 +5,7 @@ Adamax, Yogi and others have a state of Adam's type. Steps of tiny params show w
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,17 +105,6 @@ _BEFORE = (
 )
 
 
-class AdamStep(NamedTuple):
-    """Adam's ν before a step; its moments and the updates after, as vectors; and the states."""
-
-    old_nu: Array
-    mu: Array
-    nu: Array
-    updates: Array
-    adam: Any
-    state: PyTree
-
-
 @contextlib.contextmanager
 def _concrete() -> Iterator[None]:
     """Computes at once, also under `jax.jit`, with Optax's promotion of dtypes."""
@@ -123,8 +112,12 @@ def _concrete() -> Iterator[None]:
         yield
 
 
-def _steps_of(tx: Any, params: PyTree, count: int = 0) -> list[AdamStep]:
-    """A step from each of some moments, and a second step. `count` is the count of schedules."""
+def _steps_of(tx: Any, params: PyTree, count: int = 0) -> tuple[Array, Array, PyTree]:
+    """A step from each of some moments, and a second step. `count` is the count of schedules.
+
+    Returns vectors, of ν before each step and of μ, ν and the updates after it; Adam's counts after
+    it; and a state.
+    """
     full = optax.tree.full_like
     is_count = lambda path: keystr(path).endswith((".count", ".gradient_step", ".step"))
     at_count = lambda path, leaf: full(leaf, count) if is_count(path) else leaf
@@ -137,23 +130,25 @@ def _steps_of(tx: Any, params: PyTree, count: int = 0) -> list[AdamStep]:
     adam, wide = adam_of(start), lambda x: jnp.ravel(x).astype(wide_dtype(x))
     vector = lambda tree: jnp.concatenate([wide(by_path(tree)[key]) for key in by_path(adam.mu)])
 
-    def step(state: PyTree, old: Any, g: float) -> AdamStep:
+    def step(state: PyTree, old: Any, g: float) -> tuple[Array, Any, PyTree]:
         state = tree_map_with_path(at_count, state)
         state = replace(state, optax.ScaleByAdamState, lambda _: old)
         for _ in range(_MAX_BATCHES):
             u, state = update(optax.tree.scale(g, ramp), state, params, value=jnp.zeros([]))
             if (new := adam_of(state)).count != old.count:
-                return AdamStep(*map(vector, (old.nu, new.mu, new.nu, u)), adam=new, state=state)
+                return jnp.stack(list(map(vector, (old.nu, new.mu, new.nu, u)))), new, state
         raise ValueError(f"no step in {_MAX_BATCHES} batches")
 
     before = lambda k, mu, root_nu: map(full, adam, (k, mu, root_nu**2))
     steps = [step(start, optax.ScaleByAdamState(*before(*of)), g) for *of, g in _BEFORE]
-    return [*steps, step(steps[3].state, steps[3].adam, -_S)]
+    _, adam, state = steps[3]
+    vectors, adams, _ = zip(*steps, step(state, adam, -_S), strict=True)
+    return jnp.stack(vectors, 1), jnp.stack([adam.count for adam in adams]), state
 
 
-def _has_other_moments(steps: list[AdamStep], b1: ArrayLike, b2: ArrayLike) -> Bool[Array, ""]:
+def _has_other_moments(vectors: Array, b1: ArrayLike, b2: ArrayLike) -> Bool[Array, ""]:
     """Whether ν' is not β₂ν + (1 − β₂)g², with the g of μ' = (1 − β₁)g."""
-    old_nu, mu, nu, _ = map(jnp.stack, zip(*(step[:4] for step in steps[1:3]), strict=True))
+    old_nu, mu, nu, _ = vectors[:, 1:3]
     square = jnp.square(jnp.abs(mu / (1 - b1)))  # of g, since μ was 0
     error = jnp.abs(nu - b2 * old_nu - (1 - b2) * square)
     return ~jnp.all(error <= 0.1 * (1 - b2) * jnp.maximum(jnp.abs(old_nu), square))
@@ -162,15 +157,14 @@ def _has_other_moments(steps: list[AdamStep], b1: ArrayLike, b2: ArrayLike) -> B
 @_concrete()
 def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> None:
     """Raises unless the moments are Adam's, and the updates m̂/(√ν̂ + ε) times one rate."""
-    bias = lambda b, step: 1 - jnp.asarray(b, jnp.float32) ** step.adam.count
-    root = lambda step: jnp.sqrt(step.nu / bias(b2, step))
-    direction = lambda step: step.mu / bias(b1, step) / (root(step) + eps)
+    bias = lambda b, counts: 1 - jnp.asarray(b, jnp.float32) ** counts[:, None]
     try:
         for count in _COUNTS:
-            steps = _steps_of(adam, params, count)
-            if is_surely(_has_other_moments(steps, b1, b2)):
+            vectors, counts, _ = _steps_of(adam, params, count)
+            if is_surely(_has_other_moments(vectors, b1, b2)):
                 raise ValueError("other moments")
-            d, u = jnp.stack([jnp.stack([direction(step), step.updates]) for step in steps], 1)
+            _, mu, nu, u = vectors
+            d = mu / bias(b1, counts) / (jnp.sqrt(nu / bias(b2, counts)) + eps)
             decay, d, u = u[0], d - d[0], u - u[0]
             rate = jnp.sum(u[3]) / jnp.sum(d[3])
             limit = 0.02 * jnp.abs(rate * d) + 1e-6 * jnp.abs(decay)
@@ -189,11 +183,11 @@ def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: Arr
 def check_moments(inner: Any, params: PyTree, averaging: float | None, b2: float) -> None:
     """Raises unless μ' = β₁μ + (1 − β₁)g and ν' = β₂ν + (1 − β₂)g²."""
     try:
-        steps = _steps_of(inner, params)
-        c, b2 = c_and_b2(steps[0].state, averaging, b2)
+        vectors, _, state = _steps_of(inner, params)
+        c, b2 = c_and_b2(state, averaging, b2)
     except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
         return
-    if is_surely(_has_other_moments(steps, 1 - c, b2)):
+    if is_surely(_has_other_moments(vectors, 1 - c, b2)):
         raise ValueError(
             "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
             " `averaging` and `b2`, got others"

@@ -132,17 +132,16 @@ def check_same_tree(
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
     nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
-    pairs = ((path, leaf, others.get(path)) for path, leaf in leaves.items())
-    shapes = [(p, np.shape(a), np.shape(b)) for p, a, b in pairs if not (a is None or b is None)]
+    in_both = [p for p, leaf in leaves.items() if leaf is not None and others.get(p) is not None]
     rule = "structure"
     if odd := sorted(leaves.keys() ^ others.keys()):
         owner = name if odd[0] in leaves else like_name
         found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
     elif same_nodes and nodes != other_nodes:
         found = _first_difference(nodes, other_nodes)
-    elif odd := [shape for shape in shapes if shape[1] != shape[2]]:
-        path, shape, other = odd[0]
-        rule, found = "shapes", f"{shape} against {other} at {path or 'its root'}"
+    elif odd := [path for path in in_both if np.shape(leaves[path]) != np.shape(others[path])]:
+        shapes = f"{np.shape(leaves[odd[0]])} against {np.shape(others[odd[0]])}"
+        rule, found = "shapes", f"{shapes} at {odd[0] or 'its root'}"
     else:
         return
     raise ValueError(f"`{name}` must have the {rule} of `{like_name}`: {found}")
