@@ -295,9 +295,8 @@ def _write(new: Any, run: Any, job: Job) -> Any:
         trained = [key for key in z if key in job.x]
         z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
         if checks.is_surely(sum(form.num_saturated(z[key]) for key in trained) > 0):
-            warnings.warn(
-                "z is farther from `params` than `into` can hold: it is cut", stacklevel=4
-            )
+            text = "z is farther from `params` than `into` can hold: it is cut"
+            warnings.warn(text, stacklevel=4)
         return run._replace(z=list(z.values()))
     if kind is optax.contrib.ScheduleFreeState:
         # Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
@@ -307,8 +306,16 @@ def _write(new: Any, run: Any, job: Job) -> Any:
         total = _over(max_lr**job.weight_power, run.c)  # the last weight over c_k
         z = _filled(new.z, run.z)
         return new._replace(b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=z)
-    if kind is optax.FactoredState:
-        return optax.FactoredState(k, *_factored(new, job))
+    if kind is optax.FactoredState:  # the means of ν over rows and over columns, or all of it
+        leaves, none = [], jnp.zeros(1)
+        for key, old in by_path(new.v).items():
+            v = job.nu[key] + jnp.square(job.eps)
+            if old.shape == v.shape:
+                leaves.append((none, none, v))
+            else:
+                i, j = factored_axes(v)
+                leaves.append((v.mean(j), v.mean(i), none))
+        return optax.FactoredState(k, *map(list, zip(*leaves, strict=True)))
     if kind is optax.TraceState:
         return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
     biased = {key: v * _bias(job.b2, k, v) for key, v in job.nu.items()}
@@ -382,28 +389,13 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _factored(new: Any, job: Job) -> list[list[Array]]:
-    """ν as means over rows and over columns, or in full."""
-    leaves, none = [], jnp.zeros(1)
-    for key, old in by_path(new.v).items():
-        v = job.nu[key] + jnp.square(job.eps)
-        if old.shape == v.shape:
-            leaves.append((none, none, v))
-        else:
-            i, j = factored_axes(v)
-            leaves.append((v.mean(j), v.mean(i), none))
-    return list(map(list, zip(*leaves, strict=True)))
-
-
 def _map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
-    """A state with a function of the path and the value of each node, inner states first.
-
-    Wrappers are passed without the states inside them.
-    """
+    """A state with a function of the path and the value of each node, inner states first."""
 
     def replaced(keys: Any, node: Any) -> Any:
         here, fields = path + keystr(keys), _WRAPPERS.get(type(node), ("", None))[0].split()
         inner = {f: _map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields}
+        # A wrapper is passed without the states inside it.
         own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
         return own._replace(**inner) if fields else own
 

@@ -32,15 +32,10 @@ MOMENTUM: dict[Any, str] = {
 # The momentum that `track_momentum` can measure and `convert` can move.
 ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_of_optax = lambda names: tuple(getattr(optax, f"{name}State") for name in names.split())
 # Wrappers that skip updates, or keep gradients of several batches.
-SKIPS_UPDATES = (
-    optax.MultiStepsState,
-    optax.ApplyIfFiniteState,
-    optax.ConditionallyTransformState,
-    optax.ConditionallyMaskState,
-)
+SKIPS_UPDATES = _of_optax("MultiSteps ApplyIfFinite ConditionallyTransform ConditionallyMask")
 # Directions, whose states depend on the updates alone.
-_of_optax = lambda names: [getattr(optax, f"{name}State") for name in names.split()]
 DIRECTIONS = (
     *_of_optax("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
     *_of_optax("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
@@ -188,7 +183,5 @@ def check_moments(inner: Any, params: PyTree, averaging: float | None, b2: float
     except Exception:  # it needs extra arguments, the shapes of the params, a mesh's axis, …
         return
     if is_surely(_has_other_moments(vectors, 1 - c, b2)):
-        raise ValueError(
-            "`inner` must hold the moments of `optax.adam` or `optax.adamw`, with the given"
-            " `averaging` and `b2`, got others"
-        )
+        rule = "the moments of `optax.adam` or `optax.adamw`, with the given `averaging` and `b2`"
+        raise ValueError(f"`inner` must hold {rule}, got others")

@@ -116,10 +116,9 @@ def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
     for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):
             hint = "; `params` are `nnx.state(model, nnx.Param)`" if key.endswith(".value") else ""
-            raise ValueError(
-                f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
-                f" once, got {np.shape(leaf)} at {key or 'its root'}{hint}"
-            )
+            rule = "leaves of the paths and shapes of `params`, or of some, each once"
+            got = f"{np.shape(leaf)} at {key or 'its root'}{hint}"
+            raise ValueError(f"`{name}` must have {rule}, got {got}")
 
 
 def check_same_tree(

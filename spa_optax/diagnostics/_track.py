@@ -19,12 +19,9 @@ from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 
 PER_LEAF = checks.Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
-AVERAGING_OF_OPTAX = checks.Rule(  # not 0; unlike other rules it reads arrays that are not traced
-    "in (0, 1]",
-    lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1)),
-    may_be_none=True,
-    is_averaging=True,
-)
+# Not 0. Unlike other rules it reads arrays that are not traced.
+is_c = lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1))
+AVERAGING_OF_OPTAX = checks.Rule("in (0, 1]", is_c, may_be_none=True, is_averaging=True)
 
 
 class TrackMomentumState(NamedTuple):
