@@ -167,7 +167,7 @@ def convert(
         kept[type(new)] = [old]
     else:
         if optax.ScaleByAdamState in (type(old), type(new)):
-            of_optax.check_adam(_required(adam=adam), params, b1, b2, eps)
+            of_optax.check_adam(_required("adam", adam), params, b1, b2, eps)
         if isinstance(old, of_optax.ADAM_OR_TRACE):
             _warn_of_narrow_params(old_state, old, x)
         run = _read(old, job)
@@ -244,8 +244,7 @@ def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule
     return k.astype(jnp.int32)
 
 
-def _required(**argument: Any) -> Any:
-    ((name, value),) = argument.items()
+def _required(name: str, value: Any) -> Any:
     if value is None:
         raise ValueError(f"`{name}` must be given for these states, got None")
     return value
@@ -274,7 +273,8 @@ def _read(old: Any, job: Job) -> SPAState:
         c = _over(eta**job.weight_power, scalar_of(old.weight_sum))
         return SPAState(k, by_path(old.z), eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
     if isinstance(old, optax.TraceState):
-        alpha, beta = _required(learning_rate=job.learning_rate), _required(momentum=job.momentum)
+        alpha = _required("learning_rate", job.learning_rate)
+        beta = _required("momentum", job.momentum)
         ahead = look_ahead(alpha, beta, k - 1, nesterov=job.nesterov)
         w = scale = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
         (eta, c), m = eta_and_c(ahead, w, nesterov=job.nesterov), by_path(old.trace)
@@ -300,7 +300,7 @@ def _write(new: Any, run: Any, job: Job) -> Any:
         return run._replace(z=list(z.values()))
     if kind is optax.contrib.ScheduleFreeState:
         # Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
-        rate = at_count("learning_rate", _required(learning_rate=job.learning_rate))
+        rate = at_count("learning_rate", _required("learning_rate", job.learning_rate))
         largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
         max_lr = jax.lax.fori_loop(1, k + 1, largest, jnp.zeros_like(rate(k)))
         total = _over(max_lr**job.weight_power, run.c)  # the last weight over c_k
@@ -338,7 +338,7 @@ def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
 
 def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
     """η, c and w of the next step."""
-    eta = at_count("learning_rate", _required(learning_rate=job.learning_rate))(job.k)
+    eta = at_count("learning_rate", _required("learning_rate", job.learning_rate))(job.k)
     c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(job.k)
     if checks.is_surely(c <= 0):
         raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")

@@ -80,7 +80,7 @@ def transformation(
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """The member of a rule and its first state. Its update passes the `Step` to `observe`."""
+    """The member of a rule and its first state, with μ_y at a count. `observe` gets each `Step`."""
     STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
@@ -91,9 +91,9 @@ def transformation(
         check_params(params)
         z = _storage.init(params, state_dtype)
         if rounding_key is None and (has_narrow(params) or has_narrow(z)):
-            rule = "should be given where params or z have 16 bits or fewer, such as"
+            text = "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
             hint = "`jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp."
-            warnings.warn(f"`rounding_key` {rule} {hint}", stacklevel=3)
+            warnings.warn(f"{text} {hint}", stacklevel=3)
         # All are separate arrays, so that all can be donated.
         dtype = scalar_dtype(params)
         eta, c, w = (jnp.zeros([], dtype) for _ in range(3))
