@@ -6,14 +6,12 @@ Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,
 CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and nanoGPT on Tiny Shakespeare
 (that of language_model.py, with `spa_adamw`), each with a warm-up and a cosine. Prints gain over
 noise level and alignment of each layer, in the first twentieth of the steps, in the middle and in
-the last tenth: above 1 momentum pays there. With --plot the curves are drawn. With --json a run
-that is in OUT, a line each, is not run again.
+the last tenth: above 1 momentum pays there. With --json runs in OUT are not repeated.
 """
 
 import argparse
 import functools
 import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import nanogpt
 import numpy as np
 
 from spa_optax import spa, spa_adamw
-from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum, track_momentum
+from spa_optax.diagnostics import momentum_report, track_momentum
 
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
 PHASES = {"early": (0.0, 0.05), "middle": (0.3, 0.6), "late": (0.9, 1.0)}
@@ -89,15 +87,6 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     return common.markdown(["task", "layer", *PHASES], rows)
 
 
-def draw(reports: dict[str, list[list[float]]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    by_count: dict[int, dict[str, MomentumReport]] = defaultdict(dict)
-    for label, of_label in reports.items():
-        for count, *values in of_label:
-            by_count[int(count)][label] = MomentumReport(*map(jnp.asarray, values))
-    plot_momentum(by_count).savefig(path, dpi=100)
-
-
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
@@ -106,16 +95,12 @@ def main(argv: list[str] | None = None) -> str:
     add("--epochs", type=int, help="of digits and images, by default 107 and 25")
     add("--steps", type=int, default=1_000, help="of nanoGPT")
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10 and Tiny Shakespeare")
-    add("--plot", type=Path, help="where to draw the gauges of seed 0, a picture a task")
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
     records = common.Records(arguments.json, ("task", "seed"))
     run = lambda task, seed: records.get((task, seed), lambda: measure(task, seed, arguments))
     runs = {task: [run(task, seed) for seed in range(arguments.seeds)] for task in arguments.task}
     count = common.command_line.count(arguments.seeds, "seed")
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
-    if arguments.plot:
-        for task, (first, *_) in runs.items():
-            draw(first["reports"], arguments.plot / f"gauge_{task}.png")
     return text
 
 

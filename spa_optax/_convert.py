@@ -5,30 +5,55 @@ is copied, or counts on from k.
 """
 
 import warnings
-from types import SimpleNamespace
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax import _checks as checks, _nodes as nodes, _trees as trees
+from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
 from spa_optax._adam import factored_axes
 from spa_optax._core import SPAState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._optax_states import ADAM_OR_TRACE, MOMENTUM, SECOND_MOMENTS, RMSState
 from spa_optax._precision import has_narrow, scaled, wide_dtype
-from spa_optax._probe import check_adam
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
-from spa_optax._wrappers import StochasticRoundingState
+from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState, StochasticRoundingState
+from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# The arguments of `convert`; k, the count; y, the params that the run goes on with; x, the trained
-# ones before, in 32 bits or more; and nu, ν without bias.
-Job = SimpleNamespace
+# x, the trained params before, in 32 bits or more; y, those that the run goes on with; k, the
+# count; nu, ν without bias; and arguments of `convert`.
+Job = namedtuple("Job", "x y k nu learning_rate momentum nesterov averaging b1 b2 eps weight_power")
+# A `ScheduleFreeState` counts before what its base optimizer has.
+_MOMENTA = (optax.contrib.ScheduleFreeState, SPAState, optax.ScaleByAdamState, optax.TraceState)
+# Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
+# Other fields are of `into`: injected hyper-parameters, gauges.
+_WRAPPERS: dict[Any, tuple[str, str | None]] = {
+    optax.MaskedState: ("inner_state", None),
+    optax.PartitionState: ("inner_states", None),
+    optax.InjectHyperparamsState: ("inner_state", "count"),
+    optax.InjectStatefulHyperparamsState: ("hyperparams_states inner_state", "count"),
+    optax.MultiStepsState: ("inner_opt_state", "gradient_step"),
+    optax.ApplyIfFiniteState: ("inner_state", None),
+    optax.ConditionallyTransformState: ("inner_state", "step"),
+    optax.ConditionallyMaskState: ("inner_state", "step"),
+    optax.contrib.ScheduleFreeState: ("base_optimizer_state", None),
+    PrimalAveragingState: ("base average", None),
+    StochasticRoundingState: ("base", "count"),
+    TrackMomentumState: ("inner", None),
+}
+# Those of a base optimizer, and the field that holds its state.
+_BASES = {kind: of[0].split()[0] for kind, of in _WRAPPERS.items() if of[0].startswith("base")}
+_MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
+_KNOWN = (*of_optax.MOMENTUM, *of_optax.DIRECTIONS, *of_optax.MONITORS)
+_KNOWN += (*_WRAPPERS, *_MAY_DIFFER, SPAState, Float8MomentumState)
 
 
 def convert(
@@ -111,7 +136,6 @@ def convert(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 2.
     """
-    job = Job(**locals())
     checks.RATE.optional().check(learning_rate=learning_rate)
     checks.MOMENTUM.optional().check(momentum=momentum)
     checks.AVERAGING.optional().check(averaging=averaging)
@@ -127,36 +151,38 @@ def convert(
         raise ValueError(f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}")
     own = [getattr(momentum, "rule_state", ()) for momentum in (new, old)]
     trees.check_same_tree("into.rule_state", own[0], "old_state.rule_state", own[1])
-    old_nodes = nodes.nodes_of("old_state", old_state, type(old))
-    kept, dropped, added = nodes.matched(old_nodes, nodes.nodes_of("into", into, type(new)))
+    old_nodes = _nodes_of("old_state", old_state, type(old))
+    kept, dropped, added = _matched(old_nodes, _nodes_of("into", into, type(new)))
     is_lost = _is_lost(old, new, dropped)
 
-    x, wide = by_path(params), lambda leaf: leaf.astype(wide_dtype(leaf))
-    job.x = {key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])}
-    job.y = by_path(new_params)
-    job.k = _steps_taken(old, old_nodes, job, count)
-    job.nu = _read_second_moment([*dropped, old], [*added, new], job)
+    x, y, wide = by_path(params), by_path(new_params), lambda leaf: leaf.astype(wide_dtype(leaf))
+    trained = {key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])}
+    has_schedule = callable(learning_rate) or callable(momentum)
+    k = _steps_taken(old, old_nodes, count, has_schedule)
+    nu = _read_second_moment([*dropped, old], [*added, new], y, k, b2, eps)
+    hyperparams = learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power
+    job = Job(trained, y, k, nu, *hyperparams)
     run: Any = None
     if type(old) is type(new) is not SPAState:
         kept[type(new)] = [old]
     else:
         if optax.ScaleByAdamState in (type(old), type(new)):
-            check_adam(_required(job, "adam"), params, b1, b2, eps)
-        if isinstance(old, ADAM_OR_TRACE) and not trees.find(old_state, StochasticRoundingState):
-            _warn_of_narrow_params(old, x)
-        run = _MOMENTA[type(old)][0](old, job)
+            of_optax.check_adam(_required("adam", adam), params, b1, b2, eps)
+        if isinstance(old, of_optax.ADAM_OR_TRACE):
+            _warn_of_narrow_params(old_state, old, x)
+        run = _read(old, job)
 
     def moved(_: str, node: Any) -> Any:
-        kind, new_node = nodes.kind_of(node), node
+        kind, new_node = _kind_of(node), node
         if kept.get(kind):
             new_node = list(map(by_path(kept[kind].pop(0)).__getitem__, by_path(node)))
-        elif kind in _WRITERS:
-            new_node = _WRITERS[kind](node, run, job)
-        elif field := nodes.count_field(kind):
-            new_node = node._replace(**{field: job.k})
+        elif kind in (*_MOMENTA, *of_optax.SECOND_MOMENTS):
+            new_node = _write(node, run, job)
+        elif field := _count_field(kind):
+            new_node = node._replace(**{field: k})
         return with_leaves(node, new_node)
 
-    state = nodes.map_nodes(moved, into)
+    state = _map_nodes(moved, into)
     if not checks.is_surely(~is_lost):
         nan = lambda leaf: jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
         state = jax.tree.map(nan, state)
@@ -167,13 +193,13 @@ def _momentum_of(name: str, state: PyTree, params: PyTree) -> Any:
     """The node of a state with the momentum."""
     found = trees.find_one(state, name, *_MOMENTA)
     checks.check_one_run(name, _mu_y_of(found), found._asdict().get("count", ()))
-    trees.keys_of(name, [_tree_of(found)], params)
+    trees.check_paths(name, [_tree_of(found)], params)
     return found
 
 
 def _tree_of(momentum: Any) -> PyTree:
     """The tree with a leaf for each parameter."""
-    return tree_of(getattr(momentum, MOMENTUM.get(type(momentum), "z")))
+    return tree_of(getattr(momentum, of_optax.MOMENTUM.get(type(momentum), "z")))
 
 
 def _mu_y_of(momentum: Any) -> PyTree:
@@ -197,19 +223,18 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     return differs | (mini_step > 0)
 
 
-def _steps_taken(old: Any, old_nodes: list[Any], job: Job, count: int | None) -> Array:
+def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule: bool) -> Array:
     """The count k."""
     if isinstance(old, optax.contrib.ScheduleFreeState):
         return scalar_of(old.step_count) - 1
     if not isinstance(old, optax.TraceState):
         return scalar_of(old.count)
     # The `step` of a wrapper that skips updates counts those too.
-    fields = [(node, nodes.count_field(type(node))) for node in old_nodes]
+    fields = [(node, _count_field(type(node))) for node in old_nodes]
     counts = [getattr(node, field) for node, field in fields if field not in (None, "step")]
     checks.check_one_run("old_state", counts)
     k, *others = map(scalar_of, counts or [0]) if count is None else [jnp.asarray(count)]
     moving = [jnp.any(m != 0) for m in by_path(old.trace).values()]
-    has_schedule = callable(job.learning_rate) or callable(job.momentum)
     is_at_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
     is_unknown = count is None and not counts and not is_at_start
     if is_unknown or any(checks.is_surely(other != k) for other in others):
@@ -219,52 +244,87 @@ def _steps_taken(old: Any, old_nodes: list[Any], job: Job, count: int | None) ->
     return k.astype(jnp.int32)
 
 
-def _required(job: Job, name: str) -> Any:
-    if getattr(job, name) is None:
+def _required(name: str, value: Any) -> Any:
+    if value is None:
         raise ValueError(f"`{name}` must be given for these states, got None")
-    return getattr(job, name)
+    return value
 
 
-def _warn_of_narrow_params(old: Any, x: ByPath) -> None:
+def _warn_of_narrow_params(old_state: PyTree, old: Any, x: ByPath) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
     moments = by_path(getattr(old, "nu", _tree_of(old)))
-    if has_narrow([x[key] for key in moments]) and not has_narrow(moments):
+    is_wide = not trees.find(old_state, StochasticRoundingState) and not has_narrow(moments)
+    if is_wide and has_narrow([x[key] for key in moments]):
         rule = "should be the float32 master copy of the run if it has one, as its float32 moments"
         hint = "suggest: z is made from them. Cast the params after `convert`."
         warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
 
 
-def _read_trace(old: Any, job: Job) -> SPAState:
-    """w, η and c are those of step k − 1, as it would have computed them."""
-    alpha, beta = _required(job, "learning_rate"), _required(job, "momentum")
-    ahead = look_ahead(alpha, beta, job.k - 1, nesterov=job.nesterov)
-    w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
-    return _behind(by_path(old.trace), w, *eta_and_c(ahead, w, nesterov=job.nesterov), w, job)
+def _read(old: Any, job: Job) -> SPAState:
+    """The run as SPA. From `optax.trace` η, c and w are of step k − 1, from Adam of the next."""
+    k, x = job.k, job.x
+    if isinstance(old, SPAState):
+        value, stored = form_of(old.z).value, by_path(tree_of(old.z))
+        z = {key: value(x[key], stored[key]) for key in x}
+        eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
+        return SPAState(k, z, eta, c, w, mu_y, old.rule_state)
+    if isinstance(old, optax.contrib.ScheduleFreeState):
+        eta = scalar_of(old.max_lr)
+        c = _over(eta**job.weight_power, scalar_of(old.weight_sum))
+        return SPAState(k, by_path(old.z), eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
+    if isinstance(old, optax.TraceState):
+        alpha = _required("learning_rate", job.learning_rate)
+        beta = _required("momentum", job.momentum)
+        ahead = look_ahead(alpha, beta, k - 1, nesterov=job.nesterov)
+        w = scale = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
+        (eta, c), m = eta_and_c(ahead, w, nesterov=job.nesterov), by_path(old.trace)
+    else:
+        (eta, c, w), mu = _scalars_of_adam(job), by_path(old.mu)
+        scale = w / c
+        m = {key: mu[key].astype(wide_dtype(mu[key])) / _divisor(key, job) for key in x}
+    z = {key: x[key] - scaled(scale, m[key], x[key].dtype) for key in x}
+    eta, c, w = (jnp.where(k == 0, 0, scalar) for scalar in (eta, c, w))
+    return SPAState(k, z, eta, c, w, jnp.ones([]))
 
 
-def _write_trace(new: Any, run: SPAState, job: Job) -> Any:
-    return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
-
-
-def _read_adam(old: Any, job: Job) -> SPAState:
-    """w, η and c are those of the next step."""
-    eta, c, w = _scalars_of_adam(job)
-    mu = by_path(old.mu)
-    d = {key: mu[key].astype(wide_dtype(mu[key])) / _divisor(key, job) for key in job.x}
-    return _behind(d, w / c, eta, c, w, job)
-
-
-def _write_adam(new: Any, run: SPAState, job: Job) -> Any:
+def _write(new: Any, run: Any, job: Job) -> Any:
+    """A node of `into` with the leaves of the run, which is None if its momentum is copied."""
+    k, kind = job.k, type(new)
+    if kind is SPAState:
+        form, z = form_of(new.z), by_path(tree_of(new.z))
+        trained = [key for key in z if key in job.x]
+        z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
+        if checks.is_surely(sum(form.out_of_range(z[key]).saturated for key in trained) > 0):
+            text = "z is farther from `params` than `into` can hold: it is cut"
+            warnings.warn(text, stacklevel=4)
+        return run._replace(z=list(z.values()))
+    if kind is optax.contrib.ScheduleFreeState:
+        # Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
+        rate = at_count("learning_rate", _required("learning_rate", job.learning_rate))
+        largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
+        max_lr = jax.lax.fori_loop(1, k + 1, largest, jnp.zeros_like(rate(k)))
+        total = _over(max_lr**job.weight_power, run.c)  # the last weight over c_k
+        z = _filled(new.z, run.z)
+        return new._replace(b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=z)
+    if kind is optax.FactoredState:  # the means of ν over rows and over columns, or all of it
+        leaves, none = [], jnp.zeros(1)
+        for key, old in by_path(new.v).items():
+            v = job.nu[key] + jnp.square(job.eps)
+            if old.shape == v.shape:
+                leaves.append((none, none, v))
+            else:
+                i, j = factored_axes(v)
+                leaves.append((v.mean(j), v.mean(i), none))
+        return optax.FactoredState(k, *map(list, zip(*leaves, strict=True)))
+    if kind is optax.TraceState:
+        return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
+    biased = {key: v * _bias(job.b2, k, v) for key, v in job.nu.items()}
+    new = new._replace(count=k, nu=_filled(new.nu, biased))
+    if kind is of_optax.RMSState:
+        return new
     _, c, w = _scalars_of_adam(job)
     mu = {key: d * _divisor(key, job) for key, d in _momentum(run, w / c, job).items()}
-    return _write_full(new, run, job)._replace(mu=_filled(new.mu, mu))
-
-
-def _behind(m: ByPath, scale: Array, eta: Array, c: Array, w: Array, job: Job) -> SPAState:
-    """The run at z = x − scale · m. At the start η, c and w are 0."""
-    z = {key: x - scaled(scale, m[key], x.dtype) for key, x in job.x.items()}
-    eta, c, w = (jnp.where(job.k == 0, 0, scalar) for scalar in (eta, c, w))
-    return SPAState(job.k, z, eta, c, w, jnp.ones([]))
+    return new._replace(mu=_filled(new.mu, mu))
 
 
 def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
@@ -278,7 +338,7 @@ def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
 
 def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
     """η, c and w of the next step."""
-    eta = at_count("learning_rate", _required(job, "learning_rate"))(job.k)
+    eta = at_count("learning_rate", _required("learning_rate", job.learning_rate))(job.k)
     c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(job.k)
     if checks.is_surely(c <= 0):
         raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
@@ -291,41 +351,6 @@ def _divisor(key: str, job: Job) -> Array:
     return _bias(job.b1, job.k + 1, v) * (jnp.sqrt(v) + job.eps)
 
 
-def _read_schedule_free(old: Any, job: Job) -> SPAState:
-    eta, total, z = scalar_of(old.max_lr), scalar_of(old.weight_sum), by_path(old.z)
-    c = _over(eta**job.weight_power, total)
-    return SPAState(job.k, z, eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1))
-
-
-def _write_schedule_free(new: Any, run: SPAState, job: Job) -> Any:
-    """The sum of weights is the last weight over c_k.
-
-    Step k − 1 of Optax reads the rate at count k, which is a count later than elsewhere.
-    """
-    rate = at_count("learning_rate", _required(job, "learning_rate"))
-    largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
-    max_lr = jax.lax.fori_loop(1, job.k + 1, largest, jnp.zeros_like(rate(job.k)))
-    total = _over(max_lr**job.weight_power, run.c)
-    z, k = _filled(new.z, run.z), job.k + 1
-    return new._replace(b1=run.mu_y, weight_sum=total, step_count=k, max_lr=max_lr, z=z)
-
-
-def _read_spa(old: Any, job: Job) -> SPAState:
-    value, stored = form_of(old.z).value, by_path(tree_of(old.z))
-    z = {key: value(x, stored[key]) for key, x in job.x.items()}
-    eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
-    return SPAState(job.k, z, eta, c, w, mu_y, old.rule_state)
-
-
-def _write_spa(new: Any, run: SPAState, job: Job) -> Any:
-    form, z = form_of(new.z), by_path(tree_of(new.z))
-    trained = [key for key in z if key in job.x]
-    z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-    if checks.is_surely(sum(form.out_of_range(z[key]).saturated for key in trained) > 0):
-        warnings.warn("z is farther from `params` than `into` can hold: it is cut", stacklevel=4)
-    return run._replace(z=list(z.values()))
-
-
 def _filled(tree: PyTree, values: ByPath) -> list[Any]:
     """The leaves of a tree, with values where there are some."""
     return [values.get(key, leaf) for key, leaf in by_path(tree).items()]
@@ -336,9 +361,11 @@ def _over(a: Array, b: Array) -> Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b).astype(a.dtype))
 
 
-def _read_second_moment(olds: list[Any], news: list[Any], job: Job) -> ByPath:
+def _read_second_moment(
+    olds: list[Any], news: list[Any], y: ByPath, k: Array, b2: ArrayLike, eps: ArrayLike
+) -> ByPath:
     """ν without bias, if there is one that takes another form; 0 before the first step."""
-    is_nu = lambda node: isinstance(node, (*SECOND_MOMENTS, optax.ScaleByAdamState))
+    is_nu = lambda node: isinstance(node, (*of_optax.SECOND_MOMENTS, optax.ScaleByAdamState))
     found, wanted = list(filter(is_nu, olds)), list(filter(is_nu, news))
     if len(found) != len(wanted) or len(found) > 1:
         rule = "must both hold one second moment to convert, or none"
@@ -347,14 +374,14 @@ def _read_second_moment(olds: list[Any], news: list[Any], job: Job) -> ByPath:
         return {}
     if not isinstance(found[0], optax.FactoredState):
         nu = {key: v.astype(wide_dtype(v)) for key, v in by_path(found[0].nu).items()}
-        return {key: v / _bias(job.b2, jnp.maximum(job.k, 1), v) for key, v in nu.items()}
+        return {key: v / _bias(b2, jnp.maximum(k, 1), v) for key, v in nu.items()}
     rows, columns, nu = map(by_path, found[0][1:])
     for key, v in nu.items():
-        if v.shape != job.y[key].shape:  # ν = row · column / mean
-            i, j = factored_axes(job.y[key])
+        if v.shape != y[key].shape:  # ν = row · column / mean
+            i, j = factored_axes(y[key])
             row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
             nu[key] = row * column / jnp.mean(row, i, keepdims=True)
-    return {key: jnp.maximum(v - jnp.square(job.eps), 0) for key, v in nu.items()}
+    return {key: jnp.maximum(v - jnp.square(eps), 0) for key, v in nu.items()}
 
 
 def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
@@ -362,29 +389,68 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _write_full(new: Any, _: Any, job: Job) -> Any:
-    biased = {key: v * _bias(job.b2, job.k, v) for key, v in job.nu.items()}
-    return new._replace(count=job.k, nu=_filled(new.nu, biased))
+def _map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "") -> PyTree:
+    """A state with a function of the path and the value of each node, inner states first."""
+
+    def replaced(keys: Any, node: Any) -> Any:
+        here, fields = path + keystr(keys), _WRAPPERS.get(type(node), ("", None))[0].split()
+        inner = {f: _map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields}
+        # A wrapper is passed without the states inside it.
+        own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
+        return own._replace(**inner) if fields else own
+
+    return tree_map_with_path(replaced, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
-def _write_factored(new: Any, _: Any, job: Job) -> Any:
-    leaves = []
-    for key, old in by_path(new.v).items():
-        v, none = job.nu[key] + jnp.square(job.eps), jnp.zeros(1)
-        if old.shape == v.shape:
-            leaves.append((none, none, v))
-        else:
-            i, j = factored_axes(v)
-            leaves.append((v.mean(j), v.mean(i), none))
-    return optax.FactoredState(job.k, *map(list, zip(*leaves, strict=True)))
+def _nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
+    """The nodes of a state, without the momentum.
+
+    Raises ValueError if that is out of reach, and at a state that is not known, which may depend on
+    anything. Inside a base optimizer any may go on.
+    """
+
+    def check(path: str, node: Any) -> Any:
+        is_known = isinstance(node, _KNOWN) or _count_field(type(node))
+        if not is_known and any(map(trees.is_array, jax.tree.leaves(node))):
+            got = f"a `{type(node).__name__}` at {path or 'its root'}"
+            raise ValueError(f"`{name}` must hold only states that `convert` knows, got {got}")
+        return node
+
+    without_base = lambda node: node._replace(**{_BASES[type(node)]: None})
+    _map_nodes(check, trees.replace(state, tuple(_BASES), without_base))
+    nodes: list[Any] = []
+    _map_nodes(lambda _, node: nodes.append(node) or node, state)
+    if momentum not in map(type, nodes):
+        rule = "must hold its momentum in wrappers that `convert` knows"
+        raise ValueError(f"`{name}` {rule}, got one in {trees.kinds_of(state)}")
+    return [node for node in nodes if type(node) is not momentum]
 
 
-# Readers and writers. A `ScheduleFreeState` counts before what its base optimizer has.
-_MOMENTA: dict[Any, Any] = {
-    optax.contrib.ScheduleFreeState: (_read_schedule_free, _write_schedule_free),
-    SPAState: (_read_spa, _write_spa),
-    optax.ScaleByAdamState: (_read_adam, _write_adam),
-    optax.TraceState: (_read_trace, _write_trace),
-}
-_WRITERS = {kind: write for kind, (_, write) in _MOMENTA.items()}
-_WRITERS |= {RMSState: _write_full, optax.FactoredState: _write_factored}
+def _kind_of(node: Any) -> Any:
+    """The type of a node; one for all arrays, JAX's and NumPy's."""
+    return type(node) if hasattr(node, "_fields") else jax.Array
+
+
+def _count_field(kind: Any) -> str | None:
+    """The field that counts the steps taken. States with `count` alone belong to schedules."""
+    is_of_schedule = getattr(kind, "_fields", ()) == ("count",)
+    return "count" if is_of_schedule else _WRAPPERS.get(kind, ("", None))[1]
+
+
+def _matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
+    """By their kind, the old nodes that go on; and other old and new ones, which may differ."""
+    kept, dropped, added = {}, [], []
+    form = lambda nodes: (jax.tree.structure(nodes), list(map(np.shape, jax.tree.leaves(nodes))))
+    for kind in dict.fromkeys(map(_kind_of, [*old, *new])):
+        olds, news = ([node for node in of if _kind_of(node) is kind] for of in (old, new))
+        if kind not in _MAY_DIFFER and (kind in _WRAPPERS or _count_field(kind)):
+            continue
+        if form(olds) == form(news):
+            kept[kind] = olds
+        elif kind in _MAY_DIFFER:
+            dropped, added = dropped + olds, added + news
+        elif jax.tree.leaves([olds, news]):
+            rule = "must have the other states of `old_state`, in the same shapes"
+            got = f"{len(news)} `{kind.__name__}` for {len(olds)}"
+            raise ValueError(f"`into` {rule}, got {got}")
+    return kept, dropped, added

@@ -3,7 +3,6 @@
 A member is a rule, from the state to the `Scalars` of a step. `advance` does the rest.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,19 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax import _storage
+from spa_optax import _storage, _trees as trees
 from spa_optax._checks import KEY, STATE_DTYPE, check_params
 from spa_optax._precision import Stream, has_narrow, round_update, scalar_dtype, scaled, seeds_like
 from spa_optax._storage import form_of, tree_of
-from spa_optax._trees import (
-    by_path,
-    check_kind,
-    check_same_tree,
-    fill_none,
-    is_none,
-    map_trained,
-    scalar_of,
-)
+from spa_optax._trees import map_trained
 from spa_optax._xla import Ratios, rescale, shared
 
 
@@ -89,60 +80,45 @@ def transformation(
     mu_y_at: Callable[[Array], Array] = jnp.ones_like,
     rule_state: PyTree[Array] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """The member that consists of a rule, of μ_y at a count, and of the rule's first state."""
+    """The member of a rule and its first state, with μ_y at a count. `observe` gets each `Step`."""
     STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     if rounding_key is None and state_dtype is not None and state_dtype.itemsize == 1:
         raise ValueError("`rounding_key` must be given with a `state_dtype` of 8 bits, got None")
-    member = Member(rule, state_dtype, rounding_key, mu_y_at, rule_state)
-    # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
-    return optax.GradientTransformationExtraArgs(member.init, member)  # pyright: ignore[reportArgumentType]
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Member:
-    """A member of the family: Optax's `init`, and Optax's `update` if it is called."""
-
-    rule: Rule
-    state_dtype: Any  # None, or a dtype
-    rounding_key: PRNGKeyArray | None
-    mu_y_at: Callable[[Array], Array]
-    rule_state: PyTree[Array]
-
-    def init(self, params: PyTree) -> SPAState:
-        """The state at step 0, with z_0 = y_0."""
+    def init_fn(params: PyTree) -> SPAState:
         check_params(params)
-        z = _storage.init(params, self.state_dtype)
-        if self.rounding_key is None and (has_narrow(params) or has_narrow(z)):
-            warnings.warn(
-                "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
-                " `jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp.",
-                stacklevel=3,
-            )
+        z = _storage.init(params, state_dtype)
+        if rounding_key is None and (has_narrow(params) or has_narrow(z)):
+            text = "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
+            hint = "`jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp."
+            warnings.warn(f"{text} {hint}", stacklevel=3)
         # All are separate arrays, so that all can be donated.
         dtype = scalar_dtype(params)
         eta, c, w = (jnp.zeros([], dtype) for _ in range(3))
         count = jnp.zeros([], jnp.int32)
-        mu_y, own = jnp.array(self.mu_y_at(count), dtype), jax.tree.map(jnp.array, self.rule_state)
+        mu_y, own = jnp.array(mu_y_at(count), dtype), jax.tree.map(jnp.array, rule_state)
         return SPAState(count, z, eta, c, w, mu_y, own)
 
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SPAState]:
-        """`advance`, as Optax calls it. The extra argument `observe` is called with the `Step`."""
-        _check_state(state, params, self.state_dtype)
-        expected, own = map(jax.tree.structure, (self.rule_state, state.rule_state))
+        _check_state(state, params, state_dtype)
+        expected, own = map(jax.tree.structure, (rule_state, state.rule_state))
         if own != expected:
             raise ValueError(f"`state.rule_state` must be this member's, {expected}, got {own}")
-        check_same_tree("updates", updates, "params", params)
-        if odd := sorted(by_path(updates).keys() - by_path(tree_of(state.z)).keys()):
+        trees.check_same_tree("updates", updates, "params", params)
+        if odd := sorted(trees.by_path(updates).keys() - trees.by_path(tree_of(state.z)).keys()):
             at = odd[0] or "its root"
             raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
-        u, state, step = advance(updates, state, params, self.rule, self.rounding_key)
+        u, state, step = advance(updates, state, params, rule, rounding_key)
         if observe := extra_args.get("observe"):
             observe(step)
         return u, state
+
+    # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def advance(
@@ -180,7 +156,7 @@ def advance(
             u -= scaled(delta, g, d.dtype)
         return round_update(u, y, seed, low_bits=True)
 
-    u = jax.tree.map(move, y, map_trained(distance, z_next, y), g, seeds, is_leaf=is_none)
+    u = jax.tree.map(move, y, map_trained(distance, z_next, y), g, seeds, is_leaf=trees.is_none)
     itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
     z_next = map_trained(itself, z_next, y)
     # From y + u, an output: XLA for TPU then makes one kernel of both.
@@ -252,33 +228,33 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     form, stored = form_of(state.z), tree_of(state.z)
     y = _as_arrays(params, stored)
     z = map_trained(form.value, y, stored)
-    return fill_none(rescale(y, z, {}, is_at_start(state), form.follows_params), y)
+    return trees.fill_none(rescale(y, z, {}, is_at_start(state), form.follows_params), y)
 
 
 def _as_arrays(tree: PyTree, z: PyTree) -> PyTree:
     """A tree as arrays, and None where there is no z: Equinox models hold functions."""
     array = lambda leaf, z: None if leaf is None or z is None else jnp.asarray(leaf)
-    return jax.tree.map(array, tree, z, is_leaf=is_none)
+    return jax.tree.map(array, tree, z, is_leaf=trees.is_none)
 
 
 def is_at_start(state: SPAState) -> Bool[Array, ""]:
     """True until the first step. A count that was reset to 0 has a w, and keeps m."""
-    return (scalar_of(state.count) == 0) & (scalar_of(state.w) == 0)
+    return (trees.scalar_of(state.count) == 0) & (trees.scalar_of(state.w) == 0)
 
 
 def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.ANY) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
-    check_kind("state", state, SPAState)
+    trees.check_kind("state", state, SPAState)
     check_scalars("state", state)
     _storage.check_stored("state.z", state.z, params, state_dtype)
-    check_same_tree("state.z", tree_of(state.z), "params", params)
+    trees.check_same_tree("state.z", tree_of(state.z), "params", params)
 
 
 def check_scalars(name: str, state: SPAState) -> None:
     """Raises ValueError if the scalars were cast: in bfloat16 a count sticks at 256."""
     for field in ("count", "eta", "c", "w", "mu_y"):
-        dtype, wide = scalar_of(getattr(state, field)).dtype, (jnp.float32, jnp.float64)
+        dtype, wide = trees.scalar_of(getattr(state, field)).dtype, (jnp.float32, jnp.float64)
         if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype in wide):
             kind = "an integer" if field == "count" else "float32 or float64"
             raise ValueError(f"`{name}.{field}` must be {kind}, whatever the params, got {dtype}")

@@ -117,7 +117,7 @@ def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> li
     if not states:
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
     for tree in (params, *others):
-        trees.keys_of(name, [tree_of(state.z) for state in states], tree)
+        trees.check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:
         check_stored(name, state.z, params)
         check_scalars(name, state)

@@ -17,27 +17,11 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
-class GPASchedules(NamedTuple):
-    """Hyper-parameters of generalized primal averaging: `spa(*schedules)`."""
-
-    learning_rate: optax.Schedule  # η_k at count k
-    averaging: optax.Schedule  # c_{k+1} at count k
-    interpolation: optax.Schedule  # μ_y of y_{k+1} at count k
-
-
 class SGDMHyperparams(NamedTuple):
     """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*hyperparams)`."""
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
-
-
-# What JAX raises where a traced count must be a number.
-_NEEDS_A_NUMBER = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +42,7 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array],
     def at(count: Int[Array, ""]) -> Float[Array, ""]:
         try:
             value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
-        except _NEEDS_A_NUMBER as error:
+        except jax.errors.JAXTypeError as error:  # a traced count must be a number there
             rule = "must be a schedule that can be traced, with `jnp.where` in place of `if`"
             raise ValueError(f"`{name}` {rule}, got a {type(error).__name__}") from error
         if value.shape != ():

@@ -6,19 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from spa_optax._trees import is_trained, map_trained
 
 Seed = UInt32[Array, ""]
-
-
-class Stream(enum.IntEnum):
-    """What random words are for."""
-
-    PARAMS_AND_Z = 0
-    SECOND_MOMENT = 1
-    MOMENTUM = 2
+# What random words are for.
+Stream = enum.IntEnum("Stream", "PARAMS_AND_Z SECOND_MOMENT MOMENTUM", start=0)
 
 
 def has_narrow(params: PyTree) -> bool:
@@ -73,17 +67,14 @@ def seeds_like(key: PRNGKeyArray | None, count: Array, tree: PyTree, stream: Str
     key = jax.random.fold_in(jax.random.fold_in(key, count), int(stream))
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     words = jax.lax.optimization_barrier(jax.random.bits(key, (len(leaves),), jnp.uint32))
-    on_cpu = lambda words: _one_by_one(words, num_loops=jnp.minimum(count, 0) + 1)
+
+    def on_cpu(words: Array) -> list[Array]:
+        # From a loop that XLA does not know to be of one step: it cannot fuse them then, and leaves
+        # of one shape share a program. 60 leaves took 3.4 seconds to compile, and take 0.9.
+        num_loops, zeros = jnp.minimum(count, 0) + 1, list(jnp.zeros_like(words))
+        return jax.lax.fori_loop(0, num_loops, lambda *_: list(words), zeros)
+
     return structure.unflatten(jax.lax.platform_dependent(words, cpu=on_cpu, default=list))
-
-
-def _one_by_one(array: Array, num_loops: Int[Array, ""]) -> list[Array]:
-    """The elements, from a loop that XLA on CPU does not know to be of one step.
-
-    It cannot fuse them then, and leaves of one shape share a program, where each would have its
-    place in the array compiled in: 60 leaves took 3.4 seconds to compile, and take 0.9.
-    """
-    return jax.lax.fori_loop(0, num_loops, lambda *_: list(array), list(jnp.zeros_like(array)))
 
 
 def rounded(

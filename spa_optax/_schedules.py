@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import GPASchedules, Schedule, SGDMHyperparams, SPAHyperparams, at_count
+from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
 
 
@@ -290,7 +290,7 @@ def schedule_free_averaging(
 
 def ema_nesterov(
     learning_rate: ScalarOrSchedule, decay: float, lookahead: ScalarOrSchedule, num_steps: int = 0
-) -> GPASchedules:
+) -> tuple[Schedule, Schedule, Schedule]:
     """EMA-Nesterov (arXiv:2605.25395) as primal averaging.
 
         y_k = θ_k + β_k m_k     θ_{k+1} = y_k + u_k     m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
@@ -337,8 +337,7 @@ def ema_nesterov(
     alpha_at = at_count("learning_rate", learning_rate)
     eta, c, mu_y = 1 + excess, (1 - decay) / (1 + excess), excess / (1 + excess)
     rate_at = lambda k: alpha_at(k) * at(eta, k)
-    schedules = rate_at, lambda k: at(c, k), lambda k: at(mu_y, k + 1)
-    return GPASchedules(*map(Schedule, schedules))
+    return Schedule(rate_at), Schedule(lambda k: at(c, k)), Schedule(lambda k: at(mu_y, k + 1))
 
 
 def _values_until(

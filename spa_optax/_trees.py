@@ -107,21 +107,18 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
-def keys_of(name: str, trees: Sequence[PyTree], params: PyTree) -> list[list[str]]:
-    """The path of each leaf of each tree. Node types may differ, as under Flax nnx.
+def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
+    """Raises ValueError unless the path of each leaf occurs once, and in `params`, with its shape.
 
-    Raises ValueError unless each occurs once and is in `params`, with the same shape.
+    Node types may differ, as under Flax nnx.
     """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
-    leaves = [by_path(tree) for tree in trees]
-    for key, leaf in (item for of_tree in leaves for item in of_tree.items()):
+    for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):
             hint = "; `params` are `nnx.state(model, nnx.Param)`" if key.endswith(".value") else ""
-            raise ValueError(
-                f"`{name}` must have leaves of the paths and shapes of `params`, or of some, each"
-                f" once, got {np.shape(leaf)} at {key or 'its root'}{hint}"
-            )
-    return [list(of_tree) for of_tree in leaves]
+            rule = "leaves of the paths and shapes of `params`, or of some, each once"
+            got = f"{np.shape(leaf)} at {key or 'its root'}{hint}"
+            raise ValueError(f"`{name}` must have {rule}, got {got}")
 
 
 def check_same_tree(
@@ -134,17 +131,16 @@ def check_same_tree(
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
     nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
-    pairs = ((path, leaf, others.get(path)) for path, leaf in leaves.items())
-    shapes = [(p, np.shape(a), np.shape(b)) for p, a, b in pairs if not (a is None or b is None)]
+    in_both = [p for p, leaf in leaves.items() if leaf is not None and others.get(p) is not None]
     rule = "structure"
     if odd := sorted(leaves.keys() ^ others.keys()):
         owner = name if odd[0] in leaves else like_name
         found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
     elif same_nodes and nodes != other_nodes:
         found = _first_difference(nodes, other_nodes)
-    elif odd := [shape for shape in shapes if shape[1] != shape[2]]:
-        path, shape, other = odd[0]
-        rule, found = "shapes", f"{shape} against {other} at {path or 'its root'}"
+    elif odd := [path for path in in_both if np.shape(leaves[path]) != np.shape(others[path])]:
+        shapes = f"{np.shape(leaves[odd[0]])} against {np.shape(others[odd[0]])}"
+        rule, found = "shapes", f"{shapes} at {odd[0] or 'its root'}"
     else:
         return
     raise ValueError(f"`{name}` must have the {rule} of `{like_name}`: {found}")

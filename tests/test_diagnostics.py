@@ -39,7 +39,6 @@ from spa_optax._storage import OutOfRange
 from spa_optax.diagnostics import (
     MomentumReport,
     momentum_report,
-    plot_momentum,
     track_momentum,
 )
 from spa_optax.diagnostics._gauge import Sums, new_gauge, update_gauge
@@ -452,30 +451,6 @@ def test_report_from_inside_a_wrapper(name: str) -> None:
     report = MomentumReport(*(values[-1] for values in found))
     assert all(np.isfinite(value) for value in report)
     assert 0.8 < report.gain / report.noise_level < 1.2
-
-
-def test_plot() -> None:
-    """Of one report a step, in any order; and of layers, of which it names those off noise."""
-    import matplotlib.pyplot as plt
-
-    levels = {30: 0.5, 10: 1.0, 20: 0.0}
-    one = {step: REPORT._replace(noise_level=level) for step, level in levels.items()}
-    figure = plot_momentum(one)
-    ratio, alignment = (axis.lines[0] for axis in figure.axes)
-    np.testing.assert_array_equal(ratio.get_xdata(), [10, 20, 30])
-    np.testing.assert_array_equal(ratio.get_ydata(), [2, math.nan, 4])
-    np.testing.assert_array_equal(alignment.get_ydata(), [0.1] * 3)
-    # Ratios from 0.25 to 2: the nearest to 1 come sixth and later.
-    gains = {"all": 9.0, **{f"layer {i}": 0.25 * (i + 1) for i in range(8)}}
-    by_label = {name: REPORT._replace(gain=gain) for name, gain in gains.items()}
-    layers = plot_momentum({0: by_label, 1: by_label})
-    names = [text.get_text() for text in layers.legends[0].get_texts()]
-    assert names == ["all", *(f"layer {i}" for i in (0, 1, 5, 6, 7))]
-    plt.close("all")
-    batch = unchecked(MomentumReport)(*np.ones((15, 4)))
-    for wrong in ({}, {0: {}}, {0: REPORT, 1: {"w": REPORT}}, {0: batch}, {1: {"w": 2}}):
-        with pytest.raises(ValueError, match="`reports` must map steps to reports of one run"):
-            unchecked(plot_momentum)(wrong)
 
 
 def test_bad_arguments() -> None:

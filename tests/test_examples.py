@@ -74,10 +74,9 @@ def test_low_precision(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gauge(tmp_path: Path) -> None:
     """On digits; the decoder has its own test."""
-    out, plots = tmp_path / "runs", tmp_path / "plots"
+    out = tmp_path / "runs"
     arguments = ["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)]
-    text = gauge.main([*arguments, "--plot", str(plots)])
-    assert (plots / "gauge_digits.png").read_bytes().startswith(b"\x89PNG")
+    text = gauge.main(arguments)
     reports = json.loads(out.read_text())["reports"]
     assert [report[0] for report in reports["all"]] == list(range(0, 12 * 28, 10))
     # Early on all gradients of a layer point the same way.

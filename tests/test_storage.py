@@ -1,6 +1,5 @@
 """The form of z stands in the structure of a state: what is read as something else is refused."""
 
-import dataclasses
 import functools
 import itertools
 import pickle
@@ -20,6 +19,7 @@ from helpers import FLOAT16, run, spa_state, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
+    _core,
     _storage,
     convert,
     eval_params,
@@ -28,6 +28,7 @@ from spa_optax import (
     spa,
     spa_from_sgdm,
 )
+from spa_optax._checks import Rule
 from spa_optax._precision import random_bits
 from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference, Form
 from spa_optax.diagnostics import momentum_report, track_momentum
@@ -238,9 +239,8 @@ class RowScaled(Form):
 
 def test_a_third_form_needs_nothing_but_its_codec(monkeypatch: Any) -> None:
     monkeypatch.setitem(_storage.FORMS, Int8Rows, RowScaled(Int8Rows, 1.0))
-    wide = spa(0.25, 0.1, 0.5)
-    member: Any = dataclasses.replace(wide.update, state_dtype=jnp.dtype("int8"), rounding_key=KEY)  # pyright: ignore
-    tx = optax.GradientTransformationExtraArgs(member.init, member)
+    monkeypatch.setattr(_core, "STATE_DTYPE", Rule("any", lambda _: True))
+    wide, tx = spa(0.25, 0.1, 0.5), spa(0.25, 0.1, 0.5, state_dtype="int8", rounding_key=KEY)
     params = {"w": jnp.ones((4, 20_000))}
     grads = [jax.tree.map(lambda p: p * jnp.array([[1.0], [-2.0], [0.5], [0.0]]), params)] * 5
     expected, wide_state = run(wide, params, grads)

@@ -85,12 +85,24 @@ def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
         upper.set_title(title, fontsize=10)
         lower.set_xlabel("step")
         if "η forward" in series:
-            upper.set_yscale("log")
-            lower.set_yscale("log")
+            plt.setp((upper, lower), yscale="log")
             upper.legend(frameon=False, fontsize=8)
         else:
             upper.set_ylim(bottom=0)
             lower.axhline(1, **GREY)
+    save(figure, path)
+
+
+def draw_audit(audit: theory.Audit, path: Path) -> None:
+    """η, c, α and β at all steps, and close to the first finding."""
+    k, steps = audit.findings()[0].steps[0], np.arange(len(audit.eta))
+    figure, axes = plt.subplots(4, 2, figsize=(12, 9), sharex="col", layout="constrained")
+    figure.suptitle(audit.report().splitlines()[0])
+    for row, name, values in zip(axes, ("η", "c", "α", "β"), audit[:4], strict=True):
+        for axis, shown in zip(row, (steps, steps[k - 50 : k + 20]), strict=True):
+            axis.plot(shown, values[shown])
+            axis.set(ylabel=name, yscale="log" if name in "ηα" else "linear")
+    plt.setp(axes[-1], xlabel="step")
     save(figure, path)
 
 
@@ -147,8 +159,7 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> str:
         for epoch in CIFAR10.drops:
             axis.axvline(epoch / CIFAR10.epochs * num_steps, **GREY)
         axis.legend(frameon=False)
-    for axis in axes[:2]:
-        axis.set_yscale("log")
+    plt.setp(axes[:2], yscale="log")
     axes[2].axhline(1, **GREY)
     axes[3].axhline(0, **GREY)
     figure.suptitle(f"{over(runs)}; η drops at the grey lines")
@@ -208,11 +219,8 @@ def figure_4(runs: Runs, out: Path) -> str:
     for name, of_seeds in runs.items():
         accuracy = 100 * of_epochs(of_seeds, "test_accuracy")
         axes[1].plot(epochs, accuracy.mean(0), color=color[name], label=name)
-        at_the_end[name] = (
-            last(runs, name, "train_loss"),
-            accuracy[:, -1],
-            accuracy[:, -1] - of_sgdm,
-        )
+        end = accuracy[:, -1]
+        at_the_end[name] = last(runs, name, "train_loss"), end, end - of_sgdm
     axes[0].axvline(0, **GREY)
     axes[0].set(xlabel="steps from the first drop", ylabel=f"training loss, mean over {SMOOTHED}")
     axes[1].set(xlabel="epoch", ylabel="test accuracy, %")
@@ -240,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     # The usual recipe: drops by 10 at epochs 150 and 225 of 300, of 391 steps each.
     drops: dict[int, float] = {150 * 391: 0.1, 225 * 391: 0.1}
     audit = theory.audit_sgdm(optax.piecewise_constant_schedule(0.1, drops), 0.9, 300 * 391)
-    save(audit.plot(), out / "audit.png")
+    draw_audit(audit, out / "audit.png")
     print(audit.report())
     if arguments.runs:
         runs = read_runs(arguments.runs, list(OPTIMIZERS), arguments.seeds)

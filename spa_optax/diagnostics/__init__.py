@@ -3,6 +3,5 @@
 from spa_optax.diagnostics._report import (
     MomentumReport as MomentumReport,
     momentum_report as momentum_report,
-    plot_momentum as plot_momentum,
 )
 from spa_optax.diagnostics._track import track_momentum as track_momentum

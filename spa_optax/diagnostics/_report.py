@@ -1,8 +1,6 @@
-"""The gauge in numbers, in words and in a picture."""
+"""The gauge in numbers and in words."""
 
-import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +11,6 @@ from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
 from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class MomentumReport(NamedTuple):
@@ -141,51 +136,3 @@ def momentum_report(
     if not state.groups:
         raise ValueError("`opt_state` must be of a gauge with `per_leaf`, got one without")
     return {label: of_label(i) for i, label in enumerate(sorted(state.groups))}
-
-
-def plot_momentum(
-    reports: Mapping[int, MomentumReport | Mapping[str, MomentumReport]],
-) -> "Figure":
-    """Plots gain / noise level and alignment over a run.
-
-    Args:
-      reports: results of `momentum_report` by step. A label "all" is drawn thick. Of the others
-        the five that differ most from pure noise are named.
-
-    Raises:
-      ValueError: if there is no report, or one of a batch, or labels differ from step to step.
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
-    labelled = lambda of: {"": of} if isinstance(of, MomentumReport) else dict(of)
-    are_fit = lambda of: all(isinstance(r, MomentumReport) and not np.ndim(r.gain) for r in of)
-    by_step = {step: labelled(of) for step, of in sorted(reports.items())}
-    labels = next(map(list, by_step.values()), [])
-    if not labels or any(list(of) != labels or not are_fit(of.values()) for of in by_step.values()):
-        rule = "must map steps to reports of one run, with the same labels at every step"
-        raise ValueError(f"`reports` {rule}, got {reprlib.repr(reports)}")
-    # Each of shape (labels, steps).
-    gain, level, alignment, *_ = np.array([list(of.values()) for of in by_step.values()], float).T
-    ratios = np.divide(gain, level, out=np.full_like(gain, np.nan), where=level > 0)
-    from_noise = np.nansum(np.abs(ratios - 1), axis=1)
-    others = [i for i, label in enumerate(labels) if label not in ("", "all")]
-    named = sorted(others, key=lambda i: -from_noise[i])[:5]
-    figure, (top, bottom) = plt.subplots(2, sharex=True, layout="constrained", figsize=(8, 6))
-    for i, label in enumerate(labels):
-        style: dict[str, Any] = {"color": "0.75", "linewidth": 0.8, "zorder": 1}
-        if i in named:
-            style = {"linewidth": 1.2, "label": label}
-        elif i not in others:
-            style = {"color": "black", "linewidth": 2.5, "label": label}
-        for axis, values in ((top, ratios), (bottom, alignment)):
-            axis.plot(list(by_step), values[i], **style)
-    top.set(ylabel="gain / noise level", yscale="log", title="Steps add up above 1")
-    top.yaxis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)), major_formatter="{x:g}")
-    top.yaxis.set_minor_formatter("")
-    bottom.set(ylabel="alignment, cos(−g, last step)", xlabel="step")
-    top.axhline(1, color="C3", linestyle="--")
-    bottom.axhline(0, color="C3", linestyle="--")
-    if labels != [""]:
-        figure.legend(*top.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    return figure

@@ -12,19 +12,16 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
-from spa_optax._core import Member, SPAState
+from spa_optax._core import SPAState
 from spa_optax._storage import tree_of
 from spa_optax._wrappers import Float8MomentumState
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 
 PER_LEAF = checks.Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
-AVERAGING_OF_OPTAX = checks.Rule(  # not 0; unlike other rules it reads arrays that are not traced
-    "in (0, 1]",
-    lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1)),
-    may_be_none=True,
-    is_averaging=True,
-)
+# Not 0. Unlike other rules it reads arrays that are not traced.
+is_c = lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1))
+AVERAGING_OF_OPTAX = checks.Rule("in (0, 1]", is_c, may_be_none=True, is_averaging=True)
 
 
 class TrackMomentumState(NamedTuple):
@@ -100,7 +97,6 @@ def track_momentum(
     AVERAGING_OF_OPTAX.check(averaging=averaging)
     checks.B2.check(b2=b2)
     tx = optax.with_extra_args_support(inner)
-    is_member = isinstance(inner.update, Member)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
@@ -141,7 +137,7 @@ def track_momentum(
         given = (updates, state.inner, params)
         separate_step = lambda: observe_update(*behind_a_barrier(given))[2]
         separate = lambda: sums_of(separate_step(), labels)
-        if is_member and every == 1:  # the sums fuse into the update's kernels
+        if isinstance(state.inner, SPAState) and every == 1:  # the sums fuse into its kernels
             u, now, step = observe_update(*given)
             fused = lambda: sums_of(step, labels)
             # On a GPU such a kernel cannot write x and z in place, but copies them.

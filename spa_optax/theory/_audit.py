@@ -1,7 +1,6 @@
 """The audit of a schedule: its values in both forms, what it does, and the conditions it breaks."""
 
-import textwrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
 from spa_optax._schedules import hyperparams_from_sgdm
 from spa_optax.theory import _formulas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Values = Float[np.ndarray, " n"]
 _is_real = lambda v: np.ndim(v) == 0 and np.asarray(v).dtype.kind in "iuf"
@@ -56,7 +52,6 @@ class Audit(NamedTuple):
     remainder_z: Values  # R_k's coefficient of f(z_k) − f*
     step_weight: Values | None  # None without a smoothness
     max_learning_rate: Values | None
-    max_decay_ratio: Values | None  # of η_{k−1}/η_k
 
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
@@ -134,30 +129,6 @@ class Audit(NamedTuple):
                     text = f"{name} {kind}s {_from_to(values, where.argmax())} {_at(where)}.{rest}"
                     found.append(Finding(kind, _steps(where), text, needs_change=False))
         return found
-
-    def plot(self) -> "Figure":
-        """Plots η, c, α and β, and beside them the steps close to the first finding.
-
-        The title is the verdict. The steps of findings are marked, in red if they need a change.
-        """
-        import matplotlib.pyplot as plt
-
-        findings = [finding for finding in self.findings() if finding.kind != "range"]
-        columns = [slice(None, None, max(1, len(self.eta) // 50_000))]  # fewer than 100,000
-        columns += [slice(max(of.steps[0] - 50, 0), of.steps[0] + 20) for of in findings[:1]]
-        options = {"figsize": (6 * len(columns), 9), "layout": "constrained", "sharex": "col"}
-        figure, axes = plt.subplots(4, len(columns), squeeze=False, **options)
-        figure.suptitle(textwrap.fill(self.report().splitlines()[0], 60 * len(columns)))
-        for row, name, value in zip(axes, ("η", "c", "α = ηc", "β"), self[:4], strict=True):
-            scale = "log" if 0 < 20 * value.min() < value.max() else "linear"
-            for axis, steps in zip(row, columns, strict=True):
-                axis.plot(np.arange(len(value))[steps], value[steps])
-                axis.set(ylabel=name, yscale=scale)
-        for kind, steps, _, needs_change in findings:
-            axis, value = (axes[3, 0], self.beta) if kind == "beta" else (axes[2, 0], self.alpha)
-            axis.plot(steps, value[steps], "o", color="C3" if needs_change else "C2")
-        plt.setp(axes[-1], xlabel="step")
-        return figure
 
     def _is_sgdm(self) -> bool:  # then β_0 is known
         return not np.isnan(self.beta[0])
@@ -254,7 +225,7 @@ def audit(
     # Rounding of 0 is not a breach: of float32 hyper-parameters, or of c = 1 or η at the limit.
     unless_rounding = lambda value, size: np.where(known & (np.abs(value) > size), value, 0)
     change = lambda new, old: unless_rounding(new - old, 1e-6 * np.maximum(abs(new), abs(old)))
-    weight_of_f_x, of_bound = _formulas._weight_of_f_x, [None] * 3
+    weight_of_f_x, of_bound = _formulas._weight_of_f_x, [None] * 2
     with np.errstate(divide="ignore", invalid="ignore"):
         if beta is None:
             beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - c_now)
@@ -267,7 +238,6 @@ def audit(
             of_bound = [
                 unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
                 _formulas._max_learning_rate(c, smoothness),
-                _formulas._max_decay_ratio(eta_prev, c_now, smoothness),
             ]
     return Audit(eta, c, alpha, beta, of_x, of_z, *of_bound)
 
@@ -300,4 +270,4 @@ def audit_sgdm(
     if smoothness is not None:
         raise ValueError(f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}")
     recipe, unknown = SGDMHyperparams(learning_rate, momentum), np.full(num_steps, np.nan)
-    return Audit(*_from_sgdm(recipe, num_steps, nesterov=True), *[unknown] * 2, *[None] * 3)
+    return Audit(*_from_sgdm(recipe, num_steps, nesterov=True), *[unknown] * 2, *[None] * 2)

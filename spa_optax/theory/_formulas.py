@@ -27,10 +27,9 @@ from spa_optax import _checks as checks
 
 Reals = Float[Array, "..."]
 
-# Arithmetic alone, for JAX here and for NumPy's float64 in the audit. The ratio is the conjugate.
+# Arithmetic alone, for JAX here and for NumPy's float64 in the audit.
 _weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
 _max_learning_rate = lambda c, L: c * (2 - c) / (L * (1 - c))
-_max_decay_ratio = lambda eta, c, L: 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))
 
 
 def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
@@ -150,9 +149,11 @@ def max_decay_ratio(eta: Real, c: Real, smoothness: Real, *, simplified: bool = 
     1.0569 1.0101
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
-    linear = eta * L * (1 - c) ** 2
-    root = 2 / (linear + jnp.sqrt(linear**2 + 4 * (1 - c)))  # the conjugate has no 0/0 at c = 1
-    return root if simplified else _max_decay_ratio(eta, c, L)
+    # The conjugates, which have no 0/0 at c = 1.
+    if simplified:
+        linear = eta * L * (1 - c) ** 2
+        return 2 / (linear + jnp.sqrt(linear**2 + 4 * (1 - c)))
+    return 2 / ((1 - c) * (eta * L + ((eta * L) ** 2 + 4) ** 0.5))
 
 
 def sgdm_bound(
