@@ -36,7 +36,7 @@ def spa_adamw(
 
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²      d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
-    It is `spa` on the directions d: AdamW scales an average of gradients, this averages scaled
+    It is `spa` on the directions d: AdamW scales an average of gradients. This averages scaled
     gradients, without bias correction. A step is the learning rate times the mean of the last 1/c
     directions. With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, b1 = μ_y.
     To change a part, chain the pieces, with `spa` after
@@ -119,7 +119,7 @@ def scale_by_second_moment(
       b2: β₂ in [0, 1).
       eps: ε ≥ 0.
       dtype: dtype of ν: None, the params' (within `in_float32` 32 bits or more), or bfloat16.
-      rounding_key: for stochastic rounding of a bfloat16 ν, which to nearest would not change.
+      rounding_key: for stochastic rounding of a bfloat16 ν, which rounded to nearest would stay.
 
     Returns:
       A transformation with the state of `optax.scale_by_rms`.

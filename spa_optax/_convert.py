@@ -31,7 +31,7 @@ ByPath = dict[str, Array]  # an array for each parameter, by its path
 # x, the trained params before, in 32 bits or more; y, those that the run goes on with; k, the
 # count; nu, ν without bias; and arguments of `convert`.
 Job = namedtuple("Job", "x y k nu learning_rate momentum nesterov averaging b1 b2 eps weight_power")
-# A `ScheduleFreeState` counts before what its base optimizer has.
+# In this order: the base optimizer in a `ScheduleFreeState` may be Adam.
 _MOMENTA = (optax.contrib.ScheduleFreeState, SPAState, optax.ScaleByAdamState, optax.TraceState)
 # Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
 # Other fields are of `into`: injected hyper-parameters, gauges.
@@ -75,7 +75,7 @@ def convert(
 ) -> PyTree:
     """The state with which another optimizer continues a run.
 
-    Between a member of this package, or a wrapper around a base optimizer, and another member or
+    It goes between members of this package, wrappers around the same base optimizer, and
 
         optax.sgd, optax.trace          z = x − w m, if the learning rate comes after m
         optax.adam, optax.adamw         z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
@@ -213,13 +213,12 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     most = 2**-8 if isinstance(new, optax.contrib.ScheduleFreeState) else 1
     differs = ((mu_y == 1) != (new_mu_y == 1)) | (jnp.abs(mu_y - new_mu_y) > most)
     if checks.is_surely(differs):
-        rule = "at x, as AdamW and `interpolation=1.0` do, or at y, with the b1 of Schedule-Free"
-        got = f"got μ_y = {mu_y:g} into {new_mu_y:g}"
-        raise ValueError(f"`into` must train at the params of `old_state`: {rule}, {got}")
+        rule = "the `interpolation` of `old_state`, 1 for SGD and AdamW, b1 for Schedule-Free"
+        raise ValueError(f"`into` must have {rule}: {mu_y:g}, got {new_mu_y:g}")
     mini_step = sum(scalar_of(of.mini_step) for of in trees.find(dropped, optax.MultiStepsState))
     if checks.is_surely(mini_step > 0):
-        rule = "must have the `optax.MultiSteps` of `old_state` in the middle of an accumulation"
-        raise ValueError(f"`into` {rule}, got another or none at a mini_step of {mini_step}")
+        rule = "must have the `optax.MultiSteps` of `old_state`, or the gradients of"
+        raise ValueError(f"`into` {rule} {mini_step} batches would be lost, got another or none")
     return differs | (mini_step > 0)
 
 
@@ -238,7 +237,7 @@ def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule
     is_at_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
     is_unknown = count is None and not counts and not is_at_start
     if is_unknown or any(checks.is_surely(other != k) for other in others):
-        raise ValueError("`count` must be given where `old_state` does not hold one, got None")
+        raise ValueError("`count` must be given where `old_state` holds none, or several, got None")
     if checks.is_surely(k == 0) and any(map(checks.is_surely, moving)):
         raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
     return k.astype(jnp.int32)
@@ -256,7 +255,7 @@ def _warn_of_narrow_params(old_state: PyTree, old: Any, x: ByPath) -> None:
     is_wide = not trees.find(old_state, StochasticRoundingState) and not has_narrow(moments)
     if is_wide and has_narrow([x[key] for key in moments]):
         rule = "should be the float32 master copy of the run if it has one, as its float32 moments"
-        hint = "suggest: z is made from them. Cast the params after `convert`."
+        hint = "suggest: z is made from them. Pass the cast ones as `new_params`."
         warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
 
 
@@ -295,7 +294,7 @@ def _write(new: Any, run: Any, job: Job) -> Any:
         trained = [key for key in z if key in job.x]
         z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
         if checks.is_surely(sum(form.out_of_range(z[key]).saturated for key in trained) > 0):
-            text = "z is farther from `params` than `into` can hold: it is cut"
+            text = "`into` cannot hold all of z − params, which is clipped: use bfloat16"
             warnings.warn(text, stacklevel=4)
         return run._replace(z=list(z.values()))
     if kind is optax.contrib.ScheduleFreeState:

@@ -21,7 +21,7 @@ from spa_optax._xla import Ratios, rescale, shared
 
 
 class SPAState(NamedTuple):
-    """State of every member. Its scalars are float32, or float64 if a parameter has 64 bits.
+    """State of the whole family. Its scalars are float32, or float64 if a parameter has 64 bits.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default interpolation of 1.
     """
@@ -51,7 +51,7 @@ class Scalars(NamedTuple):
     w: Float[Array, ""]  # w_{k+1}, for the state
     mu_y: Float[Array, ""] | None = None  # None: 1
     delta: Float[Array, ""] | None = None  # None: 0
-    r: tuple[Float[Array, ""], Float[Array, ""]] | None = None  # as a fraction; None: 1
+    r: tuple[Float[Array, ""], Float[Array, ""]] | None = None  # numerator, denominator; None: 1
     rule_state: PyTree[Array] = ()  # for the state
 
 
@@ -91,8 +91,8 @@ def transformation(
         check_params(params)
         z = _storage.init(params, state_dtype)
         if rounding_key is None and (has_narrow(params) or has_narrow(z)):
-            text = "`rounding_key` should be given where params or z have 16 bits or fewer, such as"
-            hint = "`jax.random.key(0)`: rounded to nearest, they lose steps below half an ulp."
+            text = "`rounding_key` should be given, such as `jax.random.key(0)`: params or z have"
+            hint = "16 bits or fewer, and rounded to nearest they lose steps below half an ulp."
             warnings.warn(f"{text} {hint}", stacklevel=3)
         # All are separate arrays, so that all can be donated.
         dtype = scalar_dtype(params)

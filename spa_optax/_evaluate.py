@@ -90,7 +90,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     _states("spa_state", spa_state, old_params, new_params)
     pairs = list(zip(jax.tree.leaves(old_params), jax.tree.leaves(new_params), strict=True))
     if pairs and all(old is new for old, new in pairs):
-        raise ValueError("`new_params` must not be the arrays of `old_params`: nnx.state is live")
+        raise ValueError("`new_params` must not be the arrays of `old_params` (nnx.state is live)")
     old, new = trees.by_path(old_params), trees.by_path(new_params)
 
     def shifted(key: str, z: Array) -> Array:

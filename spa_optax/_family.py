@@ -41,8 +41,8 @@ def spa(
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 − β).
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. A share
-        1 − μ_y (1 − c) of each step enters y at once. x has the rounding error of y over μ_y.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. The fraction
+        1 − μ_y (1 − c) of each step moves y at once. x has y's rounding error, divided by μ_y.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
         a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2

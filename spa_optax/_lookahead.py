@@ -107,8 +107,8 @@ def sgdm_scalars(ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: 
     w_k = w_old.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
-        # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w must
-        # not have followed them down. But a w that stays large would degrade a master copy.
+        # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w stays
+        # large. But in a master copy that would cost digits.
         w = jnp.where(foreseen, w, jnp.maximum(w, jnp.maximum(w_k, alpha / 100)))
     w = nonzero_w(w, a, w_k).astype(w_old.dtype).astype(a.dtype)  # as the state has it
     # r − 1, in the form that loses the fewest digits where r is close to 1.

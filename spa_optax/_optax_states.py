@@ -56,7 +56,7 @@ def c_and_b2(state: PyTree, averaging: float | None, b2: float) -> tuple[Any, An
     found = {name: v for node in find(state, INJECTED) for name, v in node.hyperparams.items()}
     beta = found.get("momentum", found.get("b1"))
     if averaging is None and beta is None:
-        raise ValueError("`averaging` must be 1 − β if `inner` does not hold β, got None")
+        raise ValueError("`averaging` must be given, as 1 − β, for momentum of Optax, got None")
     return 1 - jnp.asarray(beta) if averaging is None else averaging, found.get("b2", b2)
 
 
@@ -171,8 +171,8 @@ def check_adam(adam: Any, params: PyTree, b1: ArrayLike, b2: ArrayLike, eps: Arr
         raise ValueError("updates of 0")
     except Exception as error:
         rule = "must be the optimizer of the run, `optax.adam` or `optax.adamw`"
-        given = "with the given `b1`, `b2` and `eps`, got in a step of tiny params"
-        raise ValueError(f"`adam` {rule} {given}: {error}") from error
+        given = "with the given `b1`, `b2` and `eps`; a step of tiny params"
+        raise ValueError(f"`adam` {rule} {given} got {error}") from error
 
 
 @_concrete()

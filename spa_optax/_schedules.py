@@ -268,7 +268,7 @@ def schedule_free_averaging(
     rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):
         has_risen = lambda rates, later: (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
-        rule = f"> 0 and largest by count {end}, `num_warmup_steps`"
+        rule = f"> 0 and largest by count {end} (`num_warmup_steps`)"
         rates = _values_until("learning_rate", learning_rate, end, checks.RATE, rule, has_risen)
     # 1/c, in float64; inf as long as weights are 0.
     last = max(end, start, 100)  # from here on the expansion below is exact to 1e-13

@@ -1,7 +1,7 @@
 """How z is kept in a state: itself, or in 16 bits or fewer as its difference from the params.
 
 The form is the type of a node. So the structure of a state, and of its checkpoints, says what the
-arrays hold, and a cast changes their precision alone. The update computes in 32 bits or more.
+arrays hold, and a cast changes only their precision. The update computes in 32 bits or more.
 """
 
 from collections import namedtuple

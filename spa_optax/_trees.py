@@ -55,7 +55,7 @@ def find(state: PyTree, kinds: Any) -> list[Any]:
 
 
 def find_one(state: PyTree, name: str, *kinds: Any) -> Any:
-    """The one node of a kind in a state, or of the first of several kinds that it holds."""
+    """The one node of the first of some kinds that a state holds."""
     found = next(filter(None, (find(state, kind) for kind in kinds)), [])
     if len(found) != 1:
         names = " or ".join(f"`{kind.__name__}`" for kind in jax.tree.leaves(kinds))

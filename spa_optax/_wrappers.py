@@ -48,7 +48,7 @@ _REFUSED: list[tuple[Any, str, str]] = [
     (SKIPS_UPDATES, "skip updates", "put it around this"),
     (optax.LookaheadState, "move params back", "average instead"),
     (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),
-    (_BY_DISTANCE, "find its rate by how far params went", "it does not see how far z went"),
+    (_BY_DISTANCE, "find its rate by how far params went", "it cannot see z: use another base"),
 ]
 _REFUSED_AT_Y = (_BY_FIRST, "compare params with the first ones", 'set `params_of_base="z"`')
 
@@ -103,13 +103,13 @@ def primal_averaging(
 ) -> optax.GradientTransformationExtraArgs:
     """Primal averaging (arXiv:2512.17131) around an optimizer, whose update replaces −η g in `spa`.
 
-    `base` runs in float32, as in `in_float32`. Put `optax.MultiSteps` and the like around.
+    `base` runs in float32, as in `in_float32`. Wrappers that skip updates go around.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
       averaging: c_{k+1} in [0, 1], as for `spa`.
       interpolation: μ_y in (0, 1], as for `spa`.
-      params_of_base: "params" if `base` sees y_k, "z" if z_k (for weight decay and the like).
+      params_of_base: "params" if `base` sees y_k, "z" if z_k (and so decays it).
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 

@@ -371,7 +371,7 @@ REPORT: Any = MomentumReport(
     [
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
-        ({"gain": 1.5, "t": -3.0}, "No difference from pure noise"),
+        ({"gain": 1.5, "t": -3.0}, "Not told from pure noise"),
         ({"num_measured": 9}, "10 measured steps are needed, got 9"),
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
         ({"gain": math.nan, "num_skipped": 1, "num_zero": 2}, "2 measured steps were 0"),
@@ -417,7 +417,7 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
     found = verdicts(track_momentum(spa(1.0, c), decay, every=every), 300)
-    false_alarms = sum(text != "No difference from pure noise" for text in found)
+    false_alarms = sum(text != "Not told from pure noise" for text in found)
     assert false_alarms <= stats.binom.isf(1e-6, 300, 2 * stats.norm.sf(3))  # 9 runs of 300
 
 
@@ -470,7 +470,11 @@ def test_bad_arguments() -> None:
         (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
         (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
         (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
-        (optax.adamw(0.1), {}, "`averaging` must be 1 − β if `inner` does not hold β, got None"),
+        (
+            optax.adamw(0.1),
+            {},
+            "`averaging` must be given, as 1 − β, for momentum of Optax, got None",
+        ),
         (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
         (spa(1.0), {"per_leaf": lambda params: {"u": "a"}}, "or their nodes, got {'u': 'a'}"),
     ):

@@ -25,7 +25,7 @@ class MomentumReport(NamedTuple):
     num_skipped: Int[Array, ""]  # measured steps that were not finite, or overflow if squared
     num_zero: Int[Array, ""]  # measured steps that were 0, or underflow if squared
     num_rounded: Int[Array, ""]  # measured steps within the rounding error of params and z
-    t: Float[Array, ""]  # how far steps add up, in standard errors of pure noise; negative: oppose
+    t: Float[Array, ""]  # over standard errors of pure noise; > 0: steps add up, < 0: they oppose
     average_length: Float[Array, ""]  # 1/c of the last step; NaN for Optax's own momentum
     num_steps: Int[Array, ""]  # taken so far
     num_saturated: Int[Array, ""]  # the most elements of z at its dtype's limit in a measured step
@@ -58,7 +58,7 @@ class MomentumReport(NamedTuple):
         elif t <= -3 and times < 1:
             text = f"Steps do not add up: {of_noise}. Here momentum only reduces noise."
         else:
-            text = f"No difference from pure noise: {of_noise}, with t = {t:.2f}."
+            text = f"Not told from pure noise: {of_noise}, with t = {t:.2f}."
         if is_known and np.isnan(self.alignment):
             text += " Alignment is unknown: z − x may be rounding error, or steps are Nesterov's."
         if is_known and length > 1.01 * int(self.num_steps):

@@ -53,7 +53,7 @@ def track_momentum(
     g_k is the update that reaches the member of the family: the gradient after clipping and decay,
     or Adam's direction. Optax's own momentum is measured as SPA with η = 1, without Adam's ε and
     Nesterov's further step. A step does not count if more than a tenth of ‖u_k‖² may be rounding.
-    The updates are those of `inner`, to the bit if `update` is compiled apart from the gradients.
+    The updates are those of `inner`; to the bit, if gradients are compiled in another `jax.jit`.
 
     Args:
       inner: a transformation with one member of the family, `optax.sgd` with momentum, `optax.adam`

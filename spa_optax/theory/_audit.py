@@ -193,8 +193,8 @@ def audit(
 
     The verdict names averages that leave more than 1 % of x_0 in x, and jumps of α and of η (of
     α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one step, above 1e-4 of
-    the largest value, and has 22 % of all change within four steps on either side: a ramp of five
-    equal steps is gradual. (Theorem 1, Sections 3.1, 5, 6.)
+    the largest value, and more than 22 % of the change within four steps on either side: a ramp of
+    five equal steps is gradual. (Theorem 1, Sections 3.1, 5, 6.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
