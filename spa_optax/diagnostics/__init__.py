@@ -1,7 +1,6 @@
 """When momentum pays: the gauge of the paper's Insight 1, and tools to act on it."""
 
-from spa_optax.diagnostics._report import (
-    MomentumReport as MomentumReport,
-    momentum_report as momentum_report,
-)
-from spa_optax.diagnostics._track import track_momentum as track_momentum
+from spa_optax.diagnostics._report import MomentumReport, momentum_report
+from spa_optax.diagnostics._track import track_momentum
+
+__all__ = ["MomentumReport", "momentum_report", "track_momentum"]
