@@ -245,19 +245,12 @@ class Custom(NamedTuple):
     buffer: Any
 
 
+of_init = lambda init: optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
 UNKNOWN: dict[str, tuple[Any, str]] = {
-    "custom": (
-        optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)),
-        "`Custom` at [0]",
-    ),
-    "bare array": (
-        optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s)),
-        "`ArrayImpl` at [0]",
-    ),
+    "custom": (of_init(Custom), "`Custom` at [0]"),
+    "bare array": (of_init(lambda params: params), "`ArrayImpl` at [0]"),
     "called like a base": (
-        optax.named_chain(
-            ("my.base", optax.GradientTransformation(Custom, lambda g, s, p=None: (g, s)))
-        ),
+        optax.named_chain(("my.base", of_init(Custom))),
         "`Custom` at [0]['my.base']",
     ),
     "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),

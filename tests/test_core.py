@@ -23,13 +23,14 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16])
 @pytest.mark.parametrize("name", ["eta=1", "nesterov", "gpa"])
-def test_master_weights_made_by_init_on_wider_params(name: str) -> None:
-    # z keeps what bfloat16 params lose of the float32 params that `init` saw; but where params are
+def test_master_weights_made_by_init_on_wider_params(name: str, dtype: Any) -> None:
+    # z keeps what narrow params lose of the float32 params that `init` saw; but where params are
     # others altogether, it is theirs.
     tx, master = TRANSFORMS[name], jnp.array([1.001, 2.003, -3.007])
-    params = master.astype(jnp.bfloat16)
-    zero, other = jnp.zeros(3, jnp.bfloat16), params + 1
+    params = master.astype(dtype)
+    zero, other = jnp.zeros(3, dtype), params + 1
     for update in (tx.update, jax.jit(tx.update)):  # a compiler may drop a cast there and back
         _, state = update(zero, tx.init(master), params)
         np.testing.assert_array_equal(state.z, master)
