@@ -11,16 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    batches,
-    lenient,
-    logistic_regression,
-    optimized,
-    quick,
-    run,
-    slow,
-    unchecked,
-)
+from helpers import batches, lenient, logistic_regression, optimized, quick, run, slow, unchecked
 from scipy import stats
 
 from spa_optax import (
@@ -35,12 +26,7 @@ from spa_optax import (
     stagewise,
 )
 from spa_optax._core import Step
-from spa_optax.diagnostics import (
-    MomentumReport,
-    momentum_report,
-    plot_momentum,
-    track_momentum,
-)
+from spa_optax.diagnostics import MomentumReport, momentum_report, plot_momentum, track_momentum
 from spa_optax.diagnostics._gauge import Sums, new_gauge, update_gauge
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 3.0, 50, 400))

@@ -10,15 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    COLLECTIVE,
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT16,
-    compiled_step,
-    run,
-    x64,
-)
+from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 

@@ -19,15 +19,7 @@ from flax import serialization
 from helpers import FLOAT16, run, spa_state, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spa_optax import (
-    _storage,
-    convert,
-    eval_params,
-    primal_averaging,
-    reanchor,
-    spa,
-    spa_from_sgdm,
-)
+from spa_optax import _storage, convert, eval_params, primal_averaging, reanchor, spa, spa_from_sgdm
 from spa_optax._precision import random_bits
 from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference, Form
 from spa_optax.diagnostics import momentum_report, track_momentum
