@@ -118,14 +118,14 @@ def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() 
     # z − x = −w m is known to within an ulp of x; when w must grow r-fold, so does that. Beyond
     # 1/√eps = 2,896 nothing of m would be left, and momentum restarts from 0.
     grads, x_0 = [jnp.full(100, 0.01)] * 3, jnp.linspace(0.5, 1.0, 100)
-    for rise in (100.0, 1_000.0):
+    for rise in (100.0, 2_800.0):
         found, expected = (
             run(make(1e-4 * rise, 0.9), x, grads[:1], state)[0]
             for make in (spa_from_sgdm, optax.sgd)
             for x, state in [run(make(1e-4, 0.9), x_0, grads)]
         )
         chex.assert_trees_all_close(found, expected, rtol=rise * 6e-8)
-    x, state = run(spa_from_sgdm(1e-9, 0.9), x_0, grads)
+    x, state = run(spa_from_sgdm(0.1 / 3_000, 0.9), x_0, grads)
     updates, _ = spa_from_sgdm(0.1, 0.9).update(grads[0], state, x)
     chex.assert_trees_all_close(updates, -0.1 * grads[0], rtol=1e-5)
 
