@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from cosmic_ray import plugins
@@ -55,13 +56,15 @@ def main(num: int) -> None:
     for module, pool in pools.items():
         command = [sys.executable, "-P", "-m", "pytest", "-xq", "-m", "not slow and not long"]
         command += [f"tests/test_{name}.py" for name in files[module]]
-        survivors = 0
+        run = partial(subprocess.run, command, cwd=root, env=environment, capture_output=True)
+        run(check=True)
         sample = rng.sample(pool, min(len(pool), max(15, round(num * len(pool) / total))))
+        survivors = 0
         for mutant in sample:
             operator = plugins.get_operator(mutant.operator_name)()
             with use_mutation(mutant.module_path, operator, mutant.occurrence):
-                run = subprocess.run(command, cwd=root, env=environment, capture_output=True)
-            if run.returncode == 0:
+                survives = run().returncode == 0
+            if survives:
                 survivors += 1
                 print(f"_{module}.py:{mutant.start_pos[0]}: {mutant.operator_name} survives")
         print(f"_{module}.py: {len(sample) - survivors} of {len(sample)} killed", flush=True)
