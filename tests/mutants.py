@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from cosmic_ray import plugins
@@ -39,11 +38,10 @@ def mutants(path: Path) -> list[MutationSpec]:
     with use_db(":memory:") as db:
         init([path], db, {})
         every = [item.mutations[0] for item in db.work_items]
-    lines = path.read_text().splitlines()
-    is_code = lambda mutant: "| None" not in lines[mutant.start_pos[0] - 1]
+    line = lambda mutant: path.read_text().splitlines()[mutant.start_pos[0] - 1]
     pair = lambda mutant: set(mutant.operator_name.split("_")[1:])
     fits = lambda mutant: len(pair(mutant)) < 2 or any(pair(mutant) <= group for group in GROUPS)
-    return [mutant for mutant in every if fits(mutant) and is_code(mutant)]
+    return [mutant for mutant in every if fits(mutant) and "| None" not in line(mutant)]
 
 
 def main(num: int) -> None:
@@ -56,14 +54,14 @@ def main(num: int) -> None:
     for module, pool in pools.items():
         command = [sys.executable, "-P", "-m", "pytest", "-xq", "-m", "not slow and not long"]
         command += [f"tests/test_{name}.py" for name in files[module]]
-        run = partial(subprocess.run, command, cwd=root, env=environment, capture_output=True)
-        run(check=True)
+        options = {"cwd": root, "env": environment, "capture_output": True}
+        subprocess.run(command, **options, check=True)
         sample = rng.sample(pool, min(len(pool), max(15, round(num * len(pool) / total))))
         survivors = 0
         for mutant in sample:
             operator = plugins.get_operator(mutant.operator_name)()
             with use_mutation(mutant.module_path, operator, mutant.occurrence):
-                survives = run().returncode == 0
+                survives = subprocess.run(command, **options).returncode == 0
             if survives:
                 survivors += 1
                 print(f"_{module}.py:{mutant.start_pos[0]}: {mutant.operator_name} survives")

@@ -383,6 +383,8 @@ def test_before_the_first_step() -> None:
     old, kwargs = optax.adamw(RATE).init(x), {"adam": optax.adamw(RATE), "learning_rate": RATE}
     chex.assert_trees_all_equal(convert(old, x, into=new, **kwargs), new)
     chex.assert_trees_all_equal(convert(new, x, into=old, **kwargs), old)
+    replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
+    chex.assert_trees_all_equal(convert(new, replaced, into=old, **kwargs), old)
 
 
 def test_what_does_not_fit() -> None:

@@ -396,8 +396,7 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
 
 
 @pytest.mark.parametrize(
-    ("c", "decay", "every"),
-    [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)],
+    ("c", "decay", "every"), [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)]
 )
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
