@@ -115,7 +115,7 @@ def test_whole_states_move(name: str) -> None:
         (optax.adam(0.1), spa_adamw(0.1, 0.05, 0.9)),
         (optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1)),
         (spa_adamw(0.1), optax.contrib.schedule_free_adamw(0.1)),
-        (spa_adamw(0.1, 0.05, 0.7), optax.contrib.schedule_free_adamw(0.1)),  # whose b1 is 0.9
+        (spa_adamw(0.1, 0.05, 0.905), optax.contrib.schedule_free_adamw(0.1)),  # whose b1 is 0.9
     ],
 )
 def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:

@@ -340,6 +340,7 @@ def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
         chex.assert_trees_all_equal(there.base, state.base_optimizer_state)
         chex.assert_trees_all_equal(there.average.z, state.z)
         assert (there.average.count, there.average.mu_y) == (40, 0.9)
+        np.testing.assert_allclose(there.average.w, there.average.eta * (1 - there.average.c), 1e-6)
         for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
             back = move(there, y, into=old.init(y), learning_rate=rate)
             chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32

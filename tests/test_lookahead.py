@@ -136,10 +136,9 @@ def test_a_w_of_float64_that_float32_cannot_hold() -> None:
     ],
 )
 def test_injected_numbers_that_rise_again(alphas: Any, betas: Any, atol: float) -> None:
-    alpha, beta = table(alphas), table(betas)
     grads, x_0 = [jnp.linspace(0.5, 1.5, 50)] * 6, jnp.linspace(1.0, 2.0, 50)
-    x, _ = run(injected(alpha, beta), x_0, grads)
-    reference, _ = run(sgdm(alpha, beta), x_0, grads)
+    x, _ = run(injected(table(alphas), table(betas)), x_0, grads)
+    reference, _ = run(sgdm(table(alphas), table(betas)), x_0, grads)
     np.testing.assert_allclose(x, reference, atol=atol)
 
 
