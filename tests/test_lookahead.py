@@ -48,7 +48,7 @@ def test_without_momentum_c_is_a_half() -> None:
     np.testing.assert_allclose([state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("end", [0.0, jnp.nan, -1.0])
+@pytest.mark.parametrize("end", [0.0, jnp.nan, -0.1])
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates there are."""
     tx = spa_from_sgdm(lambda k: jnp.where(k < 4, 0.1, end), 0.9)
