@@ -344,9 +344,9 @@ def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
         for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
             back = move(there, y, into=old.init(y), learning_rate=rate)
             chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32
-        falls = lambda k: 0.8 * 0.5 ** k.astype(float)
-        early = convert(there, y, into=old.init(y), learning_rate=falls)
-        assert early.max_lr == falls(jnp.array(1))  # which step 0 of Optax reads
+        for at in (1, 40):  # step k of Optax reads the rate of count k + 1
+            peak = lambda k, at=at: jnp.where((k < 1) | (k > 40), 4, jnp.where(k == at, 2, 1.0))
+            assert convert(there, y, into=old.init(y), learning_rate=peak).max_lr == 2
 
 
 def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:

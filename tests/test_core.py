@@ -39,7 +39,7 @@ def test_master_weights_made_by_init_on_wider_params(name: str, dtype: Any) -> N
         _, state = update(zero, tx.init(master), other)
         np.testing.assert_array_equal(state.z, other.astype(jnp.float32))
         # Later, where there is no momentum (w = 0), nothing is rescaled.
-        _, state = update(zero, tx.init(master)._replace(count=jnp.array(5)), params)
+        _, state = update(zero, tx.init(master)._replace(count=jnp.array(5)), other)
         np.testing.assert_array_equal(state.z, master)
 
 
