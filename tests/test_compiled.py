@@ -11,13 +11,7 @@ import optax
 import pytest
 from test_optax_contract import FACTORIES
 
-from spa_optax import (
-    primal_averaging,
-    spa,
-    spa_adamw,
-    spa_from_sgdm,
-    stochastic_rounding,
-)
+from spa_optax import primal_averaging, spa, spa_adamw, spa_from_sgdm, stochastic_rounding
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 has_cuda = importlib.util.find_spec("jax_cuda12_plugin") is not None

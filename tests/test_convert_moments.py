@@ -340,11 +340,13 @@ def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
         chex.assert_trees_all_equal(there.base, state.base_optimizer_state)
         chex.assert_trees_all_equal(there.average.z, state.z)
         assert (there.average.count, there.average.mu_y) == (40, 0.9)
+        np.testing.assert_allclose(there.average.w, there.average.eta * (1 - there.average.c), 1e-6)
         for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
             back = move(there, y, into=old.init(y), learning_rate=rate)
             chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32
-        early = convert(there, y, into=old.init(y), learning_rate=lambda k: rate(jnp.minimum(k, 1)))
-        assert early.max_lr == rate(1)  # which step 0 of Optax reads
+        for at in (1, 40):  # step k of Optax reads the rate of count k + 1
+            peak = lambda k, at=at: jnp.where((k < 1) | (k > 40), 4, jnp.where(k == at, 2, 1.0))
+            assert convert(there, y, into=old.init(y), learning_rate=peak).max_lr == 2
 
 
 def test_schedule_free_keeps_b1_in_the_dtype_of_params() -> None:
@@ -382,6 +384,8 @@ def test_before_the_first_step() -> None:
     old, kwargs = optax.adamw(RATE).init(x), {"adam": optax.adamw(RATE), "learning_rate": RATE}
     chex.assert_trees_all_equal(convert(old, x, into=new, **kwargs), new)
     chex.assert_trees_all_equal(convert(new, x, into=old, **kwargs), old)
+    replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
+    chex.assert_trees_all_equal(convert(new, replaced, into=old, **kwargs), old)
 
 
 def test_what_does_not_fit() -> None:

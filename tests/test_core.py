@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient, run, table
+from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient, run, table, x64
 
 from spa_optax import eval_params, spa, spa_from_sgdm
+from spa_optax._core import Scalars, transformation
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {
@@ -23,20 +24,22 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2])
 @pytest.mark.parametrize("name", ["eta=1", "nesterov", "gpa"])
-def test_master_weights_made_by_init_on_wider_params(name: str) -> None:
-    # z keeps what bfloat16 params lose of the float32 params that `init` saw; but where params are
+def test_master_weights_made_by_init_on_wider_params(name: str, dtype: Any) -> None:
+    # z keeps what narrow params lose of the float32 params that `init` saw; but where params are
     # others altogether, it is theirs.
     tx, master = TRANSFORMS[name], jnp.array([1.001, 2.003, -3.007])
-    params = master.astype(jnp.bfloat16)
-    zero, other = jnp.zeros(3, jnp.bfloat16), params + 1
+    params = master.astype(dtype)
+    zero, other = jnp.zeros(3, dtype), params + 1
     for update in (tx.update, jax.jit(tx.update)):  # a compiler may drop a cast there and back
-        _, state = update(zero, tx.init(master), params)
+        updates, state = update(zero, tx.init(master), params)
         np.testing.assert_array_equal(state.z, master)
+        assert updates.dtype == dtype
         _, state = update(zero, tx.init(master), other)
         np.testing.assert_array_equal(state.z, other.astype(jnp.float32))
         # Later, where there is no momentum (w = 0), nothing is rescaled.
-        _, state = update(zero, tx.init(master)._replace(count=jnp.array(5)), params)
+        _, state = update(zero, tx.init(master)._replace(count=jnp.array(5)), other)
         np.testing.assert_array_equal(state.z, master)
 
 
@@ -86,13 +89,6 @@ def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
     np.testing.assert_allclose(found, expected, rtol=20 * 6e-8 * 10)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT8_E4M3FN, FLOAT8_E5M2])
-def test_float8(dtype: Any) -> None:
-    params = jnp.array([1.0, -2.0], dtype)
-    updates, state = spa(1.0).update(params, spa(1.0).init(params), params)
-    assert (updates.dtype, state.z.dtype) == (dtype, jnp.float32)
-
-
 @pytest.mark.parametrize(
     "tx", [spa(0.5, state_dtype=jnp.bfloat16), spa(0.5, 0.1, 0.9), spa_from_sgdm(0.1, 0.9, True)]
 )
@@ -113,3 +109,20 @@ def test_a_step_as_it_is_observed(tx: Any) -> None:
         np.testing.assert_allclose(rounding, expected, rtol=1e-5)
         assert not any(out_of_range)
         assert len(steps) == 1 or c_before == steps[-2].c
+
+
+def test_all_terms_of_a_step() -> None:
+    """The equations of `Scalars`, in NumPy."""
+    rng = np.random.default_rng(0)
+    values, gradients = rng.uniform(0.1, 0.9, (6, 4)), rng.normal(size=(6, 5))
+    x = z = y = np.ones(5)
+    for (eta, c, mu_y, delta), g in zip(values, gradients, strict=True):
+        z = z - eta * g
+        x = x + c * (z - x) - delta * g
+        y = mu_y * x + (1 - mu_y) * z
+    with x64():
+        row = lambda count: jnp.asarray(values)[count]
+        rule = lambda state, _: Scalars(*row(state.count)[jnp.array([0, 1, 1, 2, 3])])
+        tx = transformation(rule, None, None, mu_y_at=lambda count: row(count)[2])
+        params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
+        np.testing.assert_allclose((params, eval_params(state, params)), (y, x), rtol=1e-12)

@@ -11,16 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    batches,
-    lenient,
-    logistic_regression,
-    optimized,
-    quick,
-    run,
-    slow,
-    unchecked,
-)
+from helpers import batches, lenient, logistic_regression, optimized, quick, run, slow, unchecked
 from scipy import stats
 
 from spa_optax import (
@@ -36,11 +27,7 @@ from spa_optax import (
 )
 from spa_optax._core import Step
 from spa_optax._storage import OutOfRange
-from spa_optax.diagnostics import (
-    MomentumReport,
-    momentum_report,
-    track_momentum,
-)
+from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
 from spa_optax.diagnostics._gauge import Sums, new_gauge, update_gauge
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 3.0, 50, 400))
@@ -411,8 +398,7 @@ def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> l
 
 
 @pytest.mark.parametrize(
-    ("c", "decay", "every"),
-    [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)],
+    ("c", "decay", "every"), [(0.1, 0.9, 10), slow(0.1, 0.0, 1), slow(0.02, 0.99, 1)]
 )
 def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""

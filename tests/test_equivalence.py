@@ -31,7 +31,7 @@ from helpers import (
 )
 from jaxtyping import Array
 
-from spa_optax import eval_params, hyperparams_from_sgdm, spa, spa_from_sgdm
+from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 
 # float32: each of two runs rounds x 2,000 times, by half an ulp (6e-8) or less. At random that adds
 # up to √2 √2,000 6e-8/√3 = 2.2e-6 of ‖x‖, and twice that is allowed. β near 1 adds the rounding of
@@ -118,14 +118,14 @@ def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() 
     # z − x = −w m is known to within an ulp of x; when w must grow r-fold, so does that. Beyond
     # 1/√eps = 2,896 nothing of m would be left, and momentum restarts from 0.
     grads, x_0 = [jnp.full(100, 0.01)] * 3, jnp.linspace(0.5, 1.0, 100)
-    for rise in (100.0, 1_000.0):
+    for rise in (100.0, 2_800.0):
         found, expected = (
             run(make(1e-4 * rise, 0.9), x, grads[:1], state)[0]
             for make in (spa_from_sgdm, optax.sgd)
             for x, state in [run(make(1e-4, 0.9), x_0, grads)]
         )
         chex.assert_trees_all_close(found, expected, rtol=rise * 6e-8)
-    x, state = run(spa_from_sgdm(1e-9, 0.9), x_0, grads)
+    x, state = run(spa_from_sgdm(0.1 / 3_000, 0.9), x_0, grads)
     updates, _ = spa_from_sgdm(0.1, 0.9).update(grads[0], state, x)
     chex.assert_trees_all_close(updates, -0.1 * grads[0], rtol=1e-5)
 
@@ -195,18 +195,6 @@ def test_constants_and_the_keras_form(nesterov: bool) -> None:
     assert relative_difference(x[-1], other[-1]) > 1e-2  # and not the PyTorch form
 
 
-def test_x_is_sgdm_at_any_interpolation() -> None:
-    """Where gradients do not depend on y, its place between x and z does not matter to them."""
-    mu_y = lambda k: 0.3 + 0.6 * (k % 3 == 0).astype(float)
-    gradients = list(np.random.default_rng(0).normal(size=(30, 5)))
-    with x64():
-        reference, _ = run(optax.sgd(0.1, 0.9), jnp.ones(5), gradients)
-        y, state = run(spa(1.0, 0.1, mu_y), jnp.ones(5), gradients)
-        # The state keeps μ_y as a float32, and x − y is 1/μ_y − 1 times y − z.
-        np.testing.assert_allclose(eval_params(state, y), reference, rtol=0, atol=1e-6)
-    assert relative_difference(y, reference) > 1e-2
-
-
 def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
     """`spa` with the hyper-parameters looked ahead is `spa_from_sgdm`, z included."""
     alpha = lambda k: 0.2 * jnp.cos(k.astype(float) / 200) ** 2
@@ -224,7 +212,7 @@ def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
     params = jnp.array([1.0, -3.0])
     state = tx.init(params)
     for _ in range(30):
-        g, z = 0.1 * params, state.z
+        g, z = 0.45 * params, state.z  # z comes near 0
         updates, state = tx.update(g, state, params)  # one operation at a time
-        np.testing.assert_allclose(z - state.eta * g, state.z, rtol=2.4e-7)
+        np.testing.assert_array_equal(z - state.eta * g, state.z)
         params = optax.apply_updates(params, updates)

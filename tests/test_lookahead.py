@@ -48,7 +48,7 @@ def test_without_momentum_c_is_a_half() -> None:
     np.testing.assert_allclose([state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("end", [0.0, jnp.nan, -1.0])
+@pytest.mark.parametrize("end", [0.0, jnp.nan, -0.1])
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates there are."""
     tx = spa_from_sgdm(lambda k: jnp.where(k < 4, 0.1, end), 0.9)
@@ -126,13 +126,20 @@ def test_a_w_of_float64_that_float32_cannot_hold() -> None:
         np.testing.assert_allclose(x, reference, rtol=1e-13)
 
 
-def test_an_injected_rate_that_falls_and_rises_magnifies_no_rounding() -> None:
-    # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
-    alpha = table([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1])
+@pytest.mark.parametrize(
+    ("alphas", "betas", "atol"),
+    [
+        # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
+        ([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1], [0.9], 1e-6),
+        # And it is α/100 at least: x/w is rounded, but z − x, 900 times as large, is not lost.
+        ([0.1], [1e-3, 1e-3, 0.9], 1e-4),
+    ],
+)
+def test_injected_numbers_that_rise_again(alphas: Any, betas: Any, atol: float) -> None:
     grads, x_0 = [jnp.linspace(0.5, 1.5, 50)] * 6, jnp.linspace(1.0, 2.0, 50)
-    x, _ = run(injected(alpha, 0.9), x_0, grads)
-    reference, _ = run(sgdm(alpha, 0.9), x_0, grads)
-    np.testing.assert_allclose(x, reference, atol=1e-6)
+    x, _ = run(injected(table(alphas), table(betas)), x_0, grads)
+    reference, _ = run(sgdm(table(alphas), table(betas)), x_0, grads)
+    np.testing.assert_allclose(x, reference, atol=atol)
 
 
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:

@@ -13,13 +13,7 @@ import optax
 import pytest
 from helpers import x64
 
-from spa_optax import (
-    ema_nesterov,
-    eval_params,
-    primal_averaging,
-    schedule_free_averaging,
-    spa,
-)
+from spa_optax import ema_nesterov, eval_params, primal_averaging, schedule_free_averaging, spa
 
 NUM_STEPS = 200
 BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import optimized, run, table, x64
+from helpers import optimized, table, x64
 
 from spa_optax import (
     hyperparams_from_sgdm,
@@ -63,22 +63,6 @@ def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None
     np.testing.assert_allclose(c, [0.25] * 5 + [*risen], rtol=1e-12)  # c_6 is the first
     kept = eta if hold == "eta" else eta * c / 0.25
     np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
-
-
-def test_two_ways_to_drop_momentum() -> None:
-    """What α and β of SGD+M become: the paper's Figure 1(d), and the cut. From then on x is z."""
-    to_sgdm = lambda hyperparams: values(hyperparams_to_sgdm(*hyperparams), 12)
-    alpha, beta = to_sgdm(momentum_drop(1.0, 0.1, 6, hold="eta"))
-    np.testing.assert_allclose(alpha, [0.1] * 5 + [1.0] * 7, rtol=1e-12)
-    np.testing.assert_allclose(beta, [0.9] * 6 + [0.0] * 6, atol=1e-12)
-    alpha, beta = to_sgdm(momentum_drop(1.0, 0.1, 6, hold="alpha"))
-    np.testing.assert_allclose(alpha, [0.1] * 12, rtol=1e-12)
-    np.testing.assert_allclose(beta, [0.9] * 5 + [9.0] + [0.0] * 6, atol=1e-12)
-    grads = [jnp.array([1.0, -1.0])] * 7
-    tx = spa(*momentum_drop(1.0, 0.1, 4))
-    for k in range(1, 8):
-        x, state = run(tx, jnp.zeros(2), grads[:k])
-        assert np.allclose(x, state.z, rtol=1e-6) == (k >= 4)
 
 
 @pytest.mark.parametrize("c", [0.0, 1e-30, 0.1])
@@ -225,21 +209,10 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
         np.testing.assert_allclose(jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7)
 
 
-def test_bounded_where_the_forward_recursion_is_not() -> None:
-    alphas = np.where(np.arange(100) < 20, 1.0, 0.1)
-    bounded = [float(hyperparams_from_sgdm(table(jnp.asarray(alphas)), 0.9)[0](k)) for k in (0, 99)]
-    np.testing.assert_allclose(bounded, [10 - 9 * 0.9**20, 1.0], rtol=1e-6)
-    # From the one η_0 that is right, the paper's recursion agrees: it is the same solution.
-    eta_0, _ = _numpy_look_ahead(alphas, np.full(100, 0.9))
-    eta, c = theory.forward_recursion(alphas, 0.9, eta0=float(eta_0[0]))
-    np.testing.assert_allclose(eta[:50], eta_0[:50], rtol=1e-9)
-    np.testing.assert_allclose(c[:50], (alphas / eta_0)[:50], rtol=1e-9)
-
-
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.integers(0, 2**32 - 1))
 def test_there_and_back(seed: int) -> None:
-    """SPA → SGD+M → SPA, with η and c at random: the same iterates, and β as Theorem 1 says."""
+    """SPA → SGD+M → SPA, with η and c at random: α and β as Theorem 1 says."""
     rng = np.random.default_rng(seed)
     etas, cs = rng.uniform(0.5, 2, 60), rng.uniform(0.05, 0.95, 60)
     with x64():
@@ -256,17 +229,6 @@ def test_there_and_back(seed: int) -> None:
     near = np.cumprod(1 / betas) < 1e6
     np.testing.assert_allclose(again_eta[near], etas[near], rtol=1e-6)
     np.testing.assert_allclose(again_c[near], cs[near], rtol=1e-6)
-    x = z = m = np.ones(3)
-    y, m = x, 0 * m
-    for k in range(60):
-        g, h = x + k, y + k
-        z = z - etas[k] * g
-        x = (1 - cs[k]) * x + cs[k] * z
-        m = betas[k] * m + h
-        y = y - alphas[k] * m
-        if np.abs(x).max() > 1e6:
-            break
-        np.testing.assert_allclose(y, x, rtol=1e-7, atol=1e-7 * np.abs(z).max())
 
 
 def test_rates_of_0_have_no_nan() -> None:

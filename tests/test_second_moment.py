@@ -67,17 +67,6 @@ def test_scalars_of_numpy_do_not_widen_the_second_moment(scalar: Any) -> None:
             assert d.dtype == jnp.float32
 
 
-def test_full_is_optax_scale_by_rms() -> None:
-    tx = scale_by_second_moment(0.98, 1e-6)
-    rms = optax.scale_by_rms(0.98, 1e-6, eps_in_sqrt=False, bias_correction=True)
-    state, rms_state = tx.init(WIDE), rms.init(WIDE)
-    for g in random_grads(5):
-        found, state = tx.update(g, state, WIDE)
-        expected, rms_state = rms.update(g, rms_state, WIDE)
-        chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    chex.assert_trees_all_close(state, rms_state, rtol=1e-6)
-
-
 def test_16_bits_of_second_moment_are_right_in_the_mean() -> None:
     """Over places, and over steps of which nearest rounding would see none."""
     num_places, num_steps = 256, 100

@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import FLOAT16, run, spa_state, z_of
+from helpers import FLOAT16, run, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
@@ -142,6 +142,13 @@ def test_a_complex_z_that_became_real() -> None:
     for use in (lambda: eval_params(real, y), lambda: reanchor(real, y, y + 1)):
         with pytest.raises(ValueError, match="asks for, got z itself in float32"):
             use()
+
+
+def test_a_complex_z_has_the_precision_of_the_state_dtype() -> None:
+    params = jnp.array([1j], jnp.complex64)
+    with x64():
+        for dtype, expected in ((jnp.float32, jnp.complex64), (jnp.float64, jnp.complex128)):
+            assert spa(0.1, state_dtype=dtype).init(params).z.dtype == expected
 
 
 def test_the_run_goes_on_after_a_conversion() -> None:
