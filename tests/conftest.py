@@ -18,6 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
+collect_ignore = ["mutants.py"]  # needs cosmic-ray
 # Catches a float32 schedule that meets bfloat16 params.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
