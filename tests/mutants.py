@@ -27,7 +27,7 @@ TESTS = {  # the quickest first
     "storage precision wrappers": "storage precision wrappers eight_bits checks optax_contract",
     "adam": "second_moment aliases checks",
     "lookahead": "lookahead schedules scale equivalence",
-    "convert nodes": "convert convert_moments",
+    "convert optax_states": "convert convert_moments",
 }
 # Operators that replace each other. Another would only raise.
 GROUPS = ["Add Sub Mul Div Pow", "BitAnd BitOr BitXor", "Eq NotEq Lt LtE Gt GtE", "Is IsNot"]
