@@ -236,9 +236,9 @@ def table(records: list[Record]) -> str:
         weights, ema, *x = map(mean, ends)
         row = [name, f"{num_bytes:.1f}", f"{rate:g}", str(len(runs)), weights]
         row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""]), minus(runs, cells.get(PEER, []))]
-        rows.append([*row, f"{statistics.mean(record['seconds'] for record in runs):.0f}"])
+        rows.append(row)
     header = ["optimizer", "bytes", "rate", "seeds", "weights", "EMA (bytes)", "x"]
-    return common.markdown([*header, "− AdamW", "seconds"], rows)
+    return common.markdown([*header, "− AdamW"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
