@@ -182,6 +182,7 @@ def test_fine_tuning() -> None:
         assert jax.tree.structure(label(tree)) == jax.tree.structure(tree)
 
 
+@pytest.mark.slow
 @standard_promotion
 def test_the_rate_to_log() -> None:
     """Each row of the table in docs/recipes.md, after five steps."""

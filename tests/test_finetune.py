@@ -78,6 +78,7 @@ def options(folder: Path) -> list[str]:
     return ["--data-dir", str(folder), "--model-dir", str(folder)]
 
 
+@pytest.mark.slow
 def test_it_trains_and_exports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps. The file has BERT's tensors, which moved, and the last layer's."""
     example.main([*options(folder), "--steps", "2", "--rate", "0.01", "--out", str(folder / "out")])

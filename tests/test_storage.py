@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import FLOAT16, run, spa_state, x64, z_of
+from helpers import FLOAT16, run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
@@ -200,7 +200,7 @@ def test_what_is_too_large_saturates(dtype: Any, key: Any) -> None:
     assert np.isfinite(x).all()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis_type", [slow(AxisType.Auto), AxisType.Explicit], ids=str)
 @every_member
 def test_state_sharded_otherwise_than_params(make: Any, axis_type: Any) -> None:
     """ZeRO-1, and the other way round."""
