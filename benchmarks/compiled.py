@@ -58,8 +58,6 @@ CARDS = {
     "l40s": Card(8, 9, 142, 2.52, 864_000_000_000, 47_660_000_000, 100_663_296, **SMALLER),
     "h100": Card(9, 0, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
 }
-# Without it XLA for v7x makes two kernels of an update with arrays of 8 bits.
-OPTIONS: dict[str, Any] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
 
 # Updates as update_cost.py names them; the first of a group is the peer of the others.
@@ -176,9 +174,7 @@ def compile_update(tx: Any, shapes: Any, dtype: Any, devices: list[Any]) -> Any:
     params = map_shapes(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes)
     params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
     step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
-    return step.lower(params, params, state).compile(
-        compiler_options=OPTIONS.get(devices[0].device_kind)
-    )
+    return step.lower(params, params, state).compile()
 
 
 class Program(NamedTuple):
