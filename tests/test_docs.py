@@ -109,6 +109,7 @@ def test_what_is_linked_is_there(name: str) -> None:
 @pytest.mark.slow
 def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
     """Notebooks linked pages by their names in the repository, and a page linked a script."""
+    pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, check=True)
