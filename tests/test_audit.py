@@ -303,6 +303,7 @@ def test_every_jump_is_found(of: str, factor: float) -> None:
         assert nothing == (expected == ["drop"] and found == audit.findings())
 
 
+@pytest.mark.slow
 def test_jumps_ramps_and_spikes_of_recipes() -> None:
     jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
     # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.

@@ -239,7 +239,7 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
 
 
-@pytest.mark.parametrize("name", quick(MOMENTUM, "muon"))
+@pytest.mark.parametrize("name", quick(MOMENTUM))
 @pytest.mark.usefixtures("standard_promotion")
 def test_it_trains_as_its_base_does(name: str) -> None:
     """In one byte for each element of momentum, with bfloat16 params and without."""

@@ -107,6 +107,7 @@ def test_batches(folder: Path) -> None:
         assert (WORDS.index("good") in sentence) == label
 
 
+@pytest.mark.slow
 def test_what_is_behind_the_end_does_not_count(folder: Path) -> None:
     graphdef, params = example.load_model(folder, seed=0)
     model = nnx.merge(graphdef, params)

@@ -94,6 +94,7 @@ def test_every_optimizer_learns(
     assert f"{num_bytes} bytes each" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_character_does_not_see_later_ones() -> None:
     network = language_model.GPT(100, nnx.Rngs(0))
     text = np.arange(20).reshape(2, 10)

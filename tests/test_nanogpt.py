@@ -32,6 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     return nanogpt.read(Path())
 
 
+@pytest.mark.slow
 def test_network() -> None:
     """As many params as nanoGPT counts, none of which sees later characters."""
     params = nanogpt.init(jax.random.key(0))

@@ -169,7 +169,9 @@ MEMBERS = {
         float8_momentum(optax.sgd(0.1, momentum=0.5), key), key
     ),
 }
-every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS)
+is_slow = lambda name: pytest.mark.slow if name == "8-bit m" else ()
+cases = [pytest.param(make, id=name, marks=is_slow(name)) for name, make in MEMBERS.items()]
+every_member = pytest.mark.parametrize("make", cases)
 
 
 @every_member
