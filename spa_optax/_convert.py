@@ -157,8 +157,7 @@ def convert(
 
     x, y, wide = by_path(params), by_path(new_params), lambda leaf: leaf.astype(wide_dtype(leaf))
     trained = {key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])}
-    has_schedule = callable(learning_rate) or callable(momentum)
-    k = _steps_taken(old, old_nodes, count, has_schedule)
+    k = _steps_taken(old, old_nodes, count, callable(learning_rate) or callable(momentum))
     nu = _read_second_moment([*dropped, old], [*added, new], y, k, b2, eps)
     hyperparams = learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power
     job = Job(trained, y, k, nu, *hyperparams)

@@ -43,6 +43,8 @@ def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array],
         try:
             value = jnp.asarray(hyperparam(count) if callable(hyperparam) else hyperparam)
         except jax.errors.JAXTypeError as error:  # a traced count must be a number there
+            if isinstance(error, jax.errors.UnexpectedTracerError):  # it has leaked from elsewhere
+                raise
             rule = "must be a schedule that can be traced, with `jnp.where` in place of `if`"
             raise ValueError(f"`{name}` {rule}, got a {type(error).__name__}") from error
         if value.shape != ():

@@ -111,8 +111,7 @@ def _concrete() -> Iterator[None]:
 def _steps_of(tx: Any, params: PyTree, count: int = 0) -> tuple[Array, Array, PyTree]:
     """A step from each of some moments, and a second step. `count` is the count of schedules.
 
-    Returns vectors, of ν before each step and of μ, ν and the updates after it; Adam's counts after
-    it; and a state.
+    Returns ν before each step and μ, ν and updates after it, as vectors; Adam's counts; a state.
     """
     full = optax.tree.full_like
     is_count = lambda path: keystr(path).endswith((".count", ".gradient_step", ".step"))

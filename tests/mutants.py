@@ -38,10 +38,11 @@ def mutants(path: Path) -> list[MutationSpec]:
     with use_db(":memory:") as db:
         init([path], db, {})
         every = [item.mutations[0] for item in db.work_items]
-    line = lambda mutant: path.read_text().splitlines()[mutant.start_pos[0] - 1]
+    lines = path.read_text().splitlines()
     pair = lambda mutant: set(mutant.operator_name.split("_")[1:])
     fits = lambda m: len(pair(m)) < 2 or any(pair(m) <= set(group.split()) for group in GROUPS)
-    return [m for m in every if fits(m) and not re.search(r"\| None|\*,", line(m))]
+    is_type = lambda m: re.search(r"\| None|\*,", lines[m.start_pos[0] - 1])
+    return [m for m in every if fits(m) and not is_type(m)]
 
 
 def main(num: int) -> None:

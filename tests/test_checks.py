@@ -76,7 +76,7 @@ def call(function: Any, **arguments: Any) -> Any:
         ([in_float32], "inner", "a gradient transformation", [0.1]),
         ([spa_from_sgdm, hyperparams_from_sgdm], "horizon", "a concrete integer >= 1", [0]),
         ([spa_from_sgdm, convert], "nesterov", "True or False", ["no", 1, None, KEY]),
-        ([spa_adamw, full, factored], "b2", "in [0, 1) as float32", [-0.1, 1.0, 1 - 2e-8]),
+        ([spa_adamw, full, factored], "b2", "in [0, 1) as float32", [-0.1, -1e-50, 1.0, 1 - 2e-8]),
         ([full, factored], "b2", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
         ([spa_adamw, full, factored], "eps", "finite and >= 0", [-1e-8, INF]),
         ([full, factored], "eps", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
@@ -214,6 +214,14 @@ def test_schedules_of_arrays_or_with_python(make: Any, name: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"`{name}` must be {match}"):
             step(make(schedule))
+
+
+def test_a_tracer_that_leaked_is_not_the_schedules_fault() -> None:
+    leaked: list[jax.Array] = []
+    jax.jit(lambda x: leaked.append(x) or x)(jnp.ones([]))
+    tx, x = spa(lambda _: leaked[0]), jnp.ones(3)
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        tx.update(x, tx.init(x), x)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     _, state = sgd.update(x, sgd.init(x))
     for into in (tx, optax.sgd(lambda _: 0.5, 0.5), optax.inject_hyperparams(optax.sgd)(0.5, 0.5)):
         for either in (move, jax.jit(move, static_argnums=1)):
-            with pytest.raises(ValueError, match="`count` must be given where"):
+            with pytest.raises(ValueError, match="`count` must be given where `old_state`"):
                 either(state, into)
     assert move(state, count=7).count == 7
     with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):

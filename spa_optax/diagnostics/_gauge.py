@@ -84,8 +84,8 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.out_of_range)
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Sums))
     by_path = {keystr(path): sums for path, sums in leaves}
-    zero = [jnp.zeros([], jnp.float32)]
-    zero = Sums(*zero * 4, out_of_range=OutOfRange(*zero * 3))
+    zeros = lambda num: [jnp.zeros([], jnp.float32)] * num
+    zero = Sums(*zeros(4), out_of_range=OutOfRange(*zeros(3)))
     total = lambda of: functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), of, zero)
     whole = total(by_path.values())
     if labels is None:
