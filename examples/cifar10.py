@@ -4,8 +4,8 @@
 
 The command downloads CIFAR-10 (170 MB) into the folder `data`, trains on all devices, each with its
 share of every batch, prints a table and draws training loss and test accuracy. On two CPU cores
-`spa_from_sgdm` had 85.5 % ± 0.1 % by six views of each test image (3 seeds), and 83.8 % by one view
-(seed 0), in 8 minutes each, on JPEG-recompressed images.
+`spa_from_sgdm` had 85.5 % ± 0.1 % by six views of each test image (3 seeds), in 8 minutes each, on
+JPEG-recompressed images.
 
 `--optimizer stagewise` is the paper's schedule: η falls tenfold twice, and c rises with it.
 
