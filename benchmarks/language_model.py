@@ -33,6 +33,7 @@ from spa_optax import (
     float8_momentum,
     in_float32,
     primal_averaging,
+    schedule_free_averaging,
     spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
@@ -40,27 +41,29 @@ from spa_optax import (
 
 EVERY = 100  # steps between two validations, by an eighth of the text; the last is by all of it
 EMA = 0.99  # the decay of an average of the weights, which training does not see
-PEER = ("AdamW", 4e-3)
+PEER = ("AdamW", 4e-3, ())
 E4M3 = jnp.float8_e4m3fn
+OF_ADAM, OF_MUON = (0.05, 0.9), (0.0125, 0.4)  # c and μ_y
 Record = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """An optimizer, from its schedule and a key."""
+    """An optimizer, from its schedule, a key and, where it averages, c and μ_y."""
 
     rate: float  # at its peak
-    make: Callable[[optax.Schedule, jax.Array], Tx]
+    make: Callable[..., Tx]
     dtype: Any = F32  # of the params
+    average: tuple[float, ...] = ()
     floor: float = 0.1  # the last rate over the peak
     ema_dtype: Any = None  # by default that of the params
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
+schedule_free = functools.partial(schedule_free_averaging, num_warmup_steps=nanogpt.WARM_UP)
 recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
 adamw = functools.partial(optax.adamw, b1=B1, **recipe)
-averaged_adamw = functools.partial(spa_adamw, averaging=0.05, interpolation=0.9, **recipe)
+averaged_adamw = functools.partial(spa_adamw, **recipe)
 factored_adamw = functools.partial(averaged_adamw, second_moment="factored")
-averaged = functools.partial(primal_averaging, averaging=0.0125, interpolation=0.4)
 
 
 def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:
@@ -94,8 +97,15 @@ def rounded(rate: float, make: Callable[[optax.Schedule], Tx]) -> Row:
 
 
 def with_z(dtype: Any) -> Row:
-    make = lambda rate, key: factored_adamw(rate, state_dtype=dtype, rounding_key=key)
-    return Row(4e-3, make, BF16)
+    def make(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
+        return factored_adamw(rate, *average, state_dtype=dtype, rounding_key=key)
+
+    return Row(4e-3, make, BF16, OF_ADAM)
+
+
+def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
+    momentum = float8_momentum(muon(rate), key)
+    return primal_averaging(momentum, *average, state_dtype=E4M3, rounding_key=key)
 
 
 ROWS = {
@@ -109,18 +119,16 @@ ROWS = {
     ),
     "AdamW, companded moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)),
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
-    "spa_adamw": Row(4e-3, lambda rate, key: averaged_adamw(rate)),
+    "spa_adamw": Row(
+        4e-3, lambda rate, key, *average: averaged_adamw(rate, *average), average=OF_ADAM
+    ),
     "spa_adamw, bfloat16 z": with_z(BF16),
     "spa_adamw, 8-bit z": with_z(E4M3),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
-    "Muon averaged": Row(16e-3, lambda rate, key: averaged(muon(rate))),
-    "Muon averaged, 8-bit m and z": Row(
-        16e-3,
-        lambda rate, key: averaged(
-            float8_momentum(muon(rate), key), state_dtype=E4M3, rounding_key=key
-        ),
-        BF16,
+    "Muon averaged": Row(
+        16e-3, lambda rate, key, *average: primal_averaging(muon(rate), *average), average=OF_MUON
     ),
+    "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, OF_MUON),
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
     ),
@@ -129,11 +137,13 @@ ROWS = {
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
     "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
     "Adafactor": Row(4e-3, lambda rate, key: adafactor(rate)),
+    "AdamW averaged, Schedule-Free": Row(
+        8e-3, lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8)
+    ),
 }
-ROWS |= {
-    f"{name}, constant": ROWS[name]._replace(floor=1.0)
-    for name in ("spa_adamw", "spa_adamw, bfloat16 z", "spa_adamw, 8-bit z")
-}
+at_a_constant_rate = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
+at_a_constant_rate += ("AdamW averaged, Schedule-Free",)
+ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_a_constant_rate}
 
 
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
@@ -143,7 +153,7 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
     """
     schedule = nanogpt.schedule(rate, num_steps, row.floor)
     clip = in_float32(optax.clip_by_global_norm(nanogpt.CLIP))
-    tx = optax.chain(clip, row.make(schedule, key))
+    tx = optax.chain(clip, row.make(schedule, key, *row.average))
     mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
     loss = lambda params, *batch: nanogpt.losses(params, *batch).mean()
 
@@ -225,19 +235,21 @@ def minus(runs: list[Record], others: list[Record]) -> str:
 
 def table(records: list[Record]) -> str:
     """Mean losses in the end."""
-    cells: dict[tuple[str, float], list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: (list(ROWS).index(r["optimizer"]), r["rate"])):
-        cells[record["optimizer"], record["rate"]].append(record)
+    cells: dict[tuple[str, float, tuple[float, ...]], list[Record]] = defaultdict(list)
+    order = lambda r: (list(ROWS).index(r["optimizer"]), r["average"], r["rate"])
+    for record in sorted(records, key=order):
+        cells[record["optimizer"], record["rate"], tuple(record["average"])].append(record)
     rows = []
-    for (name, rate), runs in cells.items():
+    for (name, rate, average), runs in cells.items():
         num_bytes, of_ema = runs[0]["bytes"], runs[0]["of EMA"]
         ends = zip(*(record["curve"][-1][1:] for record in runs), strict=True)
         mean = lambda losses: "–" if None in losses else f"{statistics.mean(losses):.4f}"
         weights, ema, *x = map(mean, ends)
-        row = [name, f"{num_bytes:.1f}", f"{rate:g}", str(len(runs)), weights]
+        settings = ", ".join(f"{value:g}" for value in (rate, *average))
+        row = [name, f"{num_bytes:.1f}", settings, str(len(runs)), weights]
         row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""]), minus(runs, cells.get(PEER, []))]
         rows.append(row)
-    header = ["optimizer", "bytes", "rate", "seeds", "weights", "EMA (bytes)", "x"]
+    header = ["optimizer", "bytes", "rate, c, μ_y", "seeds", "weights", "EMA (bytes)", "x"]
     return common.markdown([*header, "− AdamW"], rows)
 
 
@@ -246,16 +258,21 @@ def main(argv: list[str] | None = None) -> str:
     add = functools.partial(parser.add_argument, nargs="+")
     add("--optimizers", choices=ROWS, metavar="NAME", default=list(ROWS), help="of the table")
     add("--rates", type=float, help="peaks of the learning rate, by default one of each optimizer")
+    add("--average", type=float, nargs=2, metavar=("C", "MU"), help="of all that average")
     add("--seeds", type=int, default=[0], help="of initial params, batches and rounding")
     parser.add_argument("--steps", type=int, default=nanogpt.STEPS, help="of each run")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
     arguments = common.parse(parser, argv, "steps")
-    records = common.Records(arguments.json, ("optimizer", "rate", "steps", "seed"))
+    records = common.Records(arguments.json, ("optimizer", "rate", "average", "steps", "seed"))
     texts, chosen = nanogpt.read(arguments.data_dir), []
     for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
-        for rate in arguments.rates or [ROWS[name].rate]:
-            run = functools.partial(train, ROWS[name], rate, arguments.steps, seed, texts)
-            chosen.append(records.get((name, rate, arguments.steps, seed), run))
+        row = ROWS[name]
+        if row.average and arguments.average:
+            row = row._replace(average=tuple(arguments.average))
+        for rate in arguments.rates or [row.rate]:
+            run = functools.partial(train, row, rate, arguments.steps, seed, texts)
+            key = (name, rate, list(row.average), arguments.steps, seed)
+            chosen.append(records.get(key, run))
             print(f"{name}, {rate:g}, seed {seed}: {best(chosen[-1]):.4f}", flush=True)
     print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{(text := table(chosen))}")
     return text

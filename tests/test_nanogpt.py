@@ -152,7 +152,7 @@ def test_rows(name: str, small: Any) -> None:
 
 def test_table_of_runs() -> None:
     """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2 degrees."""
-    record = {"rate": 0.004, "steps": 9, "bytes": 12.0, "of EMA": 4.0, "seconds": 1}
+    record = {"rate": 0.004, "average": [], "steps": 9, "bytes": 12.0, "of EMA": 4.0, "seconds": 1}
     ends = {"AdamW": [[2.0, 3.0], [2.1, 3.0], [2.2, 3.0]]}
     ends["spa_adamw"] = [[3.0, 3.0, loss] for loss in (1.9, 1.9, 2.2)]
     records = [
