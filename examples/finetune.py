@@ -256,8 +256,8 @@ def validate(loss: Any, params: Any, data: Any) -> dict[str, float]:
 def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Validation accuracy over steps, without a ground, for light and dark pages."""
     kinds = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with plt.rc_context(dict.fromkeys(kinds, "0.5")):
-        at, (figure, axes) = 0.0, plt.subplots(figsize=(7, 3.6), layout="constrained")
+    with plt.rc_context(dict.fromkeys(kinds, "0.5") | {"font.size": 12}):
+        at, (figure, axes) = 0.0, plt.subplots(figsize=(6.5, 3.6), layout="constrained")
         for name, rows in sorted(runs.items(), key=lambda run: run[1][-1]["accuracy"]):
             steps, accuracies = np.transpose([(row["step"], 100 * row["accuracy"]) for row in rows])
             (line,) = axes.plot(steps, accuracies, marker="o", markersize=3)
