@@ -1,4 +1,4 @@
-"""Links, equations and ranks in the search, which the site has in another form than GitHub."""
+"""Links, equations, indices and ranks in the search: on the site they differ from GitHub's."""
 
 import html
 import re
@@ -22,7 +22,7 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
     """Notebooks get the repository's address, if it is known, and equations become MathML."""
     path = page.file.src_uri
-    return mathml(colab(links_of_notebook(content, path), path, config.repo_url))
+    return indices(mathml(colab(links_of_notebook(content, path), path, config.repo_url)))
 
 
 def links_of_notebook(content: str, path: str) -> str:
@@ -40,6 +40,15 @@ def colab(content: str, path: str, repo_url: str | None) -> str:
     url = f"https://colab.research.google.com/github/{repository}/blob/main/docs/{path}"
     link = f'<p><a href="{url}">Open in Colab</a></p>'
     return link + content.replace("OWNER/NAME", repository)
+
+
+def indices(content: str) -> str:
+    """Sets x_k and x_{k+1} lower, and ^{k+1} higher; not in code, whose words are in spans."""
+    index = re.compile(r"(?<![\w.])([a-zA-ZΑ-ω])_(?:\{([^{}]+)\}|([a-z0-9])(?![a-zA-Z0-9_]))")
+    parts = re.split(r"(<span\b.*?</span>|<[^>]*>)", content, flags=re.DOTALL)
+    lower = lambda m: f"{m[1]}<sub>{m[2] or m[3]}</sub>"
+    shown = lambda text: re.sub(r"\^\{([^{}]+)\}", r"<sup>\1</sup>", index.sub(lower, text))
+    return "".join(part if i % 2 else shown(part) for i, part in enumerate(parts))
 
 
 def mathml(content: str) -> str:
