@@ -59,7 +59,6 @@ class Row(NamedTuple):
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
-schedule_free = functools.partial(schedule_free_averaging, num_warmup_steps=nanogpt.WARM_UP)
 recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
 adamw = functools.partial(optax.adamw, b1=B1, **recipe)
 averaged_adamw = functools.partial(spa_adamw, **recipe)
@@ -97,10 +96,12 @@ def rounded(rate: float, make: Callable[[optax.Schedule], Tx]) -> Row:
 
 
 def with_z(dtype: Any) -> Row:
-    def make(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
-        return factored_adamw(rate, *average, state_dtype=dtype, rounding_key=key)
-
+    make = lambda rate, key, *c: factored_adamw(rate, *c, state_dtype=dtype, rounding_key=key)
     return Row(4e-3, make, BF16, OF_ADAM)
+
+
+def schedule_free(rate: optax.Schedule) -> Tx:
+    return primal_averaging(adamw(rate), schedule_free_averaging(rate, nanogpt.WARM_UP), 0.8)
 
 
 def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
@@ -137,13 +138,10 @@ ROWS = {
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
     "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
     "Adafactor": Row(4e-3, lambda rate, key: adafactor(rate)),
-    "AdamW averaged, Schedule-Free": Row(
-        8e-3, lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8)
-    ),
 }
-at_a_constant_rate = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
-at_a_constant_rate += ("AdamW averaged, Schedule-Free",)
-ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_a_constant_rate}
+of_both = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
+ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in of_both}
+ROWS["AdamW averaged, constant"] = Row(8e-3, lambda rate, key: schedule_free(rate), floor=1.0)
 
 
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:

@@ -33,8 +33,6 @@ mean_and_error, plus_minus = common.command_line.mean_and_error, common.command_
 F32, BF16 = jnp.float32, jnp.bfloat16
 MOMENTA = (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
-
-
 Tx = optax.GradientTransformation
 
 

@@ -32,9 +32,11 @@ def groups(records: list[Record], key: str) -> dict[Any, list[Record]]:
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """A section for each length of the runs."""
+    """For each length of the runs: seed 0, by which rates are chosen, and the other seeds."""
     for num_steps, runs in sorted(groups(records, "steps").items()):
-        yield f"{num_steps:,} steps", language_model.table(runs)
+        for title, of_title in (("seeds from 1", True), ("seed 0", False)):
+            if chosen := [run for run in runs if bool(run["seed"]) == of_title]:
+                yield f"{num_steps:,} steps, {title}", language_model.table(chosen)
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
