@@ -30,8 +30,6 @@ from update_cost import TREES, label, map_shapes, sizes, update_of
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
-
-
 Figures = dict[str, dict[str, Any]]  # of each update
 
 
@@ -109,7 +107,6 @@ GROUPS = [
 ]
 PEERS = {row: group[0] for group in GROUPS for row in group}
 CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
-
 
 # What libtpu asks the machine for, unless it is told. It ends the process at flags for other
 # compilers, which jax reads from XLA_FLAGS when it starts.

@@ -2,10 +2,11 @@
 
     python benchmarks/finetune.py --data-dir DIR --json benchmarks/results/finetune.jsonl
 
-Fine-tunes MiniLM-L6 on SST-2 as examples/finetune.py does, at rates that are usual for it. A record
-has the validation accuracy and loss, and the whole update, from the first to the last params, in
-numbers: the share of params that moved at all, and cosine, length and distance relative to the
-update of the row "float32" of the same rate and seed. That one is kept in the folder --updates.
+Fine-tunes MiniLM-L6 as examples/finetune.py does, on SST-2, or on TREC: questions, and which of six
+kinds of answer each asks for. A record has the validation accuracy and loss, and the whole update,
+from the first to the last params, in numbers: the share of params that moved at all, and cosine,
+length and distance relative to the update of the row "float32" of the same rate and seed. That one
+is kept in the folder --updates.
 
 LoRA trains the last layer and matrices of rank 8 beside those of queries and values.
 """
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pooch
 from rivals import BF16, F32
 
 from spa_optax import in_float32, spa_adamw, stochastic_rounding
@@ -33,6 +35,9 @@ spec: Any = importlib.util.spec_from_file_location("example_finetune", PATH)
 example: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
+COMMIT = "656a7ea29de3409aca87bb17935cf93c537527fa"
+TREC = f"https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/{COMMIT}/data/TREC."
+MD5 = {"train": "c62c403d02ef12ad46da9bfb308473d4", "test": "0e43dfe89110e97af7e7d5c5dbc55293"}
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "float32"
@@ -72,6 +77,8 @@ def matrices(params: Any) -> Any:
 
 
 decay: Any = {"weight_decay": 0.01, "mask": matrices}
+lion: Any = {"mu_dtype": BF16, **decay}
+adafactor: Any = {"multiply_by_parameter_scale": False}  # with Adam's rates
 
 
 def adamw(run: Run, **options: Any) -> optax.GradientTransformation:
@@ -82,16 +89,9 @@ def averaged(run: Run, c: float = 0.1, mu_y: float = 1.0, **options: Any) -> Opt
     return BF16, spa_adamw(run.schedule, c, mu_y, rounding_key=run.key, **decay, **options)
 
 
-def lion(run: Run) -> Optimizer:
-    """At a fifth of the rate, since every element of a step has its size."""
-    slower = run._replace(rate=run.rate / 5)
-    return BF16, stochastic_rounding(optax.lion(slower.schedule, mu_dtype=BF16, **decay), run.key)
-
-
-def adafactor(run: Run) -> Optimizer:
-    """Without momentum, and with Adam's rates."""
-    tx = optax.adafactor(run.schedule, multiply_by_parameter_scale=False)
-    return BF16, stochastic_rounding(tx, run.key)
+def rounded(run: Run, make: Any, factor: float = 1.0, **options: Any) -> Optimizer:
+    rate = lambda k: factor * run.schedule(k)
+    return BF16, stochastic_rounding(make(rate, **options), run.key)
 
 
 def lora(make: Callable[[Run], Optimizer]) -> Row:
@@ -119,8 +119,9 @@ ROWS = {
     "z in float8, c = 0.05, μ_y = 0.9": Row(
         partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
-    "Lion, stochastic_rounding": Row(lion),
-    "Adafactor, stochastic_rounding": Row(adafactor),
+    # Every element of Lion's step has its size.
+    "Lion, stochastic_rounding": Row(partial(rounded, make=optax.lion, factor=0.2, **lion)),
+    "Adafactor, stochastic_rounding": Row(partial(rounded, make=optax.adafactor, **adafactor)),
     "LoRA, float32": lora(lambda run: (F32, adamw(run))),
     "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
     "LoRA, z in float8": lora(partial(factored, state_dtype=jnp.float8_e4m3fn)),
@@ -158,7 +159,7 @@ def merged(params: Any) -> Any:
 
 def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.ndarray, Any]:
     """The whole update as one array, and what was reached on the way."""
-    graphdef, params = example.load_model(model_dir, run.seed)
+    graphdef, params = example.load_model(model_dir, run.seed, 1 + data[0][1].max())
     loss_of_model = loss = example.make_loss(graphdef, row.compute_dtype)
     whole = lambda params: params
     if row.is_lora:
@@ -199,29 +200,42 @@ def measure(name: str, run: Run, data: list[Any], model_dir: Path, folder: Path)
     return result | {"curve": curve, "minutes": round(minutes, 1)}
 
 
+def download_trec(folder: Path) -> None:
+    """Writes it as files like SST-2's."""
+    for there, name in {"train": "train.tsv", "test": "validation.tsv"}.items():
+        path = pooch.retrieve(f"{TREC}{there}.all", f"md5:{MD5[there]}", path=folder)
+        lines = Path(path).read_text(encoding="latin-1").strip("\n").split("\n")
+        swapped = ["\t".join(reversed(line.split(" ", 1))) for line in lines]
+        (folder / name).write_text("\n".join(["sentence\tlabel", *swapped]), encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = common.parser(__doc__)
     add = parser.add_argument
+    add("--task", choices=["sst2", "trec"], default="sst2", help="what to learn")
     add("--row", nargs="+", choices=ROWS, default=list(ROWS), help="what to compare")
     add("--rate", nargs="+", type=float, default=RATES, help="at its peak")
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=150, help="how many")
-    add("--data-dir", type=Path, default=Path("data/sst2"), help="where SST-2 is, or is put")
+    add("--data-dir", type=Path, default=Path("data"), help="has sst2 and trec, or gets them")
     add("--model-dir", type=Path, default=Path("data/minilm"), help="the same of the model")
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
     arguments = common.parse(parser, argv, "seeds", "steps")
 
-    records = common.Records(arguments.json, ("row", "rate", "seed", "steps"))
+    records = common.Records(arguments.json, ("task", "row", "rate", "seed", "steps"))
+    task, folder = arguments.task, arguments.data_dir / arguments.task
+    if task == "trec" and not (folder / "validation.tsv").exists():
+        download_trec(folder)
     model_dir = arguments.model_dir
     if not model_dir.exists():
         example.download_model(model_dir)
-    data = example.load_data(arguments.data_dir, model_dir)
+    data = example.load_data(folder, model_dir)
     result: list[dict[str, Any]] = []
     runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
     for seed, rate, name in runs:
         run = Run(rate, arguments.steps, seed)
-        measured = partial(measure, name, run, data, model_dir, arguments.updates)
-        result.append(records.get((name, rate, seed, arguments.steps), measured))
+        measured = partial(measure, name, run, data, model_dir, arguments.updates / task)
+        result.append(records.get((task, name, rate, seed, arguments.steps), measured))
         print({key: value for key, value in result[-1].items() if key != "curve"}, flush=True)
     return result
 

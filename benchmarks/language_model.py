@@ -218,10 +218,10 @@ def best(record: Record) -> float:
     return np.inf if loss is None else loss
 
 
-def minus(runs: list[Record], others: list[Record]) -> str:
+def minus(runs: list[Record], others: list[Record], of: Callable[[Record], float] = best) -> str:
     """The mean difference of the same seeds, and its 95 % interval by Student's t."""
-    of_seed = {record["seed"]: best(record) for record in others}
-    both = [best(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
+    of_seed = {record["seed"]: of(record) for record in others}
+    both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
     if not both or runs is others:
         return ""
     text = f"{statistics.mean(both):+.4f}"
@@ -265,8 +265,7 @@ def main(argv: list[str] | None = None) -> str:
     texts, chosen = nanogpt.read(arguments.data_dir), []
     for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
         row = ROWS[name]
-        if row.average and arguments.average:
-            row = row._replace(average=tuple(arguments.average))
+        row = row._replace(average=row.average and tuple(arguments.average or row.average))
         for rate in arguments.rates or [row.rate]:
             run = functools.partial(train, row, rate, arguments.steps, seed, texts)
             key = (name, rate, list(row.average), arguments.steps, seed)

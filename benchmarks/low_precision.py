@@ -52,8 +52,7 @@ def with_master(tx: Tx) -> Tx:
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         master, inner = state
-        updates, inner = tx.update(optax.tree.cast(updates, F32), inner, master)
-        master = optax.apply_updates(master, updates)
+        master, inner = common.update(tx, optax.tree.cast(updates, F32), master, inner)
         return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (master, inner)
 
     return Tx(init, update)

@@ -6,6 +6,7 @@ With --check it writes nothing, and fails if a page is not that of its records.
 """
 
 import json
+import operator
 import statistics
 import sys
 from collections.abc import Iterator
@@ -25,10 +26,12 @@ def read(name: str) -> list[Record]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
-def groups(records: list[Record], key: str) -> dict[Any, list[Record]]:
-    """By a field, in the order in which its values come."""
-    values = dict.fromkeys(record[key] for record in records)
-    return {value: [r for r in records if r[key] == value] for value in values}
+def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
+    """By one field or more, in the order in which their values come."""
+    of = operator.itemgetter(*keys)
+    return {
+        value: [r for r in records if of(r) == value] for value in dict.fromkeys(map(of, records))
+    }
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
@@ -67,22 +70,16 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 
 def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """Means over seeds. Figures of the whole update are those at the rate in the middle."""
-    of_update = ("moved", "cosine", "length", "distance")
-    for num_steps, runs in groups(records, "steps").items():
-        rates = sorted({run["rate"] for run in runs})
-        middle = rates[len(rates) // 2]
-        columns = [("accuracy", rate) for rate in rates] + [(key, middle) for key in of_update]
-        rows = []
-        for name, of_name in groups(runs, "row").items():
-            row = [name, f"{of_name[-1]['bytes']:.2f}"]
-            for key, rate in columns:
-                values = [run[key] for run in of_name if run["rate"] == rate]
-                row.append(f"{statistics.mean(values):.3f}" if values else "")
-            rows.append(row)
-        header = ["row", "bytes/param", *(f"{key} at {rate:g}" for key, rate in columns)]
-        num_seeds = common.command_line.count(len({run["seed"] for run in runs}), "seed")
-        yield f"{num_steps:,} steps, {num_seeds}", common.markdown(header, rows)
+    """Means over seeds, for each rate."""
+    keys = ("accuracy", "loss", "moved", "cosine", "length", "distance")
+    for (task, num_steps, rate), runs in groups(records, "task", "steps", "rate").items():
+        rows, of_rows = [], groups(runs, "row")
+        for name, of_row in of_rows.items():
+            means = [f"{statistics.mean(run[key] for run in of_row):.3f}" for key in keys]
+            less = language_model.minus(of_row, of_rows["float32"], operator.itemgetter("accuracy"))
+            rows.append([name, f"{of_row[0]['bytes']:.2f}", str(len(of_row)), *means, less])
+        header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
+        yield f"{task}, {num_steps:,} steps at {rate:g}", common.markdown(header, rows)
 
 
 def pages() -> dict[str, str]:

@@ -11,6 +11,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,8 +125,7 @@ def with_low_half(base: Tx) -> Tx:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         of_base, low = state
         x = jax.tree.map(join, params, low)
-        u, of_base = base.update(optax.tree.cast(updates, F32), of_base, x)
-        x = optax.apply_updates(x, u)
+        x, of_base = common.update(base, optax.tree.cast(updates, F32), x, of_base)
         # In float32 the difference of two bfloat16 numbers is exact, unless one is tiny.
         change = lambda x, old: split(x)[0].astype(F32) - old.astype(F32)
         u = jax.tree.map(change, x, params)

@@ -38,7 +38,7 @@ SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 COMMIT = "3c7ef2c98249fc975a897b27f275695f97d5b7a9"
 URL = f"https://raw.githubusercontent.com/forest-snow/alps/{COMMIT}/data/SST-2"
 MD5 = {"train": "d326d674d60c335d027a80436ee0c229", "test": "268856b487b2a31a28c0a93daaff7288"}
-CLASSES, LENGTH = 2, 64  # tokens of a sentence, at most
+LENGTH = 64  # tokens of a sentence, at most
 BATCH, VALIDATION_BATCH, NUM_REPORTS = 16, 109, 5  # sentences; reports in a run
 COMPUTE_DTYPE = jnp.float32  # of activations; a GPU or TPU is faster in bfloat16, a CPU slower
 COMPARED = {  # by --plot
@@ -96,7 +96,7 @@ class Layer(nnx.Module):
 class Classifier(nnx.Module):
     """BERT, the mean over tokens, and a new linear layer; with the sizes of a `config.json`."""
 
-    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+    def __init__(self, config: dict[str, Any], num_classes: int, rngs: nnx.Rngs) -> None:
         width = config["hidden_size"]
         embed = partial(nnx.Embed, features=width, rngs=rngs)
         sizes = ("vocab_size", "max_position_embeddings", "type_vocab_size")
@@ -104,10 +104,10 @@ class Classifier(nnx.Module):
         self.norm = nnx.LayerNorm(width, epsilon=config["layer_norm_eps"], rngs=rngs)
         stacked = nnx.split_rngs(splits=config["num_hidden_layers"])
         self.layers = stacked(nnx.vmap(partial(Layer, config)))(rngs)
-        self.head = nnx.Linear(width, CLASSES, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """From tokens (n, length), which are 0 behind the end, to logits (n, CLASSES)."""
+        """From tokens (n, length), which are 0 behind the end, to logits (n, num_classes)."""
         x = self.words(tokens) + self.places(jnp.arange(tokens.shape[1]))
         x, mask = self.norm(x + self.types(jnp.zeros_like(tokens))), tokens > 0
         graphdef, params = nnx.split(self.layers)
@@ -137,13 +137,14 @@ def bert_names(path: Any, num_layers: int) -> list[str]:
     return of_layers if path[0].key == "layers" else [name]
 
 
-def load_model(folder: Path, seed: int) -> tuple[Any, Any]:
+def load_model(folder: Path, seed: int, num_classes: int = 2) -> tuple[Any, Any]:
     """The network's graph and its pretrained float32 params, with a random last layer."""
     config = json.loads((folder / "config.json").read_text())
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Classifier(config, nnx.Rngs(0))))
-    last = 0.02 * jax.random.normal(jax.random.key(seed), (CLASSES, config["hidden_size"]))
+    make = lambda: Classifier(config, num_classes, nnx.Rngs(0))
+    graphdef, shapes = nnx.split(nnx.eval_shape(make))
+    last = 0.02 * jax.random.normal(jax.random.key(seed), (num_classes, config["hidden_size"]))
     tensors = load_file(folder / "model.safetensors")
-    tensors |= {"classifier.weight": last, "classifier.bias": jnp.zeros(CLASSES)}
+    tensors |= {"classifier.weight": last, "classifier.bias": jnp.zeros(num_classes)}
 
     def leaf(path: Any, x: Any) -> jax.Array:
         names = bert_names(path, config["num_hidden_layers"])
@@ -256,7 +257,8 @@ def validate(loss: Any, params: Any, data: Any) -> dict[str, float]:
 def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Validation accuracy over steps, without a ground, for light and dark pages."""
     kinds = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with plt.rc_context(dict.fromkeys(kinds, "0.5") | {"font.size": 12}):
+    grey: Any = dict.fromkeys(kinds, "0.5")
+    with plt.rc_context(grey | {"font.size": 12}):
         at, (figure, axes) = 0.0, plt.subplots(figsize=(6.5, 3.6), layout="constrained")
         for name, rows in sorted(runs.items(), key=lambda run: run[1][-1]["accuracy"]):
             steps, accuracies = np.transpose([(row["step"], 100 * row["accuracy"]) for row in rows])
@@ -286,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     if not options.model_dir.exists():
         download_model(options.model_dir)
     data = load_data(options.data_dir, options.model_dir)
-    graphdef, start = load_model(options.model_dir, options.seed)
+    graphdef, start = load_model(options.model_dir, options.seed, 1 + data[0][1].max())
     of_run, runs = (options.steps, options.seed), {}
     for name in COMPARED if options.plot else [options.optimizer]:
         optimizer = optimizers(options.rate, *of_run)[name]

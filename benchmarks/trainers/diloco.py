@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -60,8 +61,7 @@ class Run:
         def step(params: Any, state: Any, key: Any) -> Any:
             place = lambda x: jax.lax.with_sharding_constraint(x, self.split("data"))
             grads = jax.grad(self.loss)(params, jax.tree.map(place, self.seen(key)))
-            updates, state = self.inner.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            return common.update(self.inner, grads, params, state)
 
         return jax.vmap(step, spmd_axis_name="replica")(params, state, keys)
 
@@ -76,14 +76,9 @@ class Run:
 
         def outer_step(params: Any, state: Any, copies: Any) -> Any:
             # One array, so that its mean over the replicas is one all-reduce.
-            changes = jax.tree.map(lambda x, of_all: x - of_all, params, copies)
-            leaves, structure = jax.tree.flatten(changes)
-            flat = jnp.concatenate([leaf.reshape(REPLICAS, -1) for leaf in leaves], 1).mean(0)
-            ends = np.cumsum([leaf.size // REPLICAS for leaf in leaves])[:-1]
-            parts = zip(jnp.split(flat, ends), leaves, strict=True)
-            grads = structure.unflatten([part.reshape(leaf.shape[1:]) for part, leaf in parts])
-            updates, state = outer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            change = lambda copy: ravel_pytree(jax.tree.map(jnp.subtract, params, copy))[0]
+            grads = ravel_pytree(params)[1](jax.vmap(change)(copies).mean(0))
+            params, state = common.update(outer, grads, params, state)
             return params, state, jax.tree.map(spread, params)
 
         def start(params: Any) -> Any:
@@ -118,8 +113,7 @@ class Run:
             keys = jax.random.split(jax.random.fold_in(self.key, k), REPLICAS)
             both = jax.vmap(self.seen)(keys)
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), both)
-            updates, state = tx.update(jax.grad(self.loss)(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
+            return common.update(tx, jax.grad(self.loss)(params, batch), params, state)
 
         params, state = self.params, tx.init(self.params)
         for k in range(ROUNDS * H):
