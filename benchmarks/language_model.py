@@ -112,6 +112,7 @@ def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
 ROWS = {
     "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
     "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
+    "AdamW, β₁ = 0.95": Row(4e-3, lambda rate, key: adamw(rate, b1=0.95)),
     "AdamW to 0": Row(4e-3, lambda rate, key: adamw(rate), floor=0.0),
     "AdamW, EMA in bfloat16": Row(4e-3, lambda rate, key: adamw(rate), ema_dtype=BF16),
     "AdamW, bfloat16 m": rounded(4e-3, lambda rate: adamw(rate, mu_dtype=BF16)),

@@ -31,7 +31,7 @@ from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
 
 mean_and_error, plus_minus = common.command_line.mean_and_error, common.command_line.plus_minus
 F32, BF16 = jnp.float32, jnp.bfloat16
-MOMENTA = (0.9, 0.99)
+TASKS, MOMENTA = ("digits", "images"), (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
 Tx = optax.GradientTransformation
 
@@ -264,8 +264,7 @@ def table(setting: Any, losses: Losses, num_bytes: dict[str, str]) -> str:
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
-    both = ["digits", "images"]
-    add("--task", nargs="+", choices=both, default=both, help="what to train on")
+    add("--task", nargs="+", choices=TASKS, default=TASKS, help="what to train on")
     add("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA, help="β")
     add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
     add("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="beside the reference")
