@@ -22,7 +22,9 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
     """Notebooks get the repository's address, if it is known, and equations become MathML."""
     path = page.file.src_uri
-    return indices(mathml(colab(links_of_notebook(content, path), path, config.repo_url)))
+    content = indices(mathml(colab(links_of_notebook(content, path), path, config.repo_url)))
+    # A click on a picture shows it in full.
+    return re.sub(r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
 
 
 def links_of_notebook(content: str, path: str) -> str:
