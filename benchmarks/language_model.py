@@ -59,6 +59,7 @@ class Row(NamedTuple):
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
+schedule_free = functools.partial(schedule_free_averaging, num_warmup_steps=nanogpt.WARM_UP)
 recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
 adamw = functools.partial(optax.adamw, b1=B1, **recipe)
 averaged_adamw = functools.partial(spa_adamw, **recipe)
@@ -100,10 +101,6 @@ def with_z(dtype: Any) -> Row:
     return Row(4e-3, make, BF16, OF_ADAM)
 
 
-def schedule_free(rate: optax.Schedule) -> Tx:
-    return primal_averaging(adamw(rate), schedule_free_averaging(rate, nanogpt.WARM_UP), 0.8)
-
-
 def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
     momentum = float8_momentum(muon(rate), key)
     return primal_averaging(momentum, *average, state_dtype=E4M3, rounding_key=key)
@@ -142,7 +139,12 @@ ROWS = {
 }
 of_both = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
 ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in of_both}
-ROWS["AdamW averaged, constant"] = Row(8e-3, lambda rate, key: schedule_free(rate), floor=1.0)
+ROWS["AdamW averaged, constant"] = Row(
+    8e-3, lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8), floor=1.0
+)
+ROWS["spa_adamw, Schedule-Free, constant"] = Row(
+    4e-3, lambda rate, key: averaged_adamw(rate, schedule_free(rate), 0.9), floor=1.0
+)
 
 
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:

@@ -45,6 +45,7 @@ LENGTH = 2_048  # tokens of a sequence, of which every device has one
 MODELS = {name: model for name, model in one_card.MODELS.items() if name != "tiny"}
 MODELS["70B"] = Model(80, 8_192, 64, 8, 28_672)
 SIZES = ["8B", "3B", "1B"]  # for one card, the largest first
+IN_BACKWARD = ", updated in the backward pass"
 
 
 def narrow(w: jax.Array) -> jax.Array:
@@ -82,9 +83,6 @@ def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trai
         return *common.update(tx, grads, params, state), value
 
     return Trainer(tx.init, step)
-
-
-IN_BACKWARD = ", updated in the backward pass"
 
 
 def muon_dimensions(params: Any) -> Any:
