@@ -19,7 +19,7 @@ PANELS = {
     "constant rate": {
         "AdamW": ("AdamW, constant", 0),
         "EMA of its weights": ("AdamW, constant", 1),
-        "primal_averaging(adamw)": ("AdamW averaged, constant", 2),
+        "spa_adamw, Schedule-Free": ("spa_adamw, Schedule-Free, constant", 2),
     },
 }
 
@@ -28,12 +28,12 @@ def main(records: str, path: str) -> None:
     """Draws to a file; seed 0, 2,000 steps, the lowest loss of those rates that were tried."""
     lines = map(json.loads, Path(records).read_text().splitlines())
     runs = [run for run in lines if (run["seed"], run["steps"]) == (0, 2_000)]
-    figure, all_axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
+    figure, all_axes = plt.subplots(1, 2, figsize=(7.5, 3.4), sharey=True, layout="constrained")
     for axes, (title, lines_of) in zip(all_axes, PANELS.items(), strict=True):
         for label, (optimizer, which) in lines_of.items():
             of_optimizer = [run["curve"] for run in runs if run["optimizer"] == optimizer]
             curve = min(of_optimizer, key=lambda curve: curve[-1][1 + which])
-            axes.plot([k for k, *_ in curve], [row[1 + which] for row in curve[:]], label=label)
+            axes.plot([k for k, *_ in curve], [row[1 + which] for row in curve], label=label)
         axes.set(title=title, xlabel="step", ylim=(1.7, 2.5))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
