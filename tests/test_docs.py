@@ -108,7 +108,7 @@ def test_what_is_linked_is_there(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
-    """Notebooks linked pages by their names in the repository, and a page linked a script."""
+    """Indices are set lower, and pictures lead to themselves in full."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -120,6 +120,9 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
             if not (target / "index.html" if target.is_dir() else target).exists():
                 dead.append(f"{page.relative_to(tmp_path)}: {link}")
     assert not dead
+    of = lambda page: (tmp_path / page / "index.html").read_text()
+    assert "x<sub>k+1</sub> = (1 − c<sub>k+1</sub>)" in of("api/optimizers")
+    assert '<a href="../look_ahead.png"><img' in of("method")
 
 
 @pytest.mark.slow
