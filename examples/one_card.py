@@ -9,7 +9,7 @@ Parameter Fine-tuning for Large Language Models with Limited Resources, 2023, ar
 After 500 steps, two minutes on two CPU cores, the validation loss is 1.669 nats a byte (one seed).
 
 `--model 8B --batch 1 --length 2048` has the shapes of Llama 3 8B. By XLA's own figures a step takes
-32.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is 0.95. No card has run it
+33.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is 0.95. No card has run it
 yet. `--text FILE` trains on a file, whose last tenth is held out. To fork: replace `read_text` and
 `batch`; for checkpoints see `language_model.py`.
 
