@@ -119,7 +119,7 @@ ROWS = {
     "z in float8, c = 0.05, μ_y = 0.9": Row(
         partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
-    # Every element of Lion's step has its size.
+    # Lion at a fifth of the rate, since every element of its step has its size.
     "Lion, stochastic_rounding": Row(partial(rounded, make=optax.lion, factor=0.2, **lion)),
     "Adafactor, stochastic_rounding": Row(partial(rounded, make=optax.adafactor, **adafactor)),
     "LoRA, float32": lora(lambda run: (F32, adamw(run))),

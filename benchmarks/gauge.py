@@ -9,6 +9,7 @@ noise level and alignment of each layer, in the first twentieth of the steps, in
 the last tenth: above 1 momentum pays there. With --json runs in OUT are not repeated.
 """
 
+import argparse
 import functools
 import statistics
 from pathlib import Path
@@ -39,7 +40,7 @@ def layer_of(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def measure(task: str, seed: int, arguments: Any) -> dict[str, Any]:
+def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The final loss, and reports at every tenth step, by layer and of the whole."""
     reports: dict[str, list[list[float]]] = {}
     read = jax.jit(lambda s: {**momentum_report(s, by_label=True), "all": momentum_report(s)})

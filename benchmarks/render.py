@@ -29,9 +29,8 @@ def read(name: str) -> list[Record]:
 def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
     """By one field or more, in the order in which their values come."""
     of = operator.itemgetter(*keys)
-    return {
-        value: [r for r in records if of(r) == value] for value in dict.fromkeys(map(of, records))
-    }
+    values = dict.fromkeys(map(of, records))
+    return {value: [r for r in records if of(r) == value] for value in values}
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:

@@ -156,18 +156,8 @@ def test_benchmark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(finetune.pooch, "retrieve", retrieve)
     out = folder / "records"
-    arguments = [
-        *options(folder),
-        "--task",
-        "trec",
-        "--steps",
-        "10",
-        "--seeds",
-        "1",
-        "--rate",
-        "1e-5",
-    ]
-    arguments += ["--json", str(out), "--updates", str(folder / "updates")]
+    arguments = [*options(folder), "--task", "trec", "--steps", "10", "--seeds", "1"]
+    arguments += ["--rate", "1e-5", "--json", str(out), "--updates", str(folder / "updates")]
     records = {record["row"]: record for record in finetune.main(arguments)}
     assert records.keys() == finetune.ROWS.keys()
     for name, num_bytes in NUM_BYTES.items():
