@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pooch
-from rivals import BF16, F32
+from rivals import BF16, F32, with_low_half
 
-from spa_optax import in_float32, spa_adamw, stochastic_rounding
+from spa_optax import in_float32, schedule_free_averaging, spa_adamw, stochastic_rounding
 
 # The example has the name of this file.
 PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
@@ -41,7 +41,9 @@ MD5 = {"train": "c62c403d02ef12ad46da9bfb308473d4", "test": "0e43dfe89110e97af7e
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "float32"
+EMA = 0.99  # the decay of an average of the params, which training does not see
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
+Record = dict[str, Any]
 
 
 class Run(NamedTuple):
@@ -50,6 +52,7 @@ class Run(NamedTuple):
     rate: float
     num_steps: int
     seed: int
+    falls: bool = True  # the rate, behind the warm-up
 
     @property
     def key(self) -> jax.Array:
@@ -59,7 +62,7 @@ class Run(NamedTuple):
     def schedule(self, count: Any) -> Any:
         """That of the example: to the peak in the first tenth, then linearly to 0."""
         part = count / self.num_steps
-        return self.rate * jnp.minimum(10 * part, (1 - part) / 0.9)
+        return self.rate * jnp.minimum(10 * part, (1 - part) / 0.9 if self.falls else 1.0)
 
 
 class Row(NamedTuple):
@@ -85,13 +88,19 @@ def adamw(run: Run, **options: Any) -> optax.GradientTransformation:
     return optax.adamw(run.schedule, **decay, **options)
 
 
-def averaged(run: Run, c: float = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
+def averaged(run: Run, c: Any = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
     return BF16, spa_adamw(run.schedule, c, mu_y, rounding_key=run.key, **decay, **options)
 
 
 def rounded(run: Run, make: Any, factor: float = 1.0, **options: Any) -> Optimizer:
     rate = lambda k: factor * run.schedule(k)
     return BF16, stochastic_rounding(make(rate, **options), run.key)
+
+
+def schedule_free(run: Run) -> Optimizer:
+    run = run._replace(falls=False)
+    c = schedule_free_averaging(run.schedule, 1 + run.num_steps // 10)
+    return averaged(run, c, 0.9, second_moment="factored", state_dtype=BF16)
 
 
 def lora(make: Callable[[Run], Optimizer]) -> Row:
@@ -107,12 +116,13 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
 factored = partial(averaged, second_moment="factored")
 ROWS = {
     **{
-        name: Row(lambda run, name=name: example.optimizers(*run)[name])
+        name: Row(lambda run, name=name: example.optimizers(*run[:3])[name])
         for name in example.optimizers(1.0, 1, 0)
     },
     # A control: what is lost is not lost in the moments.
     "bfloat16, float32 moments": Row(lambda run: (BF16, in_float32(adamw(run)))),
     "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
+    "bfloat16, low half": Row(lambda run: (BF16, with_low_half(adamw(run)))),
     "z and ν in float32": Row(averaged),
     "z and ν in bfloat16": Row(partial(averaged, state_dtype=BF16, second_moment="bfloat16")),
     "z in float8_e5m2": Row(partial(factored, state_dtype=jnp.float8_e5m2)),
@@ -125,6 +135,8 @@ ROWS = {
     "LoRA, float32": lora(lambda run: (F32, adamw(run))),
     "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
     "LoRA, z in float8": lora(partial(factored, state_dtype=jnp.float8_e4m3fn)),
+    "float32, constant": Row(lambda run: (F32, adamw(run._replace(falls=False)))),
+    "z in bfloat16, Schedule-Free, constant": Row(schedule_free),
 }
 
 
@@ -157,7 +169,7 @@ def merged(params: Any) -> Any:
     return params["base"] | {"layers": layers}
 
 
-def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.ndarray, Any]:
+def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tuple[Any, Record]:
     """The whole update as one array, and what was reached on the way."""
     graphdef, params = example.load_model(model_dir, run.seed, 1 + data[0][1].max())
     loss_of_model = loss = example.make_loss(graphdef, row.compute_dtype)
@@ -165,11 +177,26 @@ def finetune(row: Row, run: Run, data: list[Any], model_dir: Path) -> tuple[np.n
     if row.is_lora:
         params, whole = with_lora(params, run.seed), merged
         loss = lambda params, *batch: loss_of_model(merged(params), *batch)
-    optimizer = row.make(run)
-    end, rows = example.train(optimizer, loss, params, data, run.num_steps, run.seed)
-    start = whole(optax.tree.cast(params, optimizer[0]))
-    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), whole(end), start)
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)]), rows
+    dtype, tx = row.make(run)
+    start = optax.tree.cast(params, dtype)
+    stored = jax.tree.leaves((start, jax.eval_shape(tx.init, start)))
+    num_bytes = sum(x.size * x.dtype.itemsize for x in stored) / optax.tree.size(start)
+    follow = jax.jit(partial(optax.incremental_update, step_size=1 - EMA), donate_argnums=1)
+    ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
+    every = every or max(1, run.num_steps // example.NUM_REPORTS)
+    evaluate, x, curve = jax.jit(loss), start, []
+    of_run = (run.num_steps, run.seed)
+    for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
+        ema = ema and follow(reached[0], ema)
+        if step % every == 0 or step == run.num_steps:
+            x = example.at_x(*reached)
+            of_points = [example.validate(evaluate, point, data[1]) for point in (x, ema) if point]
+            figures = [of[name] for of in of_points for name in ("accuracy", "loss")]
+            curve.append([step, *(round(figure, 5) for figure in figures)])
+    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), whole(x), whole(start))
+    update = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)])
+    end = dict(zip(("accuracy", "loss"), curve[-1][1:], strict=False))
+    return update, end | {"bytes": round(num_bytes, 4), "curve": curve}
 
 
 def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
@@ -182,34 +209,32 @@ def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     return {name: round(float(figure), 5) for name, figure in figures.items()}
 
 
-def measure(name: str, run: Run, data: list[Any], model_dir: Path, folder: Path) -> dict[str, Any]:
+def measure(name: str, run: Run, folder: Path, *of_all: Any) -> Record:
     """The record of a run. The update of the reference is made if it is not in the folder."""
     path = folder / f"{run.rate:g}_{run.seed}_{run.num_steps}.npy"
     if name != REFERENCE and not path.exists():
-        measure(REFERENCE, run, data, model_dir, folder)
+        measure(REFERENCE, run, folder, *of_all)
     start = time.perf_counter()
-    update, rows = finetune(ROWS[name], run, data, model_dir)
+    update, figures = finetune(ROWS[name], run, *of_all)
     minutes = (time.perf_counter() - start) / 60
     if name == REFERENCE:
         folder.mkdir(parents=True, exist_ok=True)
         np.save(path, update)
-    digits = {"accuracy": 5, "loss": 5, "bytes": 4}
-    result = {key: round(rows[-1][key], digits[key]) for key in digits}
-    result |= compared(update, np.load(path))
-    curve = [[row["step"], round(row["accuracy"], 5)] for row in rows]
-    return result | {"curve": curve, "minutes": round(minutes, 1)}
+    return figures | compared(update, np.load(path)) | {"minutes": round(minutes, 1)}
 
 
 def download_trec(folder: Path) -> None:
-    """Writes it as files like SST-2's."""
+    """Writes it as files like SST-2's. The last is renamed when it is whole."""
     for there, name in {"train": "train.tsv", "test": "validation.tsv"}.items():
         path = pooch.retrieve(f"{TREC}{there}.all", f"md5:{MD5[there]}", path=folder)
         lines = Path(path).read_text(encoding="latin-1").strip("\n").split("\n")
         swapped = ["\t".join(reversed(line.split(" ", 1))) for line in lines]
-        (folder / name).write_text("\n".join(["sentence\tlabel", *swapped]), encoding="utf-8")
+        whole = folder / f"{name}.part"
+        whole.write_text("\n".join(["sentence\tlabel", *swapped]), encoding="utf-8")
+        whole.replace(folder / name)
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: list[str] | None = None) -> list[Record]:
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--task", choices=["sst2", "trec"], default="sst2", help="what to learn")
@@ -217,10 +242,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     add("--rate", nargs="+", type=float, default=RATES, help="at its peak")
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=150, help="how many")
+    add("--every", type=int, help="steps between validations of the params and of an EMA of them")
     add("--data-dir", type=Path, default=Path("data"), help="has sst2 and trec, or gets them")
     add("--model-dir", type=Path, default=Path("data/minilm"), help="the same of the model")
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
-    arguments = common.parse(parser, argv, "seeds", "steps")
+    arguments = common.parse(parser, argv, "seeds", "steps", "every")
 
     records = common.Records(arguments.json, ("task", "row", "rate", "seed", "steps"))
     task, folder = arguments.task, arguments.data_dir / arguments.task
@@ -230,11 +256,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if not model_dir.exists():
         example.download_model(model_dir)
     data = example.load_data(folder, model_dir)
-    result: list[dict[str, Any]] = []
+    of_all = (arguments.updates / task, data, model_dir, arguments.every)
+    result: list[Record] = []
     runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
     for seed, rate, name in runs:
         run = Run(rate, arguments.steps, seed)
-        measured = partial(measure, name, run, data, model_dir, arguments.updates / task)
+        measured = partial(measure, name, run, *of_all)
         result.append(records.get((task, name, rate, seed, arguments.steps), measured))
         print({key: value for key, value in result[-1].items() if key != "curve"}, flush=True)
     return result

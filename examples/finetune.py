@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,12 +220,13 @@ def make_loss(graphdef: Any, dtype: Any = COMPUTE_DTYPE) -> Any:
     return loss
 
 
-def train(optimizer: Any, loss: Any, params: Any, data: list[Any], steps: int, seed: int) -> Any:
-    """The params in the end, and rows of what they had reached on the way."""
+def train(
+    optimizer: Any, loss: Any, params: Any, sentences: Any, steps: int, seed: int, every: int
+) -> Iterator[Any]:
+    """After `every` steps and in the end: steps so far, params and state. The next donates both."""
     dtype, tx = optimizer[0], optax.chain(optax.clip_by_global_norm(1.0), optimizer[1])
     params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype), params)  # copied, and then donated
     run, rng = (params, tx.init(params)), np.random.default_rng(seed)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run)) / optax.tree.size(params)
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(run: Any, tokens: jax.Array, labels: jax.Array) -> Any:
@@ -233,16 +235,15 @@ def train(optimizer: Any, loss: Any, params: Any, data: list[Any], steps: int, s
         updates, state = tx.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
-    # With an interpolation below 1 the params are y.
-    at_x = lambda y, state: y if optax.tree.get(state, "z") is None else eval_params(state, y)
-    rows, evaluate = [], jax.jit(loss)
-    for step in (bar := tqdm(range(1, steps + 1))):
-        run = train_step(run, *batch(data[0], rng.integers(len(data[0][1]), size=BATCH)))
-        if step % max(1, steps // NUM_REPORTS) == 0 or step == steps:
-            result = validate(evaluate, at_x(*run), data[1])
-            rows.append({"step": step, "bytes": num_bytes, **result})
-            bar.set_postfix(result)
-    return at_x(*run), rows
+    for step in tqdm(range(1, steps + 1)):
+        run = train_step(run, *batch(sentences, rng.integers(len(sentences[1]), size=BATCH)))
+        if step % every == 0 or step == steps:
+            yield step, *run
+
+
+def at_x(params: Any, state: Any) -> Any:
+    """With an interpolation below 1 the params are y."""
+    return params if optax.tree.get(state, "z") is None else eval_params(state, params)
 
 
 def validate(loss: Any, params: Any, data: Any) -> dict[str, float]:
@@ -289,13 +290,18 @@ def main(argv: list[str] | None = None) -> None:
         download_model(options.model_dir)
     data = load_data(options.data_dir, options.model_dir)
     graphdef, start = load_model(options.model_dir, options.seed, 1 + data[0][1].max())
-    of_run, runs = (options.steps, options.seed), {}
+    loss, size, runs = make_loss(graphdef), optax.tree.size(start), {}
+    evaluate, of_run = jax.jit(loss), (options.steps, options.seed)
+    every = max(1, options.steps // NUM_REPORTS)
     for name in COMPARED if options.plot else [options.optimizer]:
-        optimizer = optimizers(options.rate, *of_run)[name]
-        params, rows = train(optimizer, make_loss(graphdef), start, data, *of_run)
+        optimizer, x, rows = optimizers(options.rate, *of_run)[name], start, []
+        for step, *run in train(optimizer, loss, start, data[0], *of_run, every):
+            x, num_bytes = at_x(*run), sum(leaf.nbytes for leaf in jax.tree.leaves(run)) / size
+            rows.append({"step": step, "bytes": num_bytes, **validate(evaluate, x, data[1])})
+            tqdm.write("{step}: loss {loss:.3f}, accuracy {accuracy:.3f}".format(**rows[-1]))
         runs[name], end = rows, rows[-1]
         print(f"{name}: {end['bytes']:.2f} bytes a parameter, accuracy {end['accuracy']:.3f}")
-        export(params, options.model_dir, options.out / name)
+        export(x, options.model_dir, options.out / name)
     if options.plot:
         draw(runs, options.plot)
 

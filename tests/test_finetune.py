@@ -155,9 +155,11 @@ def test_benchmark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(path / "downloaded")
 
     monkeypatch.setattr(finetune.pooch, "retrieve", retrieve)
+    monkeypatch.setattr(finetune, "EMA", 1.0)  # so that the average stays where it begins
     out = folder / "records"
     arguments = [*options(folder), "--task", "trec", "--steps", "10", "--seeds", "1"]
-    arguments += ["--rate", "1e-5", "--json", str(out), "--updates", str(folder / "updates")]
+    arguments += ["--every", "5", "--rate", "1e-5"]
+    arguments += ["--json", str(out), "--updates", str(folder / "updates")]
     records = {record["row"]: record for record in finetune.main(arguments)}
     assert records.keys() == finetune.ROWS.keys()
     for name, num_bytes in NUM_BYTES.items():
@@ -165,6 +167,10 @@ def test_benchmark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = records["float32"]
     assert (reference["cosine"], reference["length"], reference["distance"]) == (1, 1, 0)
     assert reference["moved"] > 0.9
+    (step, _, loss, *average), (end, _, loss_at_end, *average_at_end) = reference["curve"]
+    assert (step, end) == (5, 10)
+    assert loss != loss_at_end
+    assert average == average_at_end
     assert records["bfloat16"]["moved"] < records["z in float8"]["moved"]
     assert records["z in float8"]["cosine"] > records["bfloat16"]["cosine"]
     assert records["LoRA, float32"]["moved"] < 0.5

@@ -92,6 +92,12 @@ def num_bytes(params: Any, state: Any) -> float:
     return sum(a.nbytes for a in arrays((params, state))) / sum(a.size for a in arrays(params))
 
 
+def result(loss: Any, first_step: int, params: Any, state: Any) -> dict[str, Any]:
+    """What `train` returns."""
+    found = {"losses": [float(loss)], "first step": first_step, "bytes": num_bytes(params, state)}
+    return found | {"devices": jax.device_count()}
+
+
 def gain(state: Any) -> float:
     """Of the gauge, over that of pure noise."""
     report = momentum_report(state)

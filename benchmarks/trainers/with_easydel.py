@@ -7,7 +7,6 @@ from typing import Any
 
 import datasets
 import easydel as ed
-import jax
 import jax.numpy as jnp
 import numpy as np
 import shared
@@ -113,12 +112,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     state = trainer.train().state
     evaluations = list(trainer.eval(state))
     at_x(state).model.save_pretrained(folder / "x")
-    return {
-        "losses": [float(np.mean([e["eval/loss"] for e in evaluations]))],
-        "first step": first_step,
-        "bytes": shared.num_bytes(state.graphstate, state.opt_state),
-        "devices": jax.device_count(),
-    }
+    loss = np.mean([e["eval/loss"] for e in evaluations])
+    return shared.result(loss, first_step, state.graphstate, state.opt_state)
 
 
 if __name__ == "__main__":

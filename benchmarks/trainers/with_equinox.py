@@ -86,12 +86,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
             shared.die()
     eqx.tree_serialise_leaves(folder / "x.eqx", average := at_x(model, state))
     losses = [eqx.filter_jit(loss_of)(average, split(batch)) for batch in texts(20, 1)]
-    return {
-        "losses": [float(np.mean(losses))],
-        "first step": last + 1,
-        "bytes": shared.num_bytes(eqx.filter(model, eqx.is_array), state),
-        "devices": jax.device_count(),
-    }
+    return shared.result(np.mean(losses), last + 1, eqx.filter(model, eqx.is_array), state)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     evaluate = jax.jit(lm1b.eval_step, static_argnums=2)
     found = [evaluate(x, batch, eval_config) for batch in batches(20, 1)]
     total = jax.tree.map(lambda *leaves: np.sum(leaves), *found)
-    return {
-        "losses": [float(total["loss"] / total["denominator"])],
-        "first step": last + 1,
-        "bytes": shared.num_bytes(state.params, state.opt_state),
-        "devices": jax.device_count(),
-    }
+    loss = total["loss"] / total["denominator"]
+    return shared.result(loss, last + 1, state.params, state.opt_state)
 
 
 if __name__ == "__main__":

@@ -77,12 +77,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     metrics.reset()
     for batch in batches(20, 1):
         mnist.eval_step(average, metrics, batch)
-    return {
-        "losses": [float(metrics.compute()["loss"])],
-        "first step": last + 1,
-        "bytes": shared.num_bytes(nnx.state(model, nnx.Param), nnx.state(optimizer)),
-        "devices": 1,
-    }
+    params, state = nnx.state(model, nnx.Param), nnx.state(optimizer)
+    return shared.result(metrics.compute()["loss"], last + 1, params, state) | {"devices": 1}
 
 
 if __name__ == "__main__":

@@ -125,12 +125,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     state, _ = trainer.train()
     export(state, folder / "export")
     found = trainer.evals["at_x"].evaluate(state, shared.STEPS).compute(flatten=False)
-    return {
-        "losses": [float(found.loss_values["loss"])],
-        "first step": trainer.evals["watch"].seen[0],
-        "bytes": shared.num_bytes(state.params, state.opt_state),
-        "devices": jax.device_count(),
-    }
+    loss, first_step = found.loss_values["loss"], trainer.evals["watch"].seen[0]
+    return shared.result(loss, first_step, state.params, state.opt_state)
 
 
 if __name__ == "__main__":

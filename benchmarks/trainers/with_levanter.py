@@ -86,12 +86,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         loader = trainer.data_loader(dataset(shared.STEPS, 0))
         info = trainer.train(state, loader.iter_from_step(first_step))
         save_checkpoint(at_x(info).state.model, info.step, str(folder / "x"))
-        return {
-            "losses": [float(evaluate(at_x(info)))],
-            "first step": first_step,
-            "bytes": shared.num_bytes(info.state.trainable_model, info.opt_state),
-            "devices": jax.device_count(),
-        }
+        return shared.result(
+            evaluate(at_x(info)), first_step, info.state.trainable_model, info.opt_state
+        )
 
 
 if __name__ == "__main__":

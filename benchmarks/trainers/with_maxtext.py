@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import maxtext
 import shared
 from maxtext.optimizers import optimizers
@@ -77,12 +76,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     assert (folder / "run/x").exists()  # exported
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     last = lambda key: next(line[key] for line in reversed(lines) if key in line)
-    return {
-        "losses": [last("eval/avg_loss")],
-        "first step": seen[0],
-        "bytes": shared.num_bytes(state["model"], state["optimizer"]["opt_state"]),
-        "devices": jax.device_count(),
-    }
+    model, of_optimizer = state["model"], state["optimizer"]["opt_state"]
+    return shared.result(last("eval/avg_loss"), seen[0], model, of_optimizer)
 
 
 if __name__ == "__main__":
