@@ -29,6 +29,7 @@ from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low
 from scipy import stats
 
 from spa_optax import (
+    ema_nesterov,
     eval_params,
     float8_momentum,
     in_float32,
@@ -106,6 +107,14 @@ def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
     return primal_averaging(momentum, *average, state_dtype=E4M3, rounding_key=key)
 
 
+def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
+    """With the settings of the record at 124M params, for runs of nanogpt.STEPS."""
+    is_on = lambda k: (k >= 0.16 * nanogpt.STEPS) & (k < 0.76 * nanogpt.STEPS)
+    beta = lambda k: jnp.where(is_on(k), 0.6 * rate(k) / rate(nanogpt.WARM_UP), 0.0)
+    eta, *averaging = ema_nesterov(1.0, 0.99, beta, nanogpt.STEPS)
+    return primal_averaging(optax.chain(muon(rate), optax.scale_by_schedule(eta)), *averaging)
+
+
 ROWS = {
     "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
     "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
@@ -128,6 +137,7 @@ ROWS = {
         16e-3, lambda rate, key, *average: primal_averaging(muon(rate), *average), average=OF_MUON
     ),
     "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, OF_MUON),
+    "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon),
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
     ),
@@ -196,7 +206,7 @@ def train(
     def validate(carry: Any, every: int) -> list[float | None]:
         params, state, e, _ = carry
         points = [params, e]
-        if optax.tree.get_all_with_path(state, "z"):
+        if optax.tree.get(state, "mu_y", 0) > 0:  # of EMA-Nesterov it is 0 in the end
             points.append(eval_params(state, params))
         of_points = [float(mean_loss(x, [y[::every] for y in unseen])) for x in points]
         return [round(loss, 6) if np.isfinite(loss) else None for loss in of_points]

@@ -1,6 +1,6 @@
 """Draws what averages are for: validation loss during a run, with and without lr decay.
 
-python docs/averages.py benchmarks/results/language_model.jsonl docs/averages.png
+python docs/averages.py benchmarks/results docs/averages.png
 """
 
 import json
@@ -9,35 +9,39 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-# Of each panel: optimizer, and which of its curves (0 the weights, 1 their EMA, 2 x).
-PANELS = {
-    "the rate falls to a tenth": {
-        "AdamW": ("AdamW", 0),
-        "EMA of its weights": ("AdamW", 1),
-        "spa_adamw": ("spa_adamw", 2),
-    },
-    "constant rate": {
-        "AdamW": ("AdamW, constant", 0),
-        "EMA of its weights": ("AdamW, constant", 1),
-        "spa_adamw, Schedule-Free": ("spa_adamw, Schedule-Free, constant", 2),
-    },
-}
+LABELS = ("AdamW", "EMA of its weights", "spa_adamw")
+# Of each row: the records, the steps, and the columns of a curve with the losses of the three.
+ROWS = [
+    ("language_model.jsonl", "optimizer", 2_000, (1, 2, 3)),
+    ("finetune.jsonl", "row", 500, (2, 4, 2)),
+]
+# Of each panel: its title, and the names of AdamW and of a form of `spa_adamw`.
+PANELS = [
+    ("nanoGPT, the rate falls to a tenth", "AdamW", "spa_adamw"),
+    ("nanoGPT, constant rate", "AdamW, constant", "spa_adamw, Schedule-Free, constant"),
+    ("MiniLM, the rate falls to 0", "float32", "z in float8, c = 0.05, μ_y = 0.9"),
+    ("MiniLM, constant rate", "float32, constant", "z in bfloat16, Schedule-Free, constant"),
+]
 
 
-def main(records: str, path: str) -> None:
-    """Draws to a file; seed 0, 2,000 steps, the lowest loss of those rates that were tried."""
-    lines = map(json.loads, Path(records).read_text().splitlines())
-    runs = [run for run in lines if (run["seed"], run["steps"]) == (0, 2_000)]
-    figure, all_axes = plt.subplots(1, 2, figsize=(7.5, 3.4), sharey=True, layout="constrained")
-    for axes, (title, lines_of) in zip(all_axes, PANELS.items(), strict=True):
-        for label, (optimizer, which) in lines_of.items():
-            of_optimizer = [run["curve"] for run in runs if run["optimizer"] == optimizer]
-            curve = min(of_optimizer, key=lambda curve: curve[-1][1 + which])
-            axes.plot([k for k, *_ in curve], [row[1 + which] for row in curve], label=label)
-        axes.set(title=title, xlabel="step", ylim=(1.7, 2.5))
+def main(folder: str, path: str) -> None:
+    """Draws to a file; seed 0, and the lowest loss of those rates that were tried."""
+    figure, all_axes = plt.subplots(2, 2, figsize=(7.5, 6), sharey="row", layout="constrained")
+    for i, (axes, (title, adamw, averaged)) in enumerate(zip(all_axes.flat, PANELS, strict=True)):
+        name, key, num_steps, columns = ROWS[i // 2]
+        records = map(json.loads, Path(folder, name).read_text().splitlines())
+        runs = [run for run in records if (run["seed"], run["steps"]) == (0, num_steps)]
+        lines = zip(LABELS, (adamw, adamw, averaged), columns, strict=True)
+        for label, optimizer, column in lines:
+            curves = [run["curve"] for run in runs if run[key] == optimizer]
+            curve = min(curves, key=lambda curve: curve[-1][column])
+            axes.plot([p[0] for p in curve], [p[column] for p in curve], label=label)
+        axes.set(title=title, xlabel="step")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    all_axes[0].set_ylabel("validation loss")
+    for left in all_axes[:, 0]:
+        left.set_ylabel("validation loss")
+    all_axes[0, 0].set_ylim(1.7, 2.5)
+    all_axes[0, 0].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -20,25 +20,14 @@ OPT_TYPES = {
     "primal_averaging": "averaged_adamw",
     "stochastic_rounding": "rounded_adamw",
 }
-SIZES = {
-    "base_emb_dim": 128,
-    "base_num_query_heads": 4,
-    "base_num_kv_heads": 4,
-    "base_mlp_dim": 512,
-    "base_num_decoder_layers": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-    "max_target_length": 64,
-    "per_device_batch_size": 1,
-}
-ON_CPU = {
-    "hardware": "cpu",
-    "attention": "dot_product",
-    "skip_jax_distributed_system": True,
-    "enable_goodput_recording": False,
-    "dataset_type": "synthetic",
-    "async_checkpointing": False,
-}
+SIZES = """
+    base_emb_dim=128 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=512 head_dim=32
+    base_num_decoder_layers=2 vocab_size=256 max_target_length=64 per_device_batch_size=1
+"""
+ON_CPU = """
+    hardware=cpu attention=dot_product skip_jax_distributed_system=True
+    enable_goodput_recording=False dataset_type=synthetic async_checkpointing=False
+"""
 
 
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
@@ -69,7 +58,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     trainer.training_loop_iteration = iteration
     optimizers.STATE_DTYPE = shared.NARROW["state_dtype"]
     config = Path(maxtext.__file__).parent / "configs/base.yml"
-    arguments = [f"{key}={value}" for key, value in (SIZES | ON_CPU | options).items()]
+    arguments = [*SIZES.split(), *ON_CPU.split(), *(f"{k}={v}" for k, v in options.items())]
     with contextlib.redirect_stdout(sys.stderr):
         config, recorder = trainer.initialize(["train", str(config), *arguments])
         state = trainer.train_loop(config, recorder)

@@ -110,12 +110,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         history = lambda name, mode: trainer.metrics_logger.get_metric_history("", name, mode)
         params = nnx.state(trainer.model, nnx.Param)
         export(trainer, folder / "export")
-        return {
-            "losses": [float(loss) for loss in np.ravel(history("loss", "eval")[-1:])],
-            "first step": watch.first_step,
-            "bytes": shared.num_bytes(params, nnx.state(trainer.optimizer)),
-            "devices": len(devices),
-        }
+        loss, state = np.ravel(history("loss", "eval"))[-1], nnx.state(trainer.optimizer)
+        result = shared.result(loss, watch.first_step, params, state)
+        return result | {"devices": len(devices)}
 
 
 if __name__ == "__main__":
