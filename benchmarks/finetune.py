@@ -179,17 +179,15 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
         loss = lambda params, *batch: loss_of_model(merged(params), *batch)
     dtype, tx = row.make(run)
     start = optax.tree.cast(params, dtype)
-    stored = jax.tree.leaves((start, jax.eval_shape(tx.init, start)))
-    num_bytes = sum(x.size * x.dtype.itemsize for x in stored) / optax.tree.size(start)
     follow = jax.jit(partial(optax.incremental_update, step_size=1 - EMA), donate_argnums=1)
     ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
     every = every or max(1, run.num_steps // example.NUM_REPORTS)
-    evaluate, x, curve = jax.jit(loss), start, []
+    evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
     of_run = (run.num_steps, run.seed)
     for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
         ema = ema and follow(reached[0], ema)
         if step % every == 0 or step == run.num_steps:
-            x = example.at_x(*reached)
+            x, num_bytes = example.at_x(*reached), example.bytes_of(*reached)
             of_points = [example.validate(evaluate, point, data[1]) for point in (x, ema) if point]
             figures = [of[name] for of in of_points for name in ("accuracy", "loss")]
             curve.append([step, *(round(figure, 5) for figure in figures)])

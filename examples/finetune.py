@@ -246,6 +246,11 @@ def at_x(params: Any, state: Any) -> Any:
     return params if optax.tree.get(state, "z") is None else eval_params(state, params)
 
 
+def bytes_of(params: Any, state: Any) -> float:
+    """Of both, a parameter."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((params, state))) / optax.tree.size(params)
+
+
 def validate(loss: Any, params: Any, data: Any) -> dict[str, float]:
     """Loss and accuracy. Sentences of about the same length are in one batch."""
     order = np.argsort([len(sentence) for sentence in data[0]], kind="stable")
@@ -290,14 +295,14 @@ def main(argv: list[str] | None = None) -> None:
         download_model(options.model_dir)
     data = load_data(options.data_dir, options.model_dir)
     graphdef, start = load_model(options.model_dir, options.seed, 1 + data[0][1].max())
-    loss, size, runs = make_loss(graphdef), optax.tree.size(start), {}
-    evaluate, of_run = jax.jit(loss), (options.steps, options.seed)
+    loss, of_run, runs = make_loss(graphdef), (options.steps, options.seed), {}
+    evaluate = jax.jit(loss)
     every = max(1, options.steps // NUM_REPORTS)
     for name in COMPARED if options.plot else [options.optimizer]:
         optimizer, x, rows = optimizers(options.rate, *of_run)[name], start, []
         for step, *run in train(optimizer, loss, start, data[0], *of_run, every):
-            x, num_bytes = at_x(*run), sum(leaf.nbytes for leaf in jax.tree.leaves(run)) / size
-            rows.append({"step": step, "bytes": num_bytes, **validate(evaluate, x, data[1])})
+            x = at_x(*run)
+            rows.append({"step": step, "bytes": bytes_of(*run), **validate(evaluate, x, data[1])})
             tqdm.write("{step}: loss {loss:.3f}, accuracy {accuracy:.3f}".format(**rows[-1]))
         runs[name], end = rows, rows[-1]
         print(f"{name}: {end['bytes']:.2f} bytes a parameter, accuracy {end['accuracy']:.3f}")
