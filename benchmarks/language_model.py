@@ -72,7 +72,7 @@ def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:
     return optax.chain(direction, of_matrices, optax.scale_by_learning_rate(rate))
 
 
-def muon(rate: optax.Schedule) -> Tx:
+def muon(rate: optax.Schedule, dtype: Any = None) -> Tx:
     """With steps of Adam's size, and Adam for what is no matrix of a layer."""
 
     def axes(path: Any, x: jax.Array) -> MuonDimensionNumbers | None:
@@ -80,7 +80,7 @@ def muon(rate: optax.Schedule) -> Tx:
 
     numbers = functools.partial(jax.tree_util.tree_map_with_path, axes)
     options: dict[str, Any] = {"muon_weight_dimension_numbers": numbers, "consistent_rms": 0.2}
-    return with_decay(optax.contrib.muon(-1.0, adam_b2=B2, **options), rate)
+    return with_decay(optax.contrib.muon(-1.0, adam_b2=B2, mu_dtype=dtype, **options), rate)
 
 
 def adafactor(rate: optax.Schedule) -> Tx:
@@ -127,9 +127,7 @@ ROWS = {
     ),
     "AdamW, companded moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)),
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
-    "spa_adamw": Row(
-        4e-3, lambda rate, key, *average: averaged_adamw(rate, *average), average=OF_ADAM
-    ),
+    "spa_adamw": Row(4e-3, lambda rate, key, *c: averaged_adamw(rate, *c), average=OF_ADAM),
     "spa_adamw, bfloat16 z": with_z(BF16),
     "spa_adamw, 8-bit z": with_z(E4M3),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
@@ -141,6 +139,7 @@ ROWS = {
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
     ),
+    "Muon, bfloat16 m, low half": Row(8e-3, lambda rate, _: with_low_half(muon(rate, BF16)), BF16),
     "Muon, 8-bit m, linear": rounded(8e-3, lambda rate: in_codes(muon(rate), LINEAR)),
     "SGD+M": Row(0.25, lambda rate, key: sgdm(optax.sgd(rate, 0.9))),
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
@@ -224,9 +223,9 @@ def train(
     return result | {"seconds": round(time.perf_counter() - begin)}
 
 
-def best(record: Record) -> float:
-    """The loss in the end at the point to evaluate: x, or the weights."""
-    _, weights, _, *x = record["curve"][-1]
+def best(record: Record, validation: int = -1) -> float:
+    """The loss, in the end if not said, at the point to evaluate: x, or the weights."""
+    _, weights, _, *x = record["curve"][validation]
     loss = (x or [weights])[0]
     return np.inf if loss is None else loss
 
@@ -244,6 +243,18 @@ def minus(runs: list[Record], others: list[Record], of: Callable[[Record], float
     return text.replace("-", "−")
 
 
+def steps_to(runs: list[Record], others: list[Record]) -> str:
+    """The mean step that first has the others' last loss but one: both by an eighth of the text."""
+    last = {record["seed"]: best(record, -2) for record in others if record["curve"][1:]}
+
+    def first(run: Record) -> int:
+        with_loss = (i for i in range(len(run["curve"]) - 1) if best(run, i) <= last[run["seed"]])
+        return next((run["curve"][i][0] for i in with_loss), 0)
+
+    at = [first(run) for run in runs if run["seed"] in last]
+    return f"{statistics.mean(at):,.0f}" if at and all(at) else ""
+
+
 def table(records: list[Record]) -> str:
     """Mean losses in the end."""
     cells: dict[tuple[str, float, tuple[float, ...]], list[Record]] = defaultdict(list)
@@ -258,10 +269,10 @@ def table(records: list[Record]) -> str:
         weights, ema, *x = map(mean, ends)
         settings = ", ".join(f"{value:g}" for value in (rate, *average))
         row = [name, f"{num_bytes:.1f}", settings, str(len(runs)), weights]
-        row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""]), minus(runs, cells.get(PEER, []))]
-        rows.append(row)
+        row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""])]
+        rows.append([*row, *(of(runs, cells.get(PEER, [])) for of in (minus, steps_to))])
     header = ["optimizer", "bytes", "rate, c, μ_y", "seeds", "weights", "EMA (bytes)", "x"]
-    return common.markdown([*header, "− AdamW"], rows)
+    return common.markdown([*header, "− AdamW", "steps to AdamW's"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:

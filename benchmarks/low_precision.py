@@ -92,8 +92,7 @@ def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
 
 def spa_in(dtype: Any) -> Scheme:
     """Stochastically rounded, with z in a dtype."""
-    make = lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
-    return Scheme(BF16, make)
+    return Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key))
 
 
 sgd = functools.partial(optax.sgd, accumulator_dtype=F32)
@@ -106,9 +105,7 @@ SCHEMES = {
     "SPA, float8_e4m3fn z, stochastic": spa_in(jnp.float8_e4m3fn),
     "SPA, float8_e5m2 z, stochastic": spa_in(jnp.float8_e5m2),
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
-    "SGD+M, float32 m, stochastic": Scheme(
-        BF16, lambda a, b, key: stochastic_rounding(sgd(a, b), key)
-    ),
+    "SGD+M, float32 m, stochastic": Scheme(BF16, lambda a, b, k: stochastic_rounding(sgd(a, b), k)),
     MASTER: Scheme(BF16, lambda a, b, key: with_master(sgd(a, b))),
     "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))),
     "SGD+M, bfloat16 m, float32 params": Scheme(F32, lambda a, b, key: with_bfloat16_m(a, b)),

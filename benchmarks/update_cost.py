@@ -188,10 +188,8 @@ def main(argv: list[str] | None = None) -> str:
     for name in arguments.tree:
         shapes = TREES[name]()
         figures = everything[name] = measure(shapes, arguments.rounds)
-        leaves, speed = sizes(shapes), figures[REFERENCE]["bandwidth"] / 1e9
-        text.append(
-            f"{name}: {sum(leaves):,} params, {len(leaves):,} leaves; {COPY} at {speed:.1f} GB/s"
-        )
+        leaves, speed = sizes(shapes), f"{figures[REFERENCE]['bandwidth'] / 1e9:.1f} GB/s"
+        text.append(f"{name}: {sum(leaves):,} params, {len(leaves):,} leaves; {COPY} at {speed}")
         text.append(table(figures))
     common.write_json(arguments.json, {"device": text[0], **everything})
     print("\n\n".join(text))

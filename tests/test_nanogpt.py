@@ -156,14 +156,18 @@ def test_table_of_runs() -> None:
     ends = {"AdamW": [[2.0, 3.0], [2.1, 3.0], [2.2, 3.0]]}
     ends["spa_adamw"] = [[3.0, 3.0, loss] for loss in (1.9, 1.9, 2.2)]
     records = [
-        record | {"optimizer": name, "seed": seed, "curve": [[9, *losses]]}
+        record
+        | {"optimizer": name, "seed": seed}
+        | {"curve": [[1, 9.0, 9.0, 9.0], [3 + seed, *losses], [9, *losses]]}
         for name, of_seeds in ends.items()
         for seed, losses in enumerate(of_seeds)
     ]
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
     row = f"| spa_adamw | 12.0 | 0.004 | 3 | 3.0000 | 3.0000 (16.0) | 2.0000 | {difference} |"
-    assert row in language_model.table(records)
+    assert f"{row} 4 |" in language_model.table(records)
+    records[-1]["curve"][1][3] = 2.3  # does not reach AdamW's loss
+    assert f"{row}  |" in language_model.table(records)
     records[0]["curve"] = [[9, None, None]]
     assert "| AdamW | 12.0 | 0.004 | 3 | – | – (16.0) |" in language_model.table(records)
 
