@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import render
 from flax import nnx
+from helpers import long
 from safetensors.flax import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -143,8 +144,9 @@ NUM_BYTES = {
 
 
 @pytest.mark.slow
-def test_benchmark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row trains, on questions in TREC's form. Rounded to nearest, few params move."""
+@pytest.mark.parametrize("rows", [[*NUM_BYTES, "LoRA, float32"], long(list(finetune.ROWS))])
+def test_benchmark(rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They train, on questions in TREC's form. Rounded to nearest, few params move."""
 
     def retrieve(url: str, _: str, path: Path) -> str:
         name = "train" if "train" in url else "validation"
@@ -158,10 +160,10 @@ def test_benchmark(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "EMA", 1.0)  # so that the average stays where it begins
     out = folder / "records"
     arguments = [*options(folder), "--task", "trec", "--steps", "10", "--seeds", "1"]
-    arguments += ["--every", "5", "--rate", "1e-5"]
+    arguments += ["--every", "5", "--rate", "1e-5", "--row", *rows]
     arguments += ["--json", str(out), "--updates", str(folder / "updates")]
     records = {record["row"]: record for record in finetune.main(arguments)}
-    assert records.keys() == finetune.ROWS.keys()
+    assert records.keys() == set(rows)
     for name, num_bytes in NUM_BYTES.items():
         assert records[name]["bytes"] == pytest.approx(num_bytes, abs=0.3), name
     reference = records["float32"]
