@@ -22,7 +22,7 @@ from spa_optax import SPAState, _storage
 from spa_optax._trees import map_trained
 
 # As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
-FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 = (
+FLOAT16, *FLOAT8 = (
     pytest.param(dtype, marks=pytest.mark.float16)
     for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
@@ -38,7 +38,7 @@ def quick(names: Iterable[str], *chosen: str) -> list[Any]:
 # For long runs: these tests compile without optimization, which is no gain there.
 optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 NUM_STEPS = 2_000
-UNIFORM = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
+MEAN = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
 BATCH = 64
 # In compiled programs.
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")

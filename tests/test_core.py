@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, lenient, run, table, x64
+from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64
 
 from spa_optax import eval_params, spa, spa_from_sgdm
 from spa_optax._core import Scalars, transformation
@@ -24,7 +24,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, *FLOAT8])
 @pytest.mark.parametrize("name", ["eta=1", "nesterov", "gpa"])
 def test_master_weights_made_by_init_on_wider_params(name: str, dtype: Any) -> None:
     # z keeps what narrow params lose of the float32 params that `init` saw; but where params are

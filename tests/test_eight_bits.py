@@ -9,19 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT16,
-    optimized,
-    quick,
-    run,
-    slow,
-    spa_state,
-    trained,
-    x64,
-    z_of,
-)
+from helpers import FLOAT8, FLOAT16, optimized, quick, run, slow, spa_state, trained, x64, z_of
 from scipy import stats
 
 from spa_optax import (
@@ -38,8 +26,7 @@ from spa_optax import (
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
-of_8_bits = [FLOAT8_E4M3FN, FLOAT8_E5M2]
-every_dtype = pytest.mark.parametrize("dtype", [*of_8_bits, jnp.bfloat16])
+every_dtype = pytest.mark.parametrize("dtype", [*FLOAT8, jnp.bfloat16])
 E4M3 = jnp.float8_e4m3fn
 MAKE: dict[str, Any] = {
     "spa": functools.partial(spa, 0.5, 0.25),
@@ -68,7 +55,7 @@ def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> 
     assert jnp.all(z_of(state, found)["w"] != found["w"])
 
 
-@pytest.mark.parametrize("dtype", [*of_8_bits, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [*FLOAT8, jnp.bfloat16, jnp.float32])
 def test_the_mean_of_a_step(dtype: Any) -> None:
     """Over places and steps, x and z are what NumPy has for them in float64."""
     n, rng = 20_000, np.random.default_rng(0)
@@ -105,8 +92,8 @@ def added(v: float, u: Any) -> Any:
     return np.mean(u**2 * (1 / 6 - (np.exp(-2 * k**2 * v / u**2) / k**2).sum(0)))
 
 
-def share_of_rounding(dtype: Any, eta: float, c: float, ulp: float | None) -> float:
-    """R/η² of docs/method.md, for d normally distributed, and params with an ulp, or exact."""
+def variances(dtype: Any, eta: float, c: float, ulp: float | None) -> tuple[float, float]:
+    """R of docs/method.md, for d normally distributed, and of y's rounding if it has an ulp."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
     tiny = float(info.tiny) * (_storage.form_for(jnp.dtype(dtype)).unit or 1)
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
@@ -115,7 +102,7 @@ def share_of_rounding(dtype: Any, eta: float, c: float, ulp: float | None) -> fl
         size = np.maximum(np.abs(normal) * np.sqrt(sq_d), tiny)
         r = added(c**2 * sq_d + kept * eta**2, 2.0 ** (np.floor(np.log2(size)) - info.nmant))
         p = added(c**2 * (sq_d + eta**2), np.array([ulp])) if ulp else 0.0
-    return r / eta**2
+    return r, p
 
 
 @pytest.mark.parametrize(("c", "start"), [(0.1, None), (0.1, 0.02), slow(0.05, None)])
@@ -139,7 +126,8 @@ def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
 
     error = np.subtract(*optimized(lambda: list(errors()))(), dtype=np.float64)
     measured = (error**2).mean(1) / (num_steps * rates[:, 0] ** 2)
-    expected = [share_of_rounding(dtype, float(eta), c, start and 2.0**-13) for eta in rates[:, 0]]
+    etas = map(float, rates[:, 0])
+    expected = [variances(dtype, eta, c, start and 2.0**-13)[0] / eta**2 for eta in etas]
     np.testing.assert_allclose(measured, expected, rtol=5 * np.sqrt(2 / n))
     # As docs/method.md has it, in the normal range and below.
     over_q = (1 - (1 - c) ** 2) / (1 - c) ** 2 * 4.0 ** jnp.finfo(dtype).nmant * 16 * np.log(2)
@@ -148,7 +136,30 @@ def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
     assert (np.abs(error.mean(1)) < 5 * error.std(1) / np.sqrt(n)).all()
 
 
-@pytest.mark.parametrize("dtype", [*of_8_bits, FLOAT16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [E4M3, jnp.bfloat16, None])
+def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(dtype: Any) -> None:
+    """z − y keeps what rounding takes from y, so that y forgets it at the rate c; None: no z."""
+    n, steps, eta, c, ulp, bf16 = 4_096, jnp.arange(2_000), 2e-5, 0.1, 2.0**-13, jnp.bfloat16
+    noise = lambda _, k: eta * jax.random.normal(jax.random.fold_in(KEY, k), (n,))
+
+    def end(tx: Any, dtype: Any) -> np.ndarray:
+        start = jnp.full(n, 0.02, bf16).astype(dtype)
+        return np.asarray(optimized(lambda: trained(tx, noise, start, steps)[0])(), float)
+
+    exact, kept = end(spa(1.0, c), jnp.float32), (1 - c) ** 2
+    if dtype is None:
+        tx = stochastic_rounding(optax.sgd(c, 1 - c), KEY)
+        expected = len(steps) * added((c * eta) ** 2 / (1 - kept), np.array([ulp]))
+    else:
+        tx = spa(1.0, c, state_dtype=dtype, rounding_key=KEY)
+        of_z, of_y = variances(dtype, eta, c, ulp)
+        expected = of_y / (1 - kept) + len(steps) * of_z
+    error = end(tx, bf16) - exact
+    assert np.mean(error**2) == pytest.approx(expected, rel=5 * np.sqrt(2 / n))
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, FLOAT16])
 def test_saturation(dtype: Any) -> None:
     """z stays within the limit of y, and the gauge counts; what is not finite comes to y."""
     limit = float(jnp.finfo(dtype).max) / 256

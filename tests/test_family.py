@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import UNIFORM, batches, digits, relative_difference, run, trajectory, x64
+from helpers import MEAN, batches, digits, relative_difference, run, trajectory, x64
 
 from spa_optax import (
     SPAState,
@@ -69,14 +69,14 @@ ADAMW: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
 MUON = optax.contrib.muon(0.01)
 AROUND = lambda base, rate, b1=0.9, power=2.0: optax.contrib.schedule_free(base, rate, b1, power)
 SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {  # Optax's, and ours
-    "spa, 0.5": (AROUND(optax.sgd(0.5), 0.5, 0.5, 0.0), spa(0.5, UNIFORM, 0.5)),
-    "spa, 0.9": (AROUND(optax.sgd(0.5), 0.5), spa(0.5, UNIFORM, 0.9)),
-    "spa, 1": (AROUND(optax.sgd(0.5), 0.5, 1.0, 0.0), spa(0.5, UNIFORM)),
+    "spa, 0.5": (AROUND(optax.sgd(0.5), 0.5, 0.5, 0.0), spa(0.5, MEAN, 0.5)),
+    "spa, 0.9": (AROUND(optax.sgd(0.5), 0.5), spa(0.5, MEAN, 0.9)),
+    "spa, 1": (AROUND(optax.sgd(0.5), 0.5, 1.0, 0.0), spa(0.5, MEAN)),
     "spa_adamw": (
         optax.contrib.schedule_free_adamw(0.01, b1=0.9, **ADAMW),
-        spa_adamw(0.01, UNIFORM, 0.9, **ADAMW),
+        spa_adamw(0.01, MEAN, 0.9, **ADAMW),
     ),
-    "muon": (AROUND(MUON, 0.01), primal_averaging(MUON, UNIFORM, 0.9)),
+    "muon": (AROUND(MUON, 0.01), primal_averaging(MUON, MEAN, 0.9)),
 }
 
 

@@ -17,18 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
-from helpers import (
-    COLLECTIVE,
-    FLOAT16,
-    UNIFORM,
-    lenient,
-    run,
-    slow,
-    spa_state,
-    table,
-    trajectory,
-    x64,
-)
+from helpers import COLLECTIVE, FLOAT16, MEAN, lenient, run, slow, spa_state, table, trajectory, x64
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -140,11 +129,11 @@ WATCHED = lambda **kwargs: track_momentum(
 adamw = functools.partial(Transform, linear=False)
 # A new member of the family goes here.
 FACTORIES: dict[str, Transform] = {
-    "spa, schedules": Transform(partial(spa, COSINE, UNIFORM)),
+    "spa, schedules": Transform(partial(spa, COSINE, MEAN)),
     "sgdm, schedule": Transform(partial(spa_from_sgdm, COSINE, 0.9)),
     "sgdm, nesterov": Transform(partial(spa_from_sgdm, COSINE, 0.9, True), quick=True),
     "stochastic": Transform(partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY)),
-    "gpa": Transform(partial(spa, COSINE, UNIFORM, MU_Y), quick=True),
+    "gpa": Transform(partial(spa, COSINE, MEAN, MU_Y), quick=True),
     "schedule_free": Transform(partial(schedule_free, COSINE), quick=True),
     "tracked": Transform(lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)), num_sums=2),
     "around sgd at z": Transform(partial(primal_averaging, AT_Z, 0.1, params_of_base="z")),

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, compiled_step, run, x64
+from helpers import COLLECTIVE, FLOAT8, FLOAT16, compiled_step, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -20,7 +20,7 @@ from spa_optax._precision import Stream, random_bits, rounded, seeds_like
 KEY = jax.random.key(0)
 BF16 = jnp.bfloat16
 SEED = jnp.uint32(0x12345678)
-every_dtype = pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2])
+every_dtype = pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, *FLOAT8])
 
 
 def some_values(dtype: Any, num: int = 60) -> np.ndarray:
