@@ -129,7 +129,7 @@ ROWS = {
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
     "spa_adamw": Row(4e-3, lambda rate, key, *c: averaged_adamw(rate, *c), average=OF_ADAM),
     "spa_adamw, bfloat16 z": with_z(BF16),
-    "spa_adamw, 8-bit z": with_z(E4M3),
+    "spa_adamw, 8-bit z": with_z(E4M3)._replace(average=(0.1, 0.9)),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
     "Muon averaged": Row(
         16e-3, lambda rate, key, *average: primal_averaging(muon(rate), *average), average=OF_MUON
