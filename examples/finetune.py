@@ -274,6 +274,7 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
             axes.text(steps[-1], at, text, color=line.get_color(), va="center")
         axes.set(xlabel="step", ylabel="validation accuracy, %")
         axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, transparent=True)
 
 
@@ -290,6 +291,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, default=Path("results/finetune"), help=f"folder {default}")
     add("--plot", type=Path, metavar="FILE", help=f"train {', '.join(COMPARED)}, and draw them")
     options = parser.parse_args(argv)
+    for name in ("rate", "steps"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name} must be > 0, got {getattr(options, name)}")
 
     if not options.model_dir.exists():
         download_model(options.model_dir)
