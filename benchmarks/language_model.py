@@ -248,8 +248,8 @@ def steps_to(runs: list[Record], others: list[Record]) -> str:
     last = {record["seed"]: best(record, -2) for record in others if record["curve"][1:]}
 
     def first(run: Record) -> int:
-        with_loss = (i for i in range(len(run["curve"]) - 1) if best(run, i) <= last[run["seed"]])
-        return next((run["curve"][i][0] for i in with_loss), 0)
+        points = enumerate(run["curve"][:-1])
+        return next((k for i, (k, *_) in points if best(run, i) <= last[run["seed"]]), 0)
 
     at = [first(run) for run in runs if run["seed"] in last]
     return f"{statistics.mean(at):,.0f}" if at and all(at) else ""
