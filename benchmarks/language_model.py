@@ -44,7 +44,7 @@ EVERY = 100  # steps between two validations, by an eighth of the text; the last
 EMA = 0.99  # the decay of an average of the weights, which training does not see
 PEER = ("AdamW", 4e-3, ())
 E4M3 = jnp.float8_e4m3fn
-OF_ADAM, OF_MUON = (0.05, 0.9), (0.0125, 0.4)  # c and μ_y
+OF_ADAM = (0.05, 0.9)  # c and μ_y
 Record = dict[str, Any]
 
 
@@ -132,9 +132,9 @@ ROWS = {
     "spa_adamw, 8-bit z": with_z(E4M3)._replace(average=(0.1, 0.9)),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
     "Muon averaged": Row(
-        16e-3, lambda rate, key, *average: primal_averaging(muon(rate), *average), average=OF_MUON
+        8e-3, lambda rate, key, *c: primal_averaging(muon(rate), *c), average=(0.003125, 0.4)
     ),
-    "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, OF_MUON),
+    "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, (0.0125, 0.4)),
     "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon),
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
@@ -146,8 +146,8 @@ ROWS = {
     "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
     "Adafactor": Row(4e-3, lambda rate, key: adafactor(rate)),
 }
-of_both = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
-ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in of_both}
+at_constant_rate = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
+ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_constant_rate}
 ROWS["AdamW averaged, constant"] = Row(
     8e-3, lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8), floor=1.0
 )
@@ -289,7 +289,8 @@ def main(argv: list[str] | None = None) -> str:
     texts, chosen = nanogpt.read(arguments.data_dir), []
     for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
         row = ROWS[name]
-        row = row._replace(average=row.average and tuple(arguments.average or row.average))
+        if row.average and arguments.average:
+            row = row._replace(average=tuple(arguments.average))
         for rate in arguments.rates or [row.rate]:
             run = functools.partial(train, row, rate, arguments.steps, seed, texts)
             key = (name, rate, list(row.average), arguments.steps, seed)
