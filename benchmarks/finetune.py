@@ -41,7 +41,7 @@ MD5 = {"train": "c62c403d02ef12ad46da9bfb308473d4", "test": "0e43dfe89110e97af7e
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "float32"
-EMA = 0.99  # the decay of an average of the params, which training does not see
+EMA = 0.99  # the decay of an average of the params, at first their mean; training does not see it
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
 Record = dict[str, Any]
 
@@ -179,13 +179,13 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
         loss = lambda params, *batch: loss_of_model(merged(params), *batch)
     dtype, tx = row.make(run)
     start = optax.tree.cast(params, dtype)
-    follow = jax.jit(partial(optax.incremental_update, step_size=1 - EMA), donate_argnums=1)
+    follow = jax.jit(optax.incremental_update, donate_argnums=1)
     ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
     every = every or max(1, run.num_steps // example.NUM_REPORTS)
     evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
     of_run = (run.num_steps, run.seed)
     for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
-        ema = ema and follow(reached[0], ema)
+        ema = ema and follow(reached[0], ema, max(1 - EMA, 1 / step))
         if step % every == 0 or step == run.num_steps:
             x, num_bytes = example.at_x(*reached), example.bytes_of(*reached)
             of_points = [example.validate(evaluate, point, data[1]) for point in (x, ema) if point]

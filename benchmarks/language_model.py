@@ -57,6 +57,7 @@ class Row(NamedTuple):
     average: tuple[float, ...] = ()
     floor: float = 0.1  # the last rate over the peak
     ema_dtype: Any = None  # by default that of the params
+    has_x: bool = True  # if it averages
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
@@ -119,11 +120,15 @@ ROWS = {
     "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
     "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
     "AdamW, β₁ = 0.95": Row(4e-3, lambda rate, key: adamw(rate, b1=0.95)),
+    "NAdamW": Row(4e-3, lambda rate, key: adamw(rate, nesterov=True)),
     "AdamW to 0": Row(4e-3, lambda rate, key: adamw(rate), floor=0.0),
     "AdamW, EMA in bfloat16": Row(4e-3, lambda rate, key: adamw(rate), ema_dtype=BF16),
     "AdamW, bfloat16 m": rounded(4e-3, lambda rate: adamw(rate, mu_dtype=BF16)),
     "AdamW, companded moments, low half": Row(
         4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED)), BF16
+    ),
+    "AdamW, companded moments, error bits": Row(
+        4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED), jnp.int8), BF16
     ),
     "AdamW, companded moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)),
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
@@ -135,7 +140,7 @@ ROWS = {
         8e-3, lambda rate, key, *c: primal_averaging(muon(rate), *c), average=(0.003125, 0.4)
     ),
     "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, (0.0125, 0.4)),
-    "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon),
+    "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon, has_x=False),  # it evaluates about y
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
     ),
@@ -143,8 +148,9 @@ ROWS = {
     "Muon, 8-bit m, linear": rounded(8e-3, lambda rate: in_codes(muon(rate), LINEAR)),
     "SGD+M": Row(0.25, lambda rate, key: sgdm(optax.sgd(rate, 0.9))),
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
-    "Lion": Row(5e-4, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
-    "Adafactor": Row(4e-3, lambda rate, key: adafactor(rate)),
+    "Lion": Row(1e-3, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
+    "Adafactor": Row(8e-3, lambda rate, key: adafactor(rate)),
+    "Adafactor, bfloat16": rounded(8e-3, adafactor),
 }
 at_constant_rate = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
 ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_constant_rate}
@@ -159,7 +165,8 @@ ROWS["spa_adamw, Schedule-Free, constant"] = Row(
 def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
     """From initial params to the carry; and a step, from carry and batch to carry and loss.
 
-    The carry is params, the optimizer's state, and e ← e + (1 − EMA) (params − e) with its state.
+    The carry is params, the optimizer's state, and e with its state: the mean of the params so far,
+    and later e ← e + (1 − EMA) (params − e).
     """
     schedule = nanogpt.schedule(rate, num_steps, row.floor)
     clip = in_float32(optax.clip_by_global_norm(nanogpt.CLIP))
@@ -173,11 +180,12 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
         return params, tx.init(params), e, mean.init(e)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(carry: Any, *batch: jax.Array) -> Any:
+    def step(carry: Any, k: Any, *batch: jax.Array) -> Any:
         params, state, e, of_mean = carry
         value, grads = jax.value_and_grad(loss)(params, *batch)
         params, state = common.update(tx, grads, params, state)
-        towards = lambda x, e: (1 - EMA) * (x.astype(F32) - e.astype(F32))
+        c = jnp.maximum(1 - EMA, 1 / (k + 1))
+        towards = lambda x, e: c * (x.astype(F32) - e.astype(F32))
         change, of_mean = mean.update(jax.tree.map(towards, params, e), of_mean, e)
         return (params, state, optax.apply_updates(e, change), of_mean), value
 
@@ -205,14 +213,14 @@ def train(
     def validate(carry: Any, every: int) -> list[float | None]:
         params, state, e, _ = carry
         points = [params, e]
-        if optax.tree.get(state, "mu_y", 0) > 0:  # of EMA-Nesterov it is 0 in the end
+        if row.has_x and optax.tree.get(state, "mu_y", 0) > 0:
             points.append(eval_params(state, params))
         of_points = [float(mean_loss(x, [y[::every] for y in unseen])) for x in points]
         return [round(loss, 6) if np.isfinite(loss) else None for loss in of_points]
 
     begin, curve = time.perf_counter(), []
     for k in range(num_steps):
-        carry, _ = step(carry, *batch(k))
+        carry, _ = step(carry, k, *batch(k))
         watch(k, carry[1])
         if (is_last := k + 1 == num_steps) or (k + 1) % EVERY == 0:
             curve.append([k + 1, *validate(carry, 1 if is_last else 8)])
@@ -285,6 +293,8 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--steps", type=int, default=nanogpt.STEPS, help="of each run")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
     arguments = common.parse(parser, argv, "steps")
+    if (name := "Muon, EMA-Nesterov") in arguments.optimizers and arguments.steps != nanogpt.STEPS:
+        parser.error(f"{name} is one of {nanogpt.STEPS:,} --steps, got {arguments.steps:,}")
     records = common.Records(arguments.json, ("optimizer", "rate", "average", "steps", "seed"))
     texts, chosen = nanogpt.read(arguments.data_dir), []
     for seed, name in itertools.product(arguments.seeds, arguments.optimizers):

@@ -82,7 +82,7 @@ def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), nanogpt.CLIP)
             optimizer.step()
-            carry, ours = step(carry, *(jnp.asarray(x.numpy(), jnp.int32) for x in batch))
+            carry, ours = step(carry, k, *(jnp.asarray(x.numpy(), jnp.int32) for x in batch))
             found.append((loss.item(), float(ours)))
     return found
 

@@ -5,7 +5,8 @@
 - `LINEAR`: Gupta et al., Effective Quantization of Muon Optimizer States, 2025, arXiv:2509.23106.
 - `COMPANDED`: Gonzalez Ortiz et al., FlashOptim, 2026, arXiv:2602.23349, with groups of 32.
 - `with_low_half`: Kalamkar et al., Optimizing Deep Learning Recommender Systems Training on CPU
-  Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim at 32 bits has the same.
+  Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim at 32 bits has the same,
+  and by default (24 bits) 8 bits of that half.
 """
 
 from collections.abc import Callable
@@ -105,30 +106,35 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A float32 as the nearest bfloat16 and what its bits lack, 16 bits each."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     high = (bits + 0x8000) >> 16
-    low = (bits - (high << 16)).astype(jnp.uint16)
+    low = jax.lax.bitcast_convert_type(bits - (high << 16), jnp.int32).astype(jnp.int16)
     return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), BF16), low
 
 
 def join(high: jax.Array, low: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
-    bits += jax.lax.bitcast_convert_type(low, jnp.int16).astype(jnp.int32).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits, F32)
+    return jax.lax.bitcast_convert_type(bits + low.astype(jnp.uint32), F32)
 
 
-def with_low_half(base: Tx) -> Tx:
-    """Trains bfloat16 params as if they were float32: the state has the lower half of each."""
+def with_low_half(base: Tx, dtype: Any = jnp.int16) -> Tx:
+    """Trains bfloat16 params as if they were float32: the state has the lower half of each.
+
+    In int8 it is multiplied by 127/2^15.
+    """
+    unit = 1 if dtype == jnp.int16 else 2**15 / 127
+    pack = lambda x: jnp.round(split(x)[1] / unit).astype(dtype)
+    unpack = lambda low: jnp.round(low * unit).astype(jnp.int32)
 
     def init(params: Any) -> Any:
         x = optax.tree.cast(params, F32)
-        return base.init(x), jax.tree.map(lambda x: split(x)[1], x)
+        return base.init(x), jax.tree.map(pack, x)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         of_base, low = state
-        x = jax.tree.map(join, params, low)
+        x = jax.tree.map(lambda high, low: join(high, unpack(low)), params, low)
         x, of_base = common.update(base, optax.tree.cast(updates, F32), x, of_base)
         # In float32 the difference of two bfloat16 numbers is exact, unless one is tiny.
         change = lambda x, old: split(x)[0].astype(F32) - old.astype(F32)
         u = jax.tree.map(change, x, params)
-        return u, (of_base, jax.tree.map(lambda x: split(x)[1], x))
+        return u, (of_base, jax.tree.map(pack, x))
 
     return Tx(init, update)

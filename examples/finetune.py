@@ -102,6 +102,8 @@ class Classifier(nnx.Module):
         embed = partial(nnx.Embed, features=width, rngs=rngs)
         sizes = ("vocab_size", "max_position_embeddings", "type_vocab_size")
         self.words, self.places, self.types = (embed(config[size]) for size in sizes)
+        for table in (self.words, self.places, self.types):
+            table.dtype = None  # that of its params at any time, and not of the first
         self.norm = nnx.LayerNorm(width, epsilon=config["layer_norm_eps"], rngs=rngs)
         stacked = nnx.split_rngs(splits=config["num_hidden_layers"])
         self.layers = stacked(nnx.vmap(partial(Layer, config)))(rngs)

@@ -38,6 +38,7 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 WIDTH, HEADS, LAYERS = 128, 4, 4
 LENGTH, BATCH = 64, 12  # characters of a text, texts of a step
+COMPUTE_DTYPE = jnp.float32  # of activations; a GPU or TPU is faster in bfloat16, a CPU slower
 WARM_UP = 100  # steps
 NUM_REPORTS = 20  # in a run: losses, gauge and checkpoint
 VALIDATION_BATCHES = 64
@@ -133,7 +134,8 @@ def norm(rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def embed(number: int, rngs: nnx.Rngs) -> nnx.Embed:
-    return nnx.Embed(number, WIDTH, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+    initial = nnx.initializers.normal(0.02)
+    return nnx.Embed(number, WIDTH, dtype=COMPUTE_DTYPE, embedding_init=initial, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -156,7 +158,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Logits of the next character, computed in the dtype of the params."""
+    """Logits of the next character, computed in COMPUTE_DTYPE."""
 
     def __init__(self, num_characters: int, rngs: nnx.Rngs) -> None:
         self.characters, self.places = embed(num_characters, rngs), embed(LENGTH, rngs)
