@@ -46,8 +46,8 @@ def spa(
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
         a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2
-        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and rates of 2e-4
-        or more; with float32 params 2e-5, and 1e-6 in float8_e5m2. To change it in mid-run use
+        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and rates of 2e-5
+        or more; float8_e5m2 5e-5, and with float32 params 1e-6. To change it in mid-run use
         `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
