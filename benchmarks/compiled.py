@@ -4,10 +4,10 @@
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
     python benchmarks/compiled.py --target v5e h100
 
-Params and state are donated. The columns: bytes that kernels read from the device's memory and
-write to it, a parameter; kernels a leaf; bytes written to that memory and not returned, a
-parameter; XLA's estimate of cycles over that of the peer, the first row of each group; seconds to
-compile. A last table has the updates with collectives where every leaf is split over many devices.
+Params and state are donated. The columns: bytes a parameter that kernels read from the device's
+memory and write to it; kernels a leaf; bytes written there and not returned; XLA's cycles over the
+peer's, the first row of each group; seconds to compile. A last table has the collectives, where
+every leaf is split over many devices.
 """
 
 import functools

@@ -2,10 +2,9 @@
 
     python benchmarks/equivalence.py
 
-Logistic regression on the digits of scikit-learn, in batches of 64. It is convex, so that rounding
-errors do not grow by themselves. Reported is the L2 norm of the difference of params over that of
-the params. For a constant rate there is SGD+M in float32 once more, in the form of Keras
-(v ← βv + αg, x ← x − v), which in exact arithmetic is the same.
+Logistic regression on the digits of scikit-learn, in batches of 64: convex, so that rounding errors
+do not grow by themselves. Reported is the L2 norm of the difference of params over that of the
+params. For a constant rate SGD+M is there in the form of Keras as well (v ← βv + αg, x ← x − v).
 """
 
 import itertools

@@ -7,8 +7,6 @@ kinds of answer each asks for. A record has the validation accuracy and loss, an
 from the first to the last params, in numbers: the share of params that moved at all, and cosine,
 length and distance relative to the update of the row "float32" of the same rate and seed. That one
 is kept in the folder --updates.
-
-LoRA trains the last layer and matrices of rank 8 beside those of queries and values.
 """
 
 import importlib.util
@@ -199,12 +197,12 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
 
 def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """The share of params that moved; length and distance are relative to the reference."""
-    u, r = (array.astype(np.float64) for array in (update, reference))
+    u, r = update.astype(np.float64), reference.astype(np.float64)
     of_u, of_r, between = map(np.linalg.norm, (u, r, u - r))
     cosine = u @ r / max(of_u * of_r, np.finfo(float).tiny)
-    figures = {"moved": np.mean(u != 0), "cosine": cosine, "length": of_u / of_r}
-    figures["distance"] = between / of_r
-    return {name: round(float(figure), 5) for name, figure in figures.items()}
+    names = ("moved", "cosine", "length", "distance")
+    figures = (np.mean(u != 0), cosine, of_u / of_r, between / of_r)
+    return {name: round(float(x), 5) for name, x in zip(names, figures, strict=True)}
 
 
 def measure(name: str, run: Run, folder: Path, *of_all: Any) -> Record:

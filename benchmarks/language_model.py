@@ -119,7 +119,6 @@ def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
 ROWS = {
     "AdamW, as published": Row(nanogpt.RATE, lambda rate, key: adamw(rate)),
     "AdamW": Row(4e-3, lambda rate, key: adamw(rate)),
-    "AdamW, β₁ = 0.95": Row(4e-3, lambda rate, key: adamw(rate, b1=0.95)),
     "NAdamW": Row(4e-3, lambda rate, key: adamw(rate, nesterov=True)),
     "AdamW to 0": Row(4e-3, lambda rate, key: adamw(rate), floor=0.0),
     "AdamW, EMA in bfloat16": Row(4e-3, lambda rate, key: adamw(rate), ema_dtype=BF16),
@@ -195,10 +194,7 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
 def train(
     row: Row, rate: float, num_steps: int, seed: int, texts: Any, watch: Watch = common.ignore
 ) -> Record:
-    """Bytes, and validation losses of the weights, of their EMA and of x by the number of steps.
-
-    A run ends when its loss is not finite.
-    """
+    """Bytes, and losses of the weights, of their EMA and of x by steps, until one is not finite."""
     keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
     start, step = make_steps(row, rate, num_steps, keys[2])
     carry = start(nanogpt.init(keys[0]))

@@ -74,11 +74,7 @@ def with_kahan(tx: Tx) -> Tx:
 
 
 def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
-    """SGD+M that computes in float32, and keeps m in bfloat16.
-
-    (`optax.sgd` with that accumulator multiplies by β in bfloat16, which is 0.898 for 0.9 and 0.988
-    for 0.99: another momentum, and with it a smaller step.)
-    """
+    """SGD+M that computes in float32, and keeps m in bfloat16; `optax.sgd` makes β 0.898."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params

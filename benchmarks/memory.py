@@ -8,9 +8,8 @@ XLA's compilers run without the hardware. The program is a whole training step, 
 gradients and state split over all devices (FSDP); README.md says more, and what the columns are.
 The decoder, and the update in the backward pass, are those of `examples/one_card.py`.
 
---largest is another table: the largest model that each optimizer trains on one card. The need is
-much the same on all cards, so that for an H100 stands for all, except within 5 % of a card's limit.
-With --json a program is not compiled again.
+--largest is the largest model that each optimizer trains on one card. The need for an H100 stands
+for that of all cards, except within 5 % of a limit. With --json a program is not compiled again.
 """
 
 import functools

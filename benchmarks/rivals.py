@@ -116,10 +116,7 @@ def join(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def with_low_half(base: Tx, dtype: Any = jnp.int16) -> Tx:
-    """Trains bfloat16 params as if they were float32: the state has the lower half of each.
-
-    In int8 it is multiplied by 127/2^15.
-    """
+    """Trains bfloat16 params as float32: the state has their lower halves, or 127/2^15 of those."""
     unit = 1 if dtype == jnp.int16 else 2**15 / 127
     pack = lambda x: jnp.round(split(x)[1] / unit).astype(dtype)
     unpack = lambda low: jnp.round(low * unit).astype(jnp.int32)

@@ -13,9 +13,7 @@ from flax import nnx
 
 # The benchmark has that name, too.
 PATH = Path(__file__).parent.parent / "examples/language_model.py"
-spec = importlib.util.spec_from_file_location("example_language_model", PATH)
-assert spec is not None
-assert spec.loader is not None
+spec: Any = importlib.util.spec_from_file_location("example_language_model", PATH)
 language_model: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(language_model)
 

@@ -11,9 +11,8 @@ writes figure1.png, and for the recipe that most people have audit.png. With
 figures 2, 3 and 4 as well, and tables of their numbers.
 
 Figure 1 maps hyper-parameters from one form of momentum to the other, over 100 steps with a change
-at step 20, α = 1 and β = 0.9. (a) and (b) have beside the paper's recursion the solution that looks
-ahead: the growth comes from the choice of η_0, not from the schedule. Figure 2 is the gauge of
-momentum over a run, Figure 3 training with momentum kept and dropped, and Figure 4 the training
+at step 20; (a) and (b) have beside the paper's recursion the solution that looks ahead. Figure 2 is
+the gauge over a run, Figure 3 training with momentum kept and dropped, and Figure 4 the training
 loss around the first drop of the learning rate, and the test accuracy of all optimizers.
 """
 

@@ -4,8 +4,8 @@
 
 Two replicas take H steps of AdamW, each over four devices. Then their mean change is the gradient
 of an outer SGD with Nesterov momentum: rate 0.3 and momentum 0.9, as in MaxText. `spa_adamw` with
-an interpolation below 1 is its form for one worker, with c = 1 − 0.9^(1/H). The network is
-nanoGPT's, for Tiny Shakespeare in the folder `data`, or another argument, or downloaded to it.
+an interpolation below 1 is its form for one worker, with c = 1 − 0.9^(1/H). The network and the
+text are nanoGPT's; the text is in the folder `data`, or another argument, or downloaded to it.
 
 Douillard et al., DiLoCo, 2023, arXiv:2311.08105, Algorithm 1.
 """
