@@ -10,10 +10,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 LABELS = ("AdamW", "EMA of its weights", "spa_adamw")
-# Of each row: the records, the steps, and the columns of a curve with the losses of the three.
+# Of each row: the records, the steps, the columns of a curve with the losses of the three, and the
+# last point: nanoGPT's is by all of the text, those before by an eighth.
 ROWS = [
-    ("language_model.jsonl", "optimizer", 2_000, (1, 2, 3)),
-    ("finetune.jsonl", "row", 500, (2, 4, 2)),
+    ("language_model.jsonl", "optimizer", 2_000, (1, 2, 3), -1),
+    ("finetune.jsonl", "row", 500, (2, 4, 2), None),
 ]
 # Of each panel: its title, and the names of AdamW and of a form of `spa_adamw`.
 PANELS = [
@@ -28,14 +29,15 @@ def main(folder: str, path: str) -> None:
     """Draws to a file; seed 0, and the lowest loss of those rates that were tried."""
     figure, all_axes = plt.subplots(2, 2, figsize=(7.5, 6), sharey="row", layout="constrained")
     for i, (axes, (title, adamw, averaged)) in enumerate(zip(all_axes.flat, PANELS, strict=True)):
-        name, key, num_steps, columns = ROWS[i // 2]
+        name, key, num_steps, columns, last = ROWS[i // 2]
         records = map(json.loads, Path(folder, name).read_text().splitlines())
         runs = [run for run in records if (run["seed"], run["steps"]) == (0, num_steps)]
         lines = zip(LABELS, (adamw, adamw, averaged), columns, strict=True)
         for label, optimizer, column in lines:
             curves = [run["curve"] for run in runs if run[key] == optimizer]
             curve = min(curves, key=lambda curve: curve[-1][column])
-            axes.plot([p[0] for p in curve], [p[column] for p in curve], label=label)
+            points = [(point[0], point[column]) for point in curve[:last]]
+            axes.plot(*zip(*points, strict=True), label=label)
         axes.set(title=title, xlabel="step")
         axes.spines[["top", "right"]].set_visible(False)
     for left in all_axes[:, 0]:
