@@ -38,7 +38,7 @@ def spa_adamw(
 
     It is `spa` on the directions d: AdamW scales an average of gradients. This averages scaled
     gradients, without bias correction. A step is the learning rate times the mean of the last 1/c
-    directions. With `schedule_free_averaging` it is `optax.contrib.schedule_free_adamw`, b1 = μ_y.
+    directions. With `schedule_free_averaging` it is Schedule-Free AdamW, b1 = μ_y.
     To change a part, chain the pieces, with `spa` after
     `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
 

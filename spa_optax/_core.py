@@ -170,9 +170,10 @@ def advance(
     new_state = SPAState(count, z_stored, *of_state, rule_state=own)
 
     def rounding_error(y: Array, stored: Array, d: Array) -> Array:
-        """A bound on that of d = z − y."""
-        eps = max(float(jnp.finfo(y.dtype).eps), form.eps(stored))
-        return eps * (d if form.follows_params else y.astype(d.dtype))
+        """A bound on that of d = z − y, which has what y lost by rounding."""
+        of_y = float(jnp.finfo(y.dtype).eps) * jnp.abs(y).astype(d.dtype)
+        size = d if form.follows_params else y
+        return jnp.maximum(of_y, form.eps(stored) * jnp.abs(size).astype(d.dtype))
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)

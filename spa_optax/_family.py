@@ -46,8 +46,8 @@ def spa(
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
         fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
         a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2
-        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and rates of 2e-5
-        or more; float8_e5m2 5e-5, and with float32 params 1e-6. To change it in mid-run use
+        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and steps like
+        Adam's at rates of 2e-5, e5m2 5e-5, with float32 params 1e-6. To change it in mid-run use
         `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
         lower precision. None rounds to nearest; complex values always are. The bits do not depend
@@ -126,8 +126,8 @@ def spa_from_sgdm(
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β, until
-        β^horizon < 1e-8, and otherwise 2,000 steps, enough up to β = 0.99. If it is too short, z is
-        rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
+        β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99. If it is too
+        short, z is rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 

@@ -205,10 +205,12 @@ def test_params_of_16_bits_have_no_alignment_once_they_are_rounded() -> None:
 def test_steps_that_are_rounding() -> None:
     """Neither alignment above 1, nor a gain of 200."""
     uniform = jax.random.uniform(jax.random.key(0), (2_000,))
+    in_16_bits = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
     for tx, params in (
         (spa(1e-3, state_dtype=jnp.bfloat16), 1 + uniform),
         (spa(3e-9), 1 + uniform),  # below the rounding of x, which does not move
         (spa_adamw(1e-4, rounding_key=jax.random.key(0)), jnp.ones(2_000, jnp.bfloat16)),
+        (spa_adamw(1e-4, **in_16_bits), jnp.full(2_000, 0.1, jnp.bfloat16)),
     ):
         tracked = track_momentum(tx)
         state, update = tracked.init(params), jax.jit(tracked.update)

@@ -20,8 +20,7 @@ SMOOTHNESS = checks.Rule("finite and > 0", lambda v: _is_real(v) and 0 < v < np.
 
 _OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
 _SPIKE = "α spikes to over twice its neighbours"
-_BOUND = """By the bound, with this smoothness. Its conditions are sufficient, for the worst
-case: recipes that train well have had 3 to 77 times the limit on η."""
+_BOUND = "By the bound, which is for the worst case: recipes that train well exceed its limit on η."
 _REMEDY = (
     "Let η fall by less than c per step (the `step_factor` of `stagewise` or `momentum_drop`), or"
     " give the recipe as SGD+M, to `spa_from_sgdm`."
