@@ -141,7 +141,7 @@ def scale_by_second_moment(
     checks.KEY.optional().check(rounding_key=rounding_key)
     if dtype is not None and rounding_key is None:
         raise ValueError("`rounding_key` must be given with a bfloat16 second moment, got None")
-    b2, eps, key = _as_python(b2), _as_python(eps), None if dtype is None else rounding_key
+    b2, eps = _as_python(b2), _as_python(eps)
 
     def init_fn(params: PyTree) -> Any:
         checks.check_params(params, are_trained=True)
@@ -153,7 +153,7 @@ def scale_by_second_moment(
         trees.check_kind("state", state, RMSState)
         trees.check_same_tree("state.nu", state.nu, "updates", updates)
         state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
-        seeds = seeds_like(key, state.count, state.nu, Stream.SECOND_MOMENT)
+        seeds = seeds_like(rounding_key, state.count, state.nu, Stream.SECOND_MOMENT)
         k = jnp.asarray(optax.safe_increment(state.count))
         nu = optax.tree.update_moment_per_elem_norm(updates, widen(state.nu), b2, 2)
         store = lambda v, old, seed: old if v is None else rounded(v, old.dtype, seed)

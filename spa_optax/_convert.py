@@ -18,19 +18,22 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
 from spa_optax._adam import factored_axes
-from spa_optax._core import SPAState
+from spa_optax._core import SPAState, is_at_start
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._precision import has_narrow, scaled, wide_dtype
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
 from spa_optax._wrappers import Float8MomentumState, PrimalAveragingState, StochasticRoundingState
+from spa_optax._xla import rescale
 from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# x, the trained params before, in 32 bits or more; y, those that the run goes on with; k, the
-# count; nu, ν without bias; and arguments of `convert`.
-Job = namedtuple("Job", "x y k nu learning_rate momentum nesterov averaging b1 b2 eps weight_power")
+# The params before, and as x the trained ones in 32 bits or more; y, those that the run goes on
+# with; k, the count; nu, ν without bias; and arguments of `convert`.
+Job = namedtuple(
+    "Job", "params x y k nu learning_rate momentum nesterov averaging b1 b2 eps weight_power"
+)
 # In this order: the base optimizer in a `ScheduleFreeState` may be Adam.
 _MOMENTA = (optax.contrib.ScheduleFreeState, SPAState, optax.ScaleByAdamState, optax.TraceState)
 # Wrappers: their fields with the states of what they wrap, and the one that counts the steps taken.
@@ -160,7 +163,7 @@ def convert(
     k = _steps_taken(old, old_nodes, count, callable(learning_rate) or callable(momentum))
     nu = _read_second_moment([*dropped, old], [*added, new], y, k, b2, eps)
     hyperparams = learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power
-    job = Job(trained, y, k, nu, *hyperparams)
+    job = Job(x, trained, y, k, nu, *hyperparams)
     run: Any = None
     if type(old) is type(new) is not SPAState:
         kept[type(new)] = [old]
@@ -233,8 +236,8 @@ def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule
     checks.check_one_run("old_state", counts)
     k, *others = map(scalar_of, counts or [0]) if count is None else [jnp.asarray(count)]
     moving = [jnp.any(m != 0) for m in by_path(old.trace).values()]
-    is_at_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
-    is_unknown = count is None and not counts and not is_at_start
+    is_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
+    is_unknown = count is None and not counts and not is_start
     if is_unknown or any(checks.is_surely(other != k) for other in others):
         raise ValueError("`count` must be given where `old_state` holds none, or several, got None")
     if checks.is_surely(k == 0) and any(map(checks.is_surely, moving)):
@@ -262,8 +265,10 @@ def _read(old: Any, job: Job) -> SPAState:
     """The run as SPA. From `optax.trace` η, c and w are of step k − 1, from Adam of the next."""
     k, x = job.k, job.x
     if isinstance(old, SPAState):
-        value, stored = form_of(old.z).value, by_path(tree_of(old.z))
-        z = {key: value(x[key], stored[key]) for key in x}
+        form, stored = form_of(old.z), by_path(tree_of(old.z))
+        z = {key: form.value(x[key], stored[key]) for key in x}
+        y = {key: job.params[key] for key in x}  # perhaps replaced before the first step
+        z = rescale(y, z, {}, is_at_start(old), form.follows_params)
         eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
         return SPAState(k, z, eta, c, w, mu_y, old.rule_state)
     if isinstance(old, optax.contrib.ScheduleFreeState):
@@ -273,7 +278,7 @@ def _read(old: Any, job: Job) -> SPAState:
     if isinstance(old, optax.TraceState):
         alpha = _required("learning_rate", job.learning_rate)
         beta = _required("momentum", job.momentum)
-        ahead = look_ahead(alpha, beta, k - 1, nesterov=job.nesterov)
+        ahead = look_ahead(alpha, beta, jnp.maximum(k - 1, 0), nesterov=job.nesterov)
         w = scale = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
         (eta, c), m = eta_and_c(ahead, w, nesterov=job.nesterov), by_path(old.trace)
     else:
@@ -378,7 +383,8 @@ def _read_second_moment(
         if v.shape != y[key].shape:  # ν = row · column / mean
             i, j = factored_axes(y[key])
             row, column = jnp.expand_dims(rows[key], j), jnp.expand_dims(columns[key], i)
-            nu[key] = row * column / jnp.mean(row, i, keepdims=True)
+            mean = jnp.mean(row, i, keepdims=True)
+            nu[key] = row / jnp.where(mean > 0, mean, 1) * column
     return {key: jnp.maximum(v - jnp.square(eps), 0) for key, v in nu.items()}
 
 
@@ -401,11 +407,7 @@ def _map_nodes(function: Callable[[str, Any], Any], state: PyTree, path: str = "
 
 
 def _nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
-    """The nodes of a state, without the momentum.
-
-    Raises ValueError if that is out of reach, and at a state that is not known, which may depend on
-    anything. Inside a base optimizer any may go on.
-    """
+    """The nodes of a state but the momentum; raises at one that is not known, outside of bases."""
 
     def check(path: str, node: Any) -> Any:
         is_known = isinstance(node, _KNOWN) or _count_field(type(node))

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _storage, _trees as trees
-from spa_optax._checks import KEY, STATE_DTYPE, check_params
+from spa_optax._checks import KEY, STATE_DTYPE, check_params, is_surely
 from spa_optax._precision import Stream, has_narrow, round_update, scalar_dtype, scaled, seeds_like
 from spa_optax._storage import form_of, tree_of
 from spa_optax._trees import map_trained
@@ -130,6 +130,14 @@ def advance(
     g, y = _as_arrays(updates, stored), _as_arrays(params, stored)
     scalars = rule(state, y)
     eta, c, w = scalars.eta, scalars.c, scalars.w
+    if scalars.mu_y is None:  # x would be y
+        is_lost = ~at_start & (state.mu_y != 1)
+        if is_surely(is_lost):
+            rule_of = (
+                "must be of an interpolation of 1 (or give `interpolation` as `lambda k: 1.0`)"
+            )
+            raise ValueError(f"`state` {rule_of}, got {state.mu_y:g}")
+        eta = jnp.where(is_lost, jnp.nan, eta)
     p, delta = _for_params(scalars, state)
     r = _ratios(scalars, y, form.follows_params, at_start)
     one = jnp.ones_like(eta)

@@ -26,10 +26,7 @@ class OutOfRange(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How the z of a parameter y is kept: itself, or z − y in units, which saturates.
-
-    In 16 bits z itself would be rounded to 2^−8 of the params, and small steps would vanish.
-    """
+    """How the z of a parameter y is kept: itself, or z − y in units, which saturates."""
 
     node: Callable[[PyTree], PyTree]  # the type of its node in the state; z itself has none
     unit: float | None = None  # of z − y; None: z itself

@@ -108,10 +108,7 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
-    """Raises ValueError unless the path of each leaf occurs once, and in `params`, with its shape.
-
-    Node types may differ, as under Flax nnx.
-    """
+    """Raises ValueError unless the path of each leaf occurs once, and in `params`, with its shape."""
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
     for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):

@@ -41,12 +41,14 @@ _FLOAT8 = jnp.float8_e4m3fn
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
 _BY_DISTANCE = (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState)
 _BY_FIRST = (optax.contrib.COCOBState, optax.contrib.MechanicState)
+_BY_FIRST += (optax.contrib.DoGState, optax.contrib.DoWGState)
 # What a base must not do, and what to do instead.
 _REFUSED: list[tuple[Any, str, str]] = [
     (_AVERAGES, "average", "average once, and pass `rounding_key` to that"),
     (StochasticRoundingState, "round", "pass `rounding_key` instead"),
     (SKIPS_UPDATES, "skip updates", "put it around this"),
     (optax.LookaheadState, "move params back", "average instead"),
+    (optax.contrib.MadgradState, "average", "use it alone"),
     (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),
     (_BY_DISTANCE, "find its rate by how far params went", "it cannot see z: use another base"),
 ]

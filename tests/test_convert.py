@@ -64,6 +64,13 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
         assert relative_difference(params, never_moved) < tolerance
 
 
+def test_a_schedule_is_not_evaluated_before_count_0() -> None:
+    noam = lambda k: 0.1 * jnp.minimum(k.astype(float) ** -0.5, k * 4**-1.5)
+    sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)
+    state = convert(sgd.init(x), x, into=tx.init(x), learning_rate=noam, momentum=0.9, count=0)
+    chex.assert_trees_all_close(run(tx, x, [x] * 5, state)[0], run(sgd, x, [x] * 5)[0], rtol=1e-5)
+
+
 def test_a_state_from_sgdm_is_as_foreseen() -> None:
     # The state that `spa_from_sgdm` would have had at the same step, and no re-anchoring.
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)

@@ -485,6 +485,7 @@ def test_bad_state() -> None:
         (lambda: tx.update(params, state.inner, params), "be of type `TrackMomentumState`"),
         (lambda: tx.update(params, state), "`params` must be passed to `update`, got None"),
         (lambda: by_leaf.update(params, state), "passed to `update` under `per_leaf`, got None"),
+        (lambda: tx.update(tree, flat.init(tree), tree), "that of the state, ['w'], got []"),
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),
         (lambda: flat.update(tree, flat.init(tree), tree), "changes the tree, got its root"),
         (lambda: momentum_report(state.inner), "must hold one `TrackMomentumState`, got SPAState"),

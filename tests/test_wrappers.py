@@ -103,7 +103,10 @@ def test_refused() -> None:
         'not compare params .*: set `params_of_base="z"`': [
             optax.contrib.cocob(),
             optax.contrib.mechanize(sgd),
+            optax.contrib.dog(),
+            optax.contrib.dowg(),
         ],
+        "not average, got a `MadgradState`: use it alone": [optax.contrib.madgrad(0.1)],
     }
     both: Any = optax.LookaheadParams(1.0, 1.0)
     for match, bases in refused.items():

@@ -126,6 +126,10 @@ def track_momentum(
         if per_leaf is not False and params is None:
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels, count = _labels(per_leaf, params), jnp.asarray(state.count)
+        if (names := sorted({*(labels or {}).values()})) != sorted(state.groups):
+            raise ValueError(
+                f"`per_leaf` must be that of the state, {[*state.groups]}, got {names}"
+            )
 
         def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
