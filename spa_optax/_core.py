@@ -133,10 +133,7 @@ def advance(
     if scalars.mu_y is None:  # x would be y
         is_lost = ~at_start & (state.mu_y != 1)
         if is_surely(is_lost):
-            rule_of = (
-                "must be of an interpolation of 1 (or give `interpolation` as `lambda k: 1.0`)"
-            )
-            raise ValueError(f"`state` {rule_of}, got {state.mu_y:g}")
+            raise ValueError(f"`interpolation` after {state.mu_y:g} must be `lambda k: 1.0`, got 1")
         eta = jnp.where(is_lost, jnp.nan, eta)
     p, delta = _for_params(scalars, state)
     r = _ratios(scalars, y, form.follows_params, at_start)

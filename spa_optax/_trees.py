@@ -108,7 +108,7 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
-    """Raises ValueError unless the path of each leaf occurs once, and in `params`, with its shape."""
+    """Raises ValueError unless each leaf's path occurs once, and in `params`, with its shape."""
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
     for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):
@@ -123,8 +123,7 @@ def check_same_tree(
 ) -> None:
     """Raises ValueError, naming what differs, unless two trees agree in structure and shapes.
 
-    None counts as a leaf of any shape. Without `same_nodes` only paths must agree, not node types:
-    the optimizer state of Flax nnx holds variables of another type than the params.
+    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ, as in nnx.
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
     nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))

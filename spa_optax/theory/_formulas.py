@@ -117,7 +117,7 @@ def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Real
 def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
     """(1 + η/`max_learning_rate`) L/2, the weight of E‖g_k‖² with the augmented function.
 
-    Where E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L, and not L/2 (Insight 1).
+    Where E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L (Insight 1: L/2).
 
     >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾/1½)·½
     0.75
