@@ -101,8 +101,8 @@ def convert(
         these. It is tried out on tiny params, since others have states of the same type.
       new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z
         keeps what they lose.
-      learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`,
-        from and to AdamW, and to Schedule-Free, unless the momentum keeps its form.
+      learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`
+        and `primal_averaging`, from and to AdamW, and to Schedule-Free, unless the form is kept.
       momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.
       nesterov: whether that momentum is Nesterov's.
       averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 − b1.
@@ -137,7 +137,6 @@ def convert(
 
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its proof.
-      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 2.
     """
     checks.RATE.optional().check(learning_rate=learning_rate)
     checks.MOMENTUM.optional().check(momentum=momentum)
@@ -173,6 +172,11 @@ def convert(
         if isinstance(old, of_optax.ADAM_OR_TRACE):
             _warn_of_narrow_params(old_state, old, x)
         run = _read(old, job)
+        was, is_there = (trees.find(of, PrimalAveragingState) for of in (old_state, into))
+        if was and not is_there and type(new) in (SPAState, optax.TraceState):  # where η was 1
+            rate = at_count("learning_rate", _required("learning_rate", learning_rate))
+            rate = rate(jnp.maximum(k - 1, 0))
+            run = run._replace(eta=rate * run.eta, w=rate * run.w)
 
     def moved(_: str, node: Any) -> Any:
         kind, new_node = _kind_of(node), node
@@ -265,10 +269,9 @@ def _read(old: Any, job: Job) -> SPAState:
     """The run as SPA. From `optax.trace` η, c and w are of step k − 1, from Adam of the next."""
     k, x = job.k, job.x
     if isinstance(old, SPAState):
-        form, stored = form_of(old.z), by_path(tree_of(old.z))
-        z = {key: form.value(x[key], stored[key]) for key in x}
-        y = {key: job.params[key] for key in x}  # perhaps replaced before the first step
-        z = rescale(y, z, {}, is_at_start(old), form.follows_params)
+        form, z = form_of(old.z), by_path(tree_of(old.z))
+        z = {key: form.value(x[key], z[key]) for key in x}
+        z = rescale({i: job.params[i] for i in x}, z, {}, is_at_start(old), form.follows_params)
         eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
         return SPAState(k, z, eta, c, w, mu_y, old.rule_state)
     if isinstance(old, optax.contrib.ScheduleFreeState):

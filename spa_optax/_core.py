@@ -144,8 +144,7 @@ def advance(
     )
     seeds = seeds_like(rounding_key, state.count, stored, Stream.PARAMS_AND_Z)
 
-    # Where z − y is stored, z stands for z − y_k here. (From z itself, XLA for TPU v7x would make
-    # two kernels of `spa_adamw`.)
+    # Where z − y is stored, z stands for z − y_k here: of z itself TPU v7x would make two kernels.
     # z_k ← y_k + r (z_k − y_k)
     z = rescale(y, map_trained(form.decode, y, stored), r, at_start, form.follows_params)
     # z_{k+1} = z_k − η g_k
@@ -180,7 +179,6 @@ def advance(
         size = d if form.follows_params else y
         return jnp.maximum(of_y, form.eps(stored) * jnp.abs(size).astype(d.dtype))
 
-    # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
     out_of_range = map_trained(lambda _, stored: form.out_of_range(stored), y, stored)

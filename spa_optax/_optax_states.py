@@ -109,10 +109,7 @@ def _concrete() -> Iterator[None]:
 
 
 def _steps_of(tx: Any, params: PyTree, count: int = 0) -> tuple[Array, Array, PyTree]:
-    """A step from each of some moments, and a second step. `count` is the count of schedules.
-
-    Returns ν before each step and μ, ν and updates after it, as vectors; Adam's counts; a state.
-    """
+    """A step from each moment and a second: ν before; μ, ν and updates after it; counts; state."""
     full = optax.tree.full_like
     is_count = lambda path: keystr(path).endswith((".count", ".gradient_step", ".step"))
     at_count = lambda path, leaf: full(leaf, count) if is_count(path) else leaf

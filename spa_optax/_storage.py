@@ -76,8 +76,7 @@ class Form(NamedTuple):
         return OutOfRange(saturated, count((size > 0) & (size < tiny)), count(size > 0))
 
 
-# Each dtype has a node and a field of its own: checkpoints hold the names of fields, and cast
-# arrays to the dtypes of what they are read into.
+# Each dtype has a node and a field of its own: checkpoints hold names, and cast what they restore.
 BFloat16Difference = namedtuple("BFloat16Difference", "bfloat16")
 Float16Difference = namedtuple("Float16Difference", "float16")
 E4M3Difference = namedtuple("E4M3Difference", "float8_e4m3fn")
@@ -92,8 +91,7 @@ for _node in (Float16Difference, E4M3Difference, E5M2Difference):
 
 def form_for(state_dtype: Any) -> Form:
     """The form that a `state_dtype` asks for: the difference in 16 bits or fewer, otherwise z."""
-    forms = (form for node, form in FORMS.items() if node._fields == (str(state_dtype),))
-    return next(forms, ITSELF)
+    return next((form for n, form in FORMS.items() if n._fields == (str(state_dtype),)), ITSELF)
 
 
 def dtype_for(state_dtype: Any, y: Any) -> Any:

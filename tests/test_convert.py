@@ -64,6 +64,18 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
         assert relative_difference(params, never_moved) < tolerance
 
 
+@pytest.mark.parametrize("new", [optax.sgd(0.05, 0.9), spa_from_sgdm(0.05, 0.9), spa(0.5, 0.1)])
+def test_sgdm_inside_a_wrapper_moves_out_of_it(new: Any) -> None:
+    """Its updates have the rate in them, and the wrapper's η is 1."""
+    tx, x, grads = primal_averaging(optax.sgd(0.5), 0.1), jnp.ones(2), list(jnp.eye(2)) * 3
+    there, state = run(tx, x, grads)
+    moved = convert(state, there, into=new.init(there), learning_rate=0.5)
+    expected = run(tx, there, grads, state)[0]
+    chex.assert_trees_all_close(run(new, there, grads, moved)[0], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="`learning_rate` must be given"):
+        convert(state, there, into=new.init(there))
+
+
 def test_a_schedule_is_not_evaluated_before_count_0() -> None:
     noam = lambda k: 0.1 * jnp.minimum(k.astype(float) ** -0.5, k * 4**-1.5)
     sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)

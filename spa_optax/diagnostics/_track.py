@@ -156,7 +156,6 @@ def track_momentum(
         count = jnp.asarray(optax.safe_increment(count))
         return u, TrackMomentumState(now, count, gauge, state.groups)
 
-    # As in `spa`.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
