@@ -103,9 +103,10 @@ def test_a_step_as_it_is_observed(tx: Any) -> None:
         gradient, d, rounding, out_of_range, eta, c, delta, _, c_before = steps[-1]
         u = c * (d - eta * gradient) - (0.0 if delta is None else delta * gradient)
         np.testing.assert_allclose(eval_params(state, y) - x, u, atol=2e-6)
-        # A bound on the rounding error of d: z − y in bfloat16 is rounded, or else x is.
+        # A bound on the rounding error of d: z − y in bfloat16 is rounded, and x is.
         is_narrow = jax.tree.leaves(state.z)[0].dtype == jnp.bfloat16
-        expected = 2.0**-7 * d if is_narrow else 2.0**-23 * (y - updates) / state.mu_y
+        of_z = 2.0**-7 * abs(d) if is_narrow else 0.0
+        expected = jnp.maximum(of_z, 2.0**-23 * (y - updates) / state.mu_y)
         np.testing.assert_allclose(rounding, expected, rtol=1e-5)
         assert not any(out_of_range)
         assert len(steps) == 1 or c_before == steps[-2].c
