@@ -48,7 +48,7 @@ _REFUSED: list[tuple[Any, str, str]] = [
     (StochasticRoundingState, "round", "pass `rounding_key` instead"),
     (SKIPS_UPDATES, "skip updates", "put it around this"),
     (optax.LookaheadState, "move params back", "average instead"),
-    (optax.contrib.MadgradState, "average", "use it alone"),
+    (getattr(optax.contrib, "MadgradState", ()), "average", "use it alone"),  # not in optax 0.2.5
     (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),
     (_BY_DISTANCE, "find its rate by how far params went", "it cannot see z: use another base"),
 ]
