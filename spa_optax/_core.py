@@ -179,6 +179,7 @@ def advance(
         size = d if form.follows_params else y
         return jnp.maximum(of_y, form.eps(stored) * jnp.abs(size).astype(d.dtype))
 
+    # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
     rounding = map_trained(rounding_error, y, stored, d)
     out_of_range = map_trained(lambda _, stored: form.out_of_range(stored), y, stored)

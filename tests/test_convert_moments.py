@@ -386,9 +386,7 @@ def test_before_the_first_step() -> None:
     chex.assert_trees_all_equal(convert(new, x, into=old, **kwargs), old)
     replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
     chex.assert_trees_all_equal(convert(new, replaced, into=old, **kwargs), old)
-    narrow = spa_adamw(RATE, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0)).init(
-        replaced
-    )
+    narrow = spa_adamw(RATE, state_dtype=jnp.bfloat16, rounding_key=KEY).init(replaced)
     chex.assert_trees_all_equal(convert(new, replaced, into=narrow), narrow)
     wide = {"w": jnp.ones((128, 128))}
     factored, full = (spa_adamw(RATE, second_moment=of).init(wide) for of in ("factored", "full"))

@@ -204,13 +204,12 @@ def test_params_of_16_bits_have_no_alignment_once_they_are_rounded() -> None:
 @pytest.mark.slow
 def test_steps_that_are_rounding() -> None:
     """Neither alignment above 1, nor a gain of 200."""
-    uniform = jax.random.uniform(jax.random.key(0), (2_000,))
-    in_16_bits = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+    uniform = jax.random.uniform(key := jax.random.key(0), (2_000,))
     for tx, params in (
         (spa(1e-3, state_dtype=jnp.bfloat16), 1 + uniform),
         (spa(3e-9), 1 + uniform),  # below the rounding of x, which does not move
-        (spa_adamw(1e-4, rounding_key=jax.random.key(0)), jnp.ones(2_000, jnp.bfloat16)),
-        (spa_adamw(1e-4, **in_16_bits), jnp.full(2_000, 0.1, jnp.bfloat16)),
+        (spa_adamw(1e-4, rounding_key=key), jnp.ones(2_000, jnp.bfloat16)),
+        (spa_adamw(1e-4, state_dtype=jnp.bfloat16, rounding_key=key), uniform.astype(jnp.bfloat16)),
     ):
         tracked = track_momentum(tx)
         state, update = tracked.init(params), jax.jit(tracked.update)
@@ -485,7 +484,7 @@ def test_bad_state() -> None:
         (lambda: tx.update(params, state.inner, params), "be of type `TrackMomentumState`"),
         (lambda: tx.update(params, state), "`params` must be passed to `update`, got None"),
         (lambda: by_leaf.update(params, state), "passed to `update` under `per_leaf`, got None"),
-        (lambda: tx.update(tree, flat.init(tree), tree), "that of the state, ['w'], got []"),
+        (lambda: tx.update(tree, flat.init(tree), tree), "must be the state's, ['w'], got []"),
         (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),
         (lambda: flat.update(tree, flat.init(tree), tree), "changes the tree, got its root"),
         (lambda: momentum_report(state.inner), "must hold one `TrackMomentumState`, got SPAState"),

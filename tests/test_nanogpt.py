@@ -113,8 +113,8 @@ def test_with_the_low_half_params_are_float32(dtype: Any, off: float) -> None:
         updates, expected = tx.update(jnp.cos(wide), expected, wide)
         u, state = split.update(jnp.cos(wide), state, x)
         wide, x = optax.apply_updates(wide, updates), optax.apply_updates(x, u)
-    low = jnp.round(state[1] * (2**15 / jnp.iinfo(dtype).max)).astype(jnp.int32)
-    np.testing.assert_allclose(rivals.join(x, low), wide, rtol=1e-6, atol=20 * off)
+        low = jnp.round(state[1] * (2**15 / jnp.iinfo(dtype).max)).astype(jnp.int32)
+        np.testing.assert_allclose(rivals.join(x, low), wide, rtol=1e-6, atol=20 * off)
 
 
 @pytest.mark.slow

@@ -127,9 +127,7 @@ def track_momentum(
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
         labels, count = _labels(per_leaf, params), jnp.asarray(state.count)
         if (names := sorted({*(labels or {}).values()})) != sorted(state.groups):
-            raise ValueError(
-                f"`per_leaf` must be that of the state, {[*state.groups]}, got {names}"
-            )
+            raise ValueError(f"`per_leaf` must be the state's, {[*state.groups]}, got {names}")
 
         def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []

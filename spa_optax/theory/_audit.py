@@ -96,7 +96,7 @@ class Audit(NamedTuple):
         if (out := breaches[_OUT_OF_RANGE]).any():  # other findings would be consequences
             return [Finding("range", _steps(out), f"{_OUT_OF_RANGE} {_at(out)}.")]
         if not alpha.any():
-            return [Finding("range", _steps(alpha == 0), "α is always 0: the params do not move.")]
+            return [Finding("range", _steps(alpha == 0), "α is 0 at every step: params stay.")]
         found, n, left = [], len(c), np.prod(1 - c)  # of x_0 in x_n
         if left > 0.01:
             text = f"Averages over 1/c steps are too long for {n:,}: x ends with {100 * left:.2g} %"
