@@ -179,7 +179,7 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
     start = optax.tree.cast(params, dtype)
     follow = jax.jit(optax.incremental_update, donate_argnums=1)
     ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
-    every = every or max(1, run.num_steps // example.NUM_REPORTS)
+    every = every or run.num_steps
     evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
     of_run = (run.num_steps, run.seed)
     for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> list[Record]:
     add("--rate", nargs="+", type=float, default=RATES, help="at its peak")
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=150, help="how many")
-    add("--every", type=int, help="steps between validations of the params and of an EMA of them")
+    add("--every", type=int, help="steps between validations, also of an EMA of the params")
     add("--data-dir", type=Path, default=Path("data"), help="has sst2 and trec, or gets them")
     add("--model-dir", type=Path, default=Path("data/minilm"), help="the same of the model")
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
