@@ -10,21 +10,11 @@ from typing import Any
 import chex
 import jax
 import numpy as np
+import paper_helpers as paper
 import pytest
 import train_cifar10
 from helpers import assert_apart_by_rounding
 from optimizers import Config
-from paper_helpers import (
-    CIFAR10 as SMALL,
-    config,
-    last_checkpoint,
-    mesh_of,
-    metrics,
-    noisy_optimizers,
-    num_epochs,
-    small_data,
-    start,
-)
 from tqdm import tqdm
 from training import on_all
 
@@ -32,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("_small_networks")
 
 
 def make_program(cfg: Config, num_devices: int = 1) -> Any:
-    train, test = small_data()
-    mesh = mesh_of(num_devices)
+    train, test = paper.small_data()
+    mesh = paper.mesh_of(num_devices)
     train = on_all(train, mesh)
     return train_cifar10.make_program(cfg, train, test, mesh)
 
@@ -51,9 +41,9 @@ def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
 
 def test_other_ways_to_run_the_same() -> None:
     """Over both drops: as SPA, and on eight devices, whose sums are in another order."""
-    cfg = config("sgdm", batch=8, epochs=2, learning_rate=0.1)
+    cfg = paper.config("sgdm", batch=8, epochs=2, learning_rate=0.1)
     reference = run_epochs(cfg)
-    with noisy_optimizers(train_cifar10, ulps=4):
+    with paper.noisy_optimizers(train_cifar10, ulps=4):
         noisy = run_epochs(cfg)
     spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
     for other in (run_epochs(spa), run_epochs(cfg, 8)):
@@ -64,13 +54,13 @@ def test_other_ways_to_run_the_same() -> None:
 
 
 def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:
-    arguments = [*SMALL, *data_options, "--epochs", "2", "--out", str(tmp_path / "out")]
+    arguments = [*paper.CIFAR10, *data_options, "--epochs", "2", "--out", str(tmp_path / "out")]
     arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
     text = train_cifar10.main(arguments)
     (row,) = text.splitlines()[1:]
     assert row.split()[0] == "spa-gradual"
     assert row.count("±") == 2
-    lines = metrics(tmp_path / "out" / "spa-gradual" / "seed1")
+    lines = paper.metrics(tmp_path / "out" / "spa-gradual" / "seed1")
     assert [(line["epoch"], len(line["losses"])) for line in lines] == [(1, 2), (2, 2)]
     assert lines[0]["eta"] == lines[0]["c"] == 1  # in one step: the next drop is the next step
     assert "step/s" in capsys.readouterr().err
@@ -80,18 +70,18 @@ def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> N
 
 def test_killed_and_resumed(data_options: list[str], tmp_path: Path) -> None:
     """SIGKILL at any moment: the params in the end are the same, to the bit."""
-    arguments = [*SMALL, *data_options, "--epochs", "8", "--out"]
+    arguments = [*paper.CIFAR10, *data_options, "--epochs", "8", "--out"]
     whole, killed = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "killed"))
     train_cifar10.main([*arguments, str(tmp_path / "whole")])
-    process = start(["train_cifar10.py", *arguments, str(tmp_path / "killed")])
-    while process.poll() is None and num_epochs(killed) == 0:
+    process = paper.start(["train_cifar10.py", *arguments, str(tmp_path / "killed")])
+    while process.poll() is None and paper.num_epochs(killed) == 0:
         time.sleep(0.01)
     time.sleep(random.Random(0).uniform(0, 0.3))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert num_epochs(killed) < 8
+    assert paper.num_epochs(killed) < 8
     train_cifar10.main([*arguments, str(tmp_path / "killed")])
-    target = make_program(config()).init(0)
-    chex.assert_trees_all_equal(*(last_checkpoint(run, target) for run in (whole, killed)))
-    assert metrics(whole) == metrics(killed)
-    assert len(metrics(whole)) == 8
+    target = make_program(paper.config()).init(0)
+    chex.assert_trees_all_equal(*(paper.last_checkpoint(run, target) for run in (whole, killed)))
+    assert paper.metrics(whole) == paper.metrics(killed)
+    assert len(paper.metrics(whole)) == 8
