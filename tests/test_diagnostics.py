@@ -239,7 +239,6 @@ WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpa": (spa(0.1, C, 0.7), {}),
     "spa_adamw": (spa_adamw(0.1, C, **ADAM), {}),
     "gpa_adamw": (spa_adamw(0.1, C, 0.9, **ADAM), {}),
-    "around optax.adamw": (primal_averaging(optax.adamw(0.1, 0.0, 0.9, 1e-12), C, 0.9), {}),
     "around Adam with decay of z": (primal_averaging(ADAM_OF_Z, C, 0.9, params_of_base="z"), {}),
     "chain": (CHAIN(spa(0.1, C)), {}),
     "masked": (optax.masked(spa(0.1, C), True), {}),
@@ -309,6 +308,16 @@ def test_moments_that_are_not_adams_are_refused() -> None:
     plateau = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())  # no probe
     for like_adam in (optax.adam(0.1, mu_dtype=jnp.bfloat16), optax.lamb(0.1), plateau):
         track_momentum(like_adam, averaging=0.1).init(params)
+
+
+@pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1)])
+def test_around_a_base_with_momentum_there_is_no_noise_level(base: Any) -> None:
+    """Its steps add up in pure noise."""
+    report = reports(track_momentum(primal_averaging(base, C)), normal(20, 50))
+    last = jax.tree.map(lambda values: values[-1], report)
+    assert np.isfinite(last.gain)
+    assert np.isnan([last.noise_level, last.t]).all()
+    assert "base's own momentum" in last.verdict()
 
 
 def test_an_injected_schedule_of_momentum() -> None:

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
+from spa_optax._optax_states import MOMENTUM
+from spa_optax._wrappers import PrimalAveragingState
 from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -17,7 +19,7 @@ class MomentumReport(NamedTuple):
     """The result of `momentum_report`; NaN where nothing has been measured yet."""
 
     gain: Float[Array, ""]  # iterate_term / gradient_term: the ratio of the paper's Figure 2
-    noise_level: Float[Array, ""]  # the gain of gradients that are pure noise
+    noise_level: Float[Array, ""]  # the gain in pure noise; NaN if a base has its own momentum
     alignment: Float[Array, ""]  # the cosine between −g_k and x_k − x_{k−1}
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
@@ -42,7 +44,9 @@ class MomentumReport(NamedTuple):
             raise ValueError(f"the report must be of one run, got a batch of shape {shape}")
         times, t, length = map(float, (self.gain / self.noise_level, self.t, self.average_length))
         of_noise, is_known = f"the gain is {times:.2f} times that of pure noise", np.isfinite(times)
-        if not is_known:
+        if np.isnan(self.noise_level) and np.isfinite(self.gain):
+            text = "Nothing to report: the base's own momentum makes steps add up in noise, too."
+        elif not is_known:
             number, why = max(
                 (0, "two steps are needed"),
                 (int(self.num_rounded), "steps were within the rounding error of params and z"),
@@ -117,15 +121,17 @@ def momentum_report(
     means, aligned = gauge.means, gauge.alignment
     error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
     members = trees.find(state.inner, SPAState)
+    bases = [node.base for node in trees.find(state.inner, PrimalAveragingState)]
+    known = jnp.nan if trees.find(bases, tuple(MOMENTUM)) else 1.0
     report = MomentumReport(
         gain=means.iterate / means.gradient,
-        noise_level=means.noise / means.gradient,
+        noise_level=known * means.noise / means.gradient,
         alignment=-aligned.inner_product / jnp.sqrt(aligned.step) / jnp.sqrt(aligned.gradient),
         inner_product=aligned.inner_product / aligned.weight,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
         subnormal=means.subnormal / means.weight,
-        t=jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
+        t=known * jnp.where(means.weight > 0, gauge.cross_sum / error, jnp.nan),
         average_length=1 / trees.scalar_of(members[0].c) if members else jnp.asarray(jnp.nan),
         num_steps=trees.scalar_of(state.count),
         **{name: getattr(gauge, name) for name in gauge._fields if name.startswith("num_")},
