@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._family import spa
 from spa_optax._optax_states import RMSState
-from spa_optax._precision import Stream, rounded, seeds_like, widen
+from spa_optax._precision import Stream, has_narrow, rounded, seeds_like, widen
 from spa_optax._wrappers import in_float32
 from spa_optax._xla import sharded_like
 
@@ -37,10 +37,7 @@ def spa_adamw(
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²      d_k = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
     It is `spa` on the directions d: AdamW scales an average of gradients. This averages scaled
-    gradients, without bias correction. A step is the learning rate times the mean of the last 1/c
-    directions. With `schedule_free_averaging` it is Schedule-Free AdamW, b1 = μ_y.
-    To change a part, chain the pieces, with `spa` after
-    `in_float32(optax.chain(scale_by_second_moment(b2, eps), optax.add_decayed_weights(λ)))`.
+    gradients, without bias correction. With `schedule_free_averaging` it is Schedule-Free AdamW.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
@@ -152,6 +149,8 @@ def scale_by_second_moment(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         trees.check_kind("state", state, RMSState)
         trees.check_same_tree("state.nu", state.nu, "updates", updates)
+        if rounding_key is None and has_narrow(state.nu):
+            raise ValueError("`rounding_key` must be given where `state.nu` has 16 bits, got None")
         state = jax.tree.map(jnp.asarray, state)  # a checkpoint may have NumPy's
         seeds = seeds_like(rounding_key, state.count, state.nu, Stream.SECOND_MOMENT)
         k = jnp.asarray(optax.safe_increment(state.count))

@@ -97,9 +97,7 @@ AVERAGING = Rule("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE, is_averaging=True
 INTERPOLATION = Rule("in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE)
 MOMENTUM = Rule("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
 B1, EPS = MOMENTUM._replace(kind=SCALAR), RATE._replace(kind=SCALAR)
-B2 = Rule(
-    "in [0, 1) as float32", lambda v: v >= 0 and np.float32(v) < 1, SCALAR, needs_32_bits=True
-)
+B2 = Rule("in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True)
 POWER = INTERPOLATION._replace(kind=SCALAR).optional()
 NOT_NEGATIVE = RATE._replace(kind=NUMBER)
 ABOVE_1 = Rule("finite and > 1", lambda v: 1 < v < inf, NUMBER)

@@ -88,10 +88,9 @@ def convert(
     momentum is AdamW's, except for the gradient's effect on ν. A momentum that keeps its form is
     copied: both runs must have the same kind of optimizer, which is not checked.
 
-    Second moments may change their form. Counts become k. Injected hyper-parameters and gauges are
-    those of `into`. Wrappers that skip updates may be in one state or in both; then the length of
-    an `optax.MultiSteps` must be the same, which is not checked. Directions and base optimizers
-    that both runs hold go on. Any other state is refused.
+    Second moments may change their form. Injected hyper-parameters and gauges are those of `into`.
+    Directions and bases that both runs hold go on; so do wrappers that skip updates: the length of
+    an `optax.MultiSteps` must be the same, which is not checked. Other states are refused.
 
     Args:
       old_state: the run's state, in any chain or wrapper except `optax.flatten`, or of Flax nnx.
@@ -118,8 +117,8 @@ def convert(
 
     Raises:
       ValueError: if an argument is missing or out of range, or `adam` is not Adam; if the states do
-        not match, or are not known; if accumulated gradients would be lost, or only one run trains
-        at y. (Under `jax.jit` the last two give NaN.)
+        not match, or are not known; if counts differ, accumulated gradients would be lost, or only
+        one run trains at y. (Under `jax.jit` the last three give NaN.)
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to 6.
@@ -155,11 +154,11 @@ def convert(
     trees.check_same_tree("into.rule_state", own[0], "old_state.rule_state", own[1])
     old_nodes = _nodes_of("old_state", old_state, type(old))
     kept, dropped, added = _matched(old_nodes, _nodes_of("into", into, type(new)))
-    is_lost = _is_lost(old, new, dropped)
 
     x, y, wide = by_path(params), by_path(new_params), lambda leaf: leaf.astype(wide_dtype(leaf))
     trained = {key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])}
-    k = _steps_taken(old, old_nodes, count, callable(learning_rate) or callable(momentum))
+    k, differ = _steps_taken(old, old_nodes, count, callable(learning_rate) or callable(momentum))
+    is_lost = differ | _is_lost(old, new, dropped)
     nu = _read_second_moment([*dropped, old], [*added, new], y, k, b2, eps)
     hyperparams = learning_rate, momentum, nesterov, averaging, b1, b2, eps, weight_power
     job = Job(x, trained, y, k, nu, *hyperparams)
@@ -177,6 +176,8 @@ def convert(
             rate = at_count("learning_rate", _required("learning_rate", learning_rate))
             rate = rate(jnp.maximum(k - 1, 0))
             run = run._replace(eta=rate * run.eta, w=rate * run.w)
+        elif is_there and not was:  # where η is 1
+            run = run._replace(eta=jnp.ones([]), w=jnp.where(k > 0, 1 - run.c, 0))
 
     def moved(_: str, node: Any) -> Any:
         kind, new_node = _kind_of(node), node
@@ -218,6 +219,7 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     # Schedule-Free keeps its b1, which may be rounded to bfloat16. A member changes its own.
     most = 2**-8 if isinstance(new, optax.contrib.ScheduleFreeState) else 1
     differs = ((mu_y == 1) != (new_mu_y == 1)) | (jnp.abs(mu_y - new_mu_y) > most)
+    differs &= not isinstance(old, SPAState) or not isinstance(new, SPAState)  # `update` compares
     if checks.is_surely(differs):
         rule = "the `interpolation` of `old_state`, 1 for SGD and AdamW, b1 for Schedule-Free"
         raise ValueError(f"`into` must have {rule}: {mu_y:g}, got {new_mu_y:g}")
@@ -228,25 +230,30 @@ def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
     return differs | (mini_step > 0)
 
 
-def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule: bool) -> Array:
-    """The count k."""
-    if isinstance(old, optax.contrib.ScheduleFreeState):
-        return scalar_of(old.step_count) - 1
-    if not isinstance(old, optax.TraceState):
-        return scalar_of(old.count)
+def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule: bool) -> Any:
+    """The count k, and whether counts are traced and differ."""
     # The `step` of a wrapper that skips updates counts those too.
     fields = [(node, _count_field(type(node))) for node in old_nodes]
     counts = [getattr(node, field) for node, field in fields if field not in (None, "step")]
+    given = [] if count is None else [jnp.asarray(count)]
+    moving = [jnp.any(m != 0) for m in by_path(getattr(old, "trace", ())).values()]
+    of_nu = [node.count for node in old_nodes if isinstance(node, of_optax.SECOND_MOMENTS)]
+    if isinstance(old, optax.TraceState):
+        counts = given or counts
+    else:
+        own = old.step_count - 1 if hasattr(old, "step_count") else old.count
+        counts = [own, *counts, *of_nu, *given]
     checks.check_one_run("old_state", counts)
-    k, *others = map(scalar_of, counts or [0]) if count is None else [jnp.asarray(count)]
-    moving = [jnp.any(m != 0) for m in by_path(old.trace).values()]
+    k, *others = map(scalar_of, counts or [0])
     is_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
-    is_unknown = count is None and not counts and not is_start
-    if is_unknown or any(checks.is_surely(other != k) for other in others):
-        raise ValueError("`count` must be given where `old_state` holds none, or several, got None")
-    if checks.is_surely(k == 0) and any(map(checks.is_surely, moving)):
+    differ = jnp.any(jnp.array([other != k for other in others], bool))
+    if (not counts and not is_start) or checks.is_surely(differ):
+        rule = "where `old_state` of SGD holds none, or several; another must hold one"
+        raise ValueError(f"`count` must be given {rule}, got {[*map(int, counts)] or None}")
+    has_momentum = (k == 0) & jnp.any(jnp.array(moving, bool))
+    if checks.is_surely(has_momentum):
         raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
-    return k.astype(jnp.int32)
+    return k.astype(jnp.int32), differ | has_momentum
 
 
 def _required(name: str, value: Any) -> Any:
@@ -346,8 +353,9 @@ def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
     """η, c and w of the next step."""
     eta = at_count("learning_rate", _required("learning_rate", job.learning_rate))(job.k)
     c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(job.k)
-    if checks.is_surely(c <= 0):
-        raise ValueError(f"`averaging` must be > 0 to keep z at a finite distance, got {c}")
+    if checks.is_surely((c <= 0) | ((eta <= 0) & (job.k > 0))):
+        rule = "`averaging` and `learning_rate` must be > 0, for z to hold m at a finite distance"
+        raise ValueError(f"{rule}, got {c} and {eta}")
     return eta, c, eta * (1 - c)
 
 

@@ -95,9 +95,8 @@ def transformation(
             hint = "16 bits or fewer, and rounded to nearest they lose steps below half an ulp."
             warnings.warn(f"{text} {hint}", stacklevel=3)
         # All are separate arrays, so that all can be donated.
-        dtype = scalar_dtype(params)
+        dtype, count = scalar_dtype(params), jnp.zeros([], jnp.int32)
         eta, c, w = (jnp.zeros([], dtype) for _ in range(3))
-        count = jnp.zeros([], jnp.int32)
         mu_y, own = jnp.array(mu_y_at(count), dtype), jax.tree.map(jnp.array, rule_state)
         return SPAState(count, z, eta, c, w, mu_y, own)
 
@@ -117,7 +116,6 @@ def transformation(
             observe(step)
         return u, state
 
-    # optax types states as trees of arrays; `SPAState` is one, but its type does not say so.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
@@ -250,16 +248,15 @@ def is_at_start(state: SPAState) -> Bool[Array, ""]:
 def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.ANY) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
-    trees.check_kind("state", state, SPAState)
     check_scalars("state", state)
     _storage.check_stored("state.z", state.z, params, state_dtype)
     trees.check_same_tree("state.z", tree_of(state.z), "params", params)
 
 
 def check_scalars(name: str, state: SPAState) -> None:
-    """Raises ValueError if the scalars were cast: in bfloat16 a count sticks at 256."""
-    for field in ("count", "eta", "c", "w", "mu_y"):
-        dtype, wide = trees.scalar_of(getattr(state, field)).dtype, (jnp.float32, jnp.float64)
-        if not (jnp.issubdtype(dtype, jnp.integer) if field == "count" else dtype in wide):
-            kind = "an integer" if field == "count" else "float32 or float64"
-            raise ValueError(f"`{name}.{field}` must be {kind}, whatever the params, got {dtype}")
+    """Raises ValueError if the state is of another type, or its scalars were cast."""
+    trees.check_kind(name, state, SPAState)
+    for field in ("eta", "c", "w", "mu_y"):
+        dtype, rule = trees.scalar_of(getattr(state, field)).dtype, "float32 or float64"
+        if dtype not in (jnp.float32, jnp.float64):
+            raise ValueError(f"`{name}.{field}` must be {rule}, whatever the params, got {dtype}")

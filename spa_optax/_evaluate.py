@@ -18,19 +18,17 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     At an interpolation of 1, and under `stochastic_rounding`, x is `params`. To keep x, copy it,
     `jax.tree.map(jnp.copy, x)`, since its arrays may be those of `params`, which a step may donate.
-    With Flax nnx, write x into a clone: in the model itself it would replace y.
 
     Args:
       opt_state: a state that holds one of the family, or several that divide the params, in any
-        chain or wrapper except `optax.flatten`. For Flax nnx, `optimizer.opt_state`.
+        chain or wrapper but `optax.flatten` and a transparent `optax.contrib.sam`.
       params: y_k, the current params of that run.
 
     Returns:
       x_k, like `params`. Leaves of another optimizer, or of none, are returned unchanged.
 
     Raises:
-      ValueError: if `opt_state` has no `SPAState`, or batched ones, or z does not fit `params`, or
-        was cast to a dtype in which it is stored otherwise.
+      ValueError: if `opt_state` has no `SPAState`, or a batch, or its z does not fit, or was cast.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -65,8 +63,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
 
         z ← z + (x_new − x_old)
 
-    Use it after params were pruned, projected, averaged or reloaded: z would pull them back to
-    their old values. With Flax nnx, call it before `nnx.update`.
+    Otherwise z would pull them back. With Flax nnx, call it before `nnx.update`.
 
     Args:
       spa_state: a state that holds one of the family, as for `eval_params`.

@@ -30,8 +30,6 @@ def spa(
     At μ_y = 1 the params are x, the point to evaluate and to save. For constants the iterates are
     then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see `hyperparams_to_sgdm`. Below 1
     evaluate and save x, from `eval_params(opt_state, params)`: y and z are stored, x is not.
-    Special cases: Schedule-Free, by `schedule_free_averaging`; for constants quasi-hyperbolic
-    momentum with β = 1 − c and ν = μ_y; Keras's form of Nesterov momentum, with β = 1 − c = μ_y.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. A
     finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb, and nothing warns: use
@@ -112,13 +110,11 @@ def spa_from_sgdm(
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum, α_k β_k replaces
-    α_k in these three; then η_k is larger by α_k, and x also moves by −α_k (1 − c_{k+1}) g_k.
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
     a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point, and a rate that rises magnifies the rounding error of x in z − x; over 2,896-fold
-    (float32) or 11-fold (bfloat16) momentum restarts from zero. For 16-bit params prefer schedules.
+    point, and if the rate rises 2,896-fold (bfloat16: 11-fold) momentum restarts from zero.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under

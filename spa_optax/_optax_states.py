@@ -33,18 +33,16 @@ MOMENTUM: dict[Any, str] = {
 # The momentum that `track_momentum` can measure and `convert` can move.
 ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-_of_optax = lambda names: tuple(getattr(optax, f"{name}State") for name in names.split())
+states = lambda names, of=optax: tuple(getattr(of, f"{name}State") for name in names.split())
 # Wrappers that skip updates, or keep gradients of several batches.
-SKIPS_UPDATES = _of_optax("MultiSteps ApplyIfFinite ConditionallyTransform ConditionallyMask")
+SKIPS_UPDATES = states("MultiSteps ApplyIfFinite ConditionallyTransform ConditionallyMask")
 # Directions, whose states depend on the updates alone.
 DIRECTIONS = (
-    *_of_optax("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
-    *_of_optax("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
+    *states("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
+    *states("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
     optax.ApplyEvery,
-    optax.contrib.DifferentiallyPrivateAggregateState,
-    optax.contrib.ReduceLROnPlateauState,
-    optax.contrib.ScaleByAdemamixState,
-    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+    *states("DifferentiallyPrivateAggregate ReduceLROnPlateau", optax.contrib),
+    *states("ScaleByAdemamix ScaleBySimplifiedAdEMAMix", optax.contrib),
 )
 # Measurements, on which no update depends; some are newer than the oldest Optax.
 _NAMES = ("MonitorState", "SnapshotState", "ZeroNansState")
@@ -79,7 +77,10 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
         rsqrt = lambda v: jnp.where(v > 0, v, jnp.inf) ** -0.5
         nu_hat = map_trained(lambda v: wide(v) / bias.astype(wide(v).dtype), new.nu)
         scale = map_trained(lambda v: scaled(1 / c, rsqrt(v), v.dtype), nu_hat)
-    kept = map_trained(lambda m: scaled(1 - c, m, m.dtype), m)
+    # Optax rounds β, if it is a number, to the dtype of m: 0.9 is 0.8984 in bfloat16.
+    beta_for = lambda stored: 1 - c if averaging is None else (1 - c).astype(stored.dtype)
+    kept = lambda m, stored: scaled(beta_for(stored), m, m.dtype)
+    kept = map_trained(kept, m, getattr(old, MOMENTUM[type(old)]))
     g = map_trained(lambda s, m, kept: scaled(s, m - kept, m.dtype), scale, m_next, kept)
     d = map_trained(lambda s, kept: scaled(-s, kept, kept.dtype), scale, kept)
     # m is stored, not a difference: it is neither rounding error nor out of range.

@@ -101,8 +101,7 @@ def _stochastic(x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: boo
     num_extra = wide.nmant - narrow.nmant  # bits to drop
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{wide.bits}")
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, x.dtype)
-    shift = None
-    bits = as_bits(x)
+    shift, bits = None, as_bits(x)
     sign = bits & jnp.array(2 ** (wide.bits - 1), bits.dtype)
     if narrow.minexp > wide.minexp:  # below its smallest normal number, spacing is constant
         size, tiny = as_float(bits ^ sign), jnp.asarray(float(narrow.tiny), x.dtype)
@@ -152,7 +151,7 @@ def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        index = index * jnp.uint32(size) + place
+        index = index * jnp.uint32(size % 2**32) + place
     h = index ^ seed
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)  # constants of C. Wellons' lowbias32
     h = (h ^ (h >> 15) ^ seed) * jnp.uint32(0x846CA68B)

@@ -29,7 +29,7 @@ def hyperparams_from_sgdm(
     Args:
       learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
       momentum: β_k in [0, 1), as for `spa_from_sgdm`.
-      horizon: how many steps to look ahead, at least 1; as for `spa_from_sgdm`.
+      horizon: as for `spa_from_sgdm`, but nothing makes up for one that is too short.
 
     Returns:
       Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
@@ -61,8 +61,7 @@ def hyperparams_to_sgdm(
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
 
-    β_0 is free because m_0 = 0; it is set to 1 − c_1. β_k may exceed 1 where η falls fast. It is
-    inf where η_k = 0 < η_{k−1}: x then moves on towards a fixed z, which SGD+M cannot do.
+    β_0 is free: 1 − c_1. β_k may exceed 1 where η falls fast; where η_k = 0 < η_{k−1} it is inf.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.

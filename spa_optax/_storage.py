@@ -69,7 +69,8 @@ class Form(NamedTuple):
         if self.unit is None:
             return OutOfRange()
         size, narrow = jnp.abs(stored.astype(wide_dtype(stored))), jnp.finfo(stored.dtype)
-        count = lambda where: jnp.sum(where, dtype=jnp.int32).astype(jnp.float32)
+        rows = lambda where: jnp.sum(jnp.atleast_1d(where), -1, jnp.int32)  # all may be over 2^31
+        count = lambda where: jnp.sum(rows(where).astype(jnp.float32))
         saturated, tiny = count(size == float(narrow.max)), float(narrow.tiny)
         if narrow.minexp == jnp.finfo(size.dtype).minexp:  # bfloat16
             return OutOfRange(saturated)

@@ -77,9 +77,12 @@ def kinds_of(state: PyTree) -> str:
 
 
 def check_kind(name: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state is of a type."""
+    """Raises ValueError unless a state is of a type and not cast: in bfloat16 256 + 1 is 256."""
     if not isinstance(state, kind):
         raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
+    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"`{name}.count` must be an integer, whatever the params, got {dtype}")
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
-from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES
+from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, states
 from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
 
 
@@ -39,14 +39,14 @@ class PrimalAveragingState(NamedTuple):
 
 _FLOAT8 = jnp.float8_e4m3fn
 _AVERAGES = (SPAState, optax.contrib.ScheduleFreeState)
-_BY_DISTANCE = (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState)
-_BY_FIRST = (optax.contrib.COCOBState, optax.contrib.MechanicState)
-_BY_FIRST += (optax.contrib.DoGState, optax.contrib.DoWGState)
+_BY_DISTANCE = states("Prodigy DAdaptAdamW", optax.contrib)
+_BY_FIRST = states("COCOB Mechanic DoG DoWG", optax.contrib)
 # What a base must not do, and what to do instead.
 _REFUSED: list[tuple[Any, str, str]] = [
     (_AVERAGES, "average", "average once, and pass `rounding_key` to that"),
     (StochasticRoundingState, "round", "pass `rounding_key` instead"),
     (SKIPS_UPDATES, "skip updates", "put it around this"),
+    (states("ScaleByBacktrackingLinesearch ScaleByZoomLinesearch"), "search", "use it alone"),
     (optax.LookaheadState, "move params back", "average instead"),
     (getattr(optax.contrib, "MadgradState", ()), "average", "use it alone"),  # not in optax 0.2.5
     (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),

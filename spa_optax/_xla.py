@@ -87,8 +87,7 @@ def _select(y: PyTree, z: PyTree, r: Ratios, at_start: Bool[Array, ""]) -> PyTre
     """`_rescale`, but z_k itself where r = 1 or, without an r, after the start.
 
     The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not read y, as fast
-    as `optax.sgd`. Reading y took 1.1 to 1.3 times as long, and `lax.cond` as well: it copies z
-    unless all is donated. On a GPU the host would wait for it.
+    as `optax.sgd`. Reading y took 1.1 to 1.3 times as long, and `lax.cond` as well.
     """
 
     def leaf(z: Array, y: Array, rescaled: Array) -> Array:

@@ -242,9 +242,7 @@ RATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "warm-up from 0, cosine to 0": lambda k: np.asarray(jax.vmap(WARMUP_COSINE)(jnp.asarray(k))),
     "gap of 0": lambda k: np.where((k >= 500) & (k < 800), 0.0, 0.2),
     "drop by 100": lambda k: np.where(k < 700, 0.3, 0.003),
-    "random over three decades": lambda k: (
-        10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
-    ),
+    "random over 3 decades": lambda k: 10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k)),
     "NaN past its end": lambda k: 0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan)),
     "negative past its end": lambda k: 0.3 * (1 - k / NUM_STEPS),
     "cosine with warm restarts": lambda k: 0.15 * (1 + np.cos(np.pi * (k % 400) / 400)),

@@ -89,9 +89,8 @@ def test_recipes_of_sgdm(momentum: float) -> None:
         audit = theory.audit(*hyperparams, 60, smoothness=5.0)
         np.testing.assert_allclose(audit[:2], values(hyperparams, np.arange(60)), rtol=1e-7)
         np.testing.assert_allclose(audit.beta, momentum)
-        for value, same in zip(
-            audit, theory.audit_sgdm(schedule, momentum, 60, smoothness=5.0), strict=True
-        ):
+        again = theory.audit_sgdm(schedule, momentum, 60, smoothness=5.0)
+        for value, same in zip(audit, again, strict=True):
             np.testing.assert_array_equal(value, same)
     assert audit.c[0] == 0  # warm-up from zero
 
@@ -243,6 +242,16 @@ def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
     assert [finding[:2] for finding in audit.findings()] == JUMPS.get(name, [])
     assert not any(finding.needs_change for finding in audit.findings())
     assert verdict(audit).startswith("Nothing to change") == ("restarts" not in name)
+
+
+@pytest.mark.parametrize("c", [0.0125, 0.05, 0.1])
+@pytest.mark.parametrize("name", ["linear decay", "warm-up and cosine", "warm-up, stable, decay"])
+def test_the_verdict_on_lr_decay_at_a_constant_averaging(name: str, c: float) -> None:
+    """In the end η falls by more than c per step, and β is over 1."""
+    with jax.numpy_dtype_promotion("standard"):
+        audit = theory.audit(lambda k: RECIPES[name](10 * k), c, N // 10)
+    assert np.nanmax(audit.beta) > 1
+    assert verdict(audit).startswith("Nothing to change")
 
 
 def test_the_remedy_helps() -> None:

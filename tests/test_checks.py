@@ -285,13 +285,17 @@ def test_trees_that_differ(params: Any, grads: Any, message: str) -> None:
 def test_states_and_params_of_others() -> None:
     small = {"layer": LAYER | {"kernel": jnp.ones((1, 3))}}
     factored_state, late = factored().init(PARAMS), {"layer": LAYER | {"bias": None}}
-    of = "at .*'kernel'"
+    cast, of = lambda tree: optax.tree.cast(tree, jnp.bfloat16), "at .*'kernel'"
+    narrow = full().init(PARAMS)._replace(nu=cast(PARAMS))
     for tx, state, params, match in (
         (spa(0.1), spa(0.1).init(PARAMS), None, "`params` must be passed to `update`"),
         (spa(0.1), spa(0.1).init(small), PARAMS, "`state.z` must have the shapes of `params`"),
         (spa(0.1), STATE, PARAMS, "`state` must be of type `SPAState`, got tuple"),
         (spa(0.1), spa(0.1).init(late), PARAMS, "`updates` must be None where `state.z` .*'bias'"),
         (spa(0.1), spa(0.1).init(PARAMS)._replace(rule_state=(0.0,)), PARAMS, r"rule_state` must"),
+        (full(), narrow, PARAMS, "`rounding_key` must be given where `state.nu` has 16 bits"),
+        (full(), cast(full().init(PARAMS)), PARAMS, "`state.count` must be an integer"),
+        (factored(), cast(factored_state), PARAMS, "`state.count` must be an integer"),
         (full(), factored_state, PARAMS, "`state` must be of type `ScaleByRms"),
         (factored(), optax.EmptyState(), PARAMS, r"`state` must be of type `\w+State`, got Empty"),
         (full(), full().init(small), PARAMS, f"`state.* must have the shapes of .* {of}"),

@@ -72,6 +72,10 @@ def test_sgdm_inside_a_wrapper_moves_out_of_it(new: Any) -> None:
     moved = convert(state, there, into=new.init(there), learning_rate=0.5)
     expected = run(tx, there, grads, state)[0]
     chex.assert_trees_all_close(run(new, there, grads, moved)[0], expected, rtol=1e-5)
+    job: Any = {"learning_rate": 0.05, "momentum": 0.9, "count": 6}
+    inside = convert(moved, there, into=tx.init(there), **job)
+    home = convert(inside, there, into=new.init(there), learning_rate=0.5)
+    chex.assert_trees_all_close(home, moved, rtol=1e-5)
     with pytest.raises(ValueError, match="`learning_rate` must be given"):
         convert(state, there, into=new.init(there))
 
@@ -216,6 +220,28 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
         assert move(state).count == 3
 
 
+def test_counts_that_differ_are_refused() -> None:
+    """As after a restart of a schedule alone. Traced, they give NaN."""
+    x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
+    adam, tx = optax.adamw(rate), spa_adamw(rate)
+    (*first, of_rate), (of_nu, of_spa) = (run(a, x, [x] * 9)[1] for a in (adam, tx))
+    for state in ((*first, of_rate._replace(count=0)), (of_nu, of_spa._replace(count=0))):
+        move = lambda state: convert(state, x, into=tx.init(x), adam=adam, learning_rate=rate)
+        with pytest.raises(ValueError, match=r"another must hold one, got \[[09], [09]\]"):
+            move(state)
+        assert np.isnan(jax.jit(move)(state)[1].z).all()
+    with pytest.raises(ValueError, match=r"another must hold one, got \[9, 9, 0\]"):
+        convert((of_nu, of_spa), x, into=tx.init(x), count=0)
+
+
+def test_a_schedule_of_the_interpolation_may_begin_at_1() -> None:
+    """Unlike `into`, which is at its first step, the run may be below."""
+    mu_y = lambda k: jnp.where(k < 2, 1.0, 0.5)
+    y, state = run(spa(0.5, 0.25, mu_y), jnp.ones(2), [jnp.ones(2)] * 3)
+    narrow = spa(0.5, 0.25, mu_y, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    assert convert(state, y, into=narrow.init(y)).mu_y == state.mu_y == 0.5
+
+
 def test_spa_states_convert_too() -> None:
     """`spa` keeps the w of its z, so that SGD+M can take over from it."""
     with x64():
@@ -268,10 +294,7 @@ of_init = lambda init: optax.GradientTransformation(init, lambda g, s, p=None: (
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "custom": (of_init(Custom), "`Custom` at [0]"),
     "bare array": (of_init(lambda params: params), "`ArrayImpl` at [0]"),
-    "called like a base": (
-        optax.named_chain(("my.base", of_init(Custom))),
-        "`Custom` at [0]['my.base']",
-    ),
+    "named a base": (optax.named_chain(("my.base", of_init(Custom))), "`Custom` at [0]['my.base']"),
     "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
     "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
     "inside": (

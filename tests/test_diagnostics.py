@@ -320,6 +320,20 @@ def test_around_a_base_with_momentum_there_is_no_noise_level(base: Any) -> None:
     assert "base's own momentum" in last.verdict()
 
 
+@pytest.mark.parametrize(
+    ("tx", "averaging"),
+    [
+        (optax.adam(0.1, mu_dtype=jnp.bfloat16), 0.1),
+        (optax.sgd(0.1, 0.999, accumulator_dtype=jnp.bfloat16), 0.001),  # whose β is 1 there
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_beta_that_optax_rounds(tx: Any, averaging: float) -> None:
+    """In many dimensions, where a part of m in g shows: t was −9 and 10."""
+    report = reports(track_momentum(tx, averaging=averaging), normal(150, 100_000))
+    assert abs(report.t[-1]) < 3
+
+
 def test_an_injected_schedule_of_momentum() -> None:
     """Each step with its own β."""
     beta = lambda k: jnp.where(k < 10, 0.5, 0.95)

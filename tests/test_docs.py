@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
-from helpers import quick, run, trained
+from helpers import quick, run
 from jax.sharding import Mesh, PartitionSpec
 from nbclient import NotebookClient
 
@@ -127,9 +127,7 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @standard_promotion
-@pytest.mark.parametrize(
-    "tx", [spa_adamw(1e-2, 0.05, 0.9), spa_adamw(1e-2)], ids=["gpa_adamw", "spa_adamw"]
-)
+@pytest.mark.parametrize("tx", [spa_adamw(1e-2, 0.05, 0.9), spa_adamw(1e-2)], ids=["y", "x"])
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """Though `nnx.clone` shares arrays with the model."""
     page, _ = run_blocks("docs/export.md")
@@ -248,14 +246,3 @@ def test_factored_by_leaf_on_a_mesh() -> None:
     assert found.sharding.spec[0] == PartitionSpec("data")[0]
     difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
     assert jnp.abs(difference).max() < 2**-8  # rounded elsewhere: an ulp of the largest
-
-
-def test_float8_has_a_range() -> None:
-    """60 steps of `spa` towards a minimum at 100, as docs/low-precision.md says."""
-    reached = {}
-    for dtype in (jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2):
-        tx = spa(1.0, 0.1, state_dtype=dtype, rounding_key=KEY)
-        x, _ = trained(tx, lambda x, _: 0.1 * (x - 100), jnp.zeros(1_000), jnp.arange(60))
-        reached[jnp.dtype(dtype).name] = float(x.mean())
-    expected = {"float32": 99.6, "float8_e4m3fn": 53, "float8_e5m2": 99.6}
-    assert reached == pytest.approx(expected, abs=0.5)

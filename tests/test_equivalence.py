@@ -96,9 +96,7 @@ def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
         longest = np.nanmax(beta)
         alphas.append(min(1.0, (1 - longest) / 0.05) * RATES[rate](counts))
         betas.append(beta)
-        tolerances.append(
-            next(allowed for to, allowed in TOLERANCES[dtype].items() if longest <= to)
-        )
+        tolerances.append(next(most for to, most in TOLERANCES[dtype].items() if longest <= to))
     edited = 3 * np.roll(alphas, 90, axis=1)
     with x64(dtype == "float64"):
         train_all = digits_runs(dtype, momentum, nesterov)

@@ -70,9 +70,9 @@ def authors(name: str, tx: optax.GradientTransformation, **options: Any) -> None
     make = lambda params: getattr(schedulefree, name)(params, **options)
     with x64(), jax.numpy_dtype_promotion("standard"):
         steps = torch_steps(make, lambda k, optimizer, param: optimizer.step())
-        for (y, state), (expected, of_authors) in zip(ours(tx), steps, strict=True):
+        for (y, state), (expected, theirs) in zip(ours(tx), steps, strict=True):
             equal(y, expected)
-            equal(eval_params(state, y), of_authors["x"])
+            equal(eval_params(state, y), theirs["x"])
 
 
 @pytest.mark.parametrize("r", [0.0, 1.0, 2.0])
@@ -117,8 +117,6 @@ def test_schedule_free_plus() -> None:
     with x64(), jax.numpy_dtype_promotion("standard"):
         c = schedule_free_averaging(0.02, count_power=r, num_unaveraged_steps=start)
         tx = optax.chain(optax.scale_by_adam(0.9, 0.95), spa(0.02, c, mu_y))
-        for (y, state), (expected, of_authors) in zip(
-            ours(tx), torch_steps(make, step), strict=True
-        ):
+        for (y, state), (expected, theirs) in zip(ours(tx), torch_steps(make, step), strict=True):
             equal(y, expected)
-            equal(eval_params(state, y), of_authors["x"])
+            equal(eval_params(state, y), theirs["x"])

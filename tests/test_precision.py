@@ -43,9 +43,7 @@ def neighbours(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("low_bits", [False, True])
 @every_dtype
-def test_the_mean_over_all_random_bits_is_exact(
-    dtype: Any, low_bits: bool, monkeypatch: Any
-) -> None:
+def test_the_mean_over_all_bits_is_exact(dtype: Any, low_bits: bool, monkeypatch: Any) -> None:
     """Every string of random bits once: the mean is x, for every x, to the last bit.
 
     Whatever the other bits of the word are, which are for another array.
@@ -165,9 +163,7 @@ MEMBERS = {
     "8-bit z": lambda key=KEY: spa_from_sgdm(
         lambda k: 0.01 / (1 + k.astype(float)), 0.9, state_dtype="float8_e4m3fn", rounding_key=key
     ),
-    "8-bit m": lambda key=KEY: stochastic_rounding(
-        float8_momentum(optax.sgd(0.1, momentum=0.5), key), key
-    ),
+    "8-bit m": lambda key=KEY: stochastic_rounding(float8_momentum(optax.sgd(0.1, 0.5), key), key),
 }
 is_slow = lambda name: pytest.mark.slow if name == "8-bit m" else ()
 cases = [pytest.param(make, id=name, marks=is_slow(name)) for name, make in MEMBERS.items()]

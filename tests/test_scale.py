@@ -75,9 +75,7 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()
     *carry, first = train(mesh_of(8), tx, stop=3)
-    target_of = lambda leaf, mesh: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding(mesh, leaf)
-    )
+    target_of = lambda x, mesh: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, x))
     for num_devices in (4, 1):
         mesh, folder = mesh_of(num_devices), tmp_path / str(num_devices)
         shapes = jax.eval_shape(make_init(mesh, tx))

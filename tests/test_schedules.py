@@ -95,10 +95,7 @@ RISES: dict[str, tuple[Any, int]] = {
     "none": (0.3, 0),
     "the authors' warm-up": (0.3, 7),
     "from 0": (lambda k: 0.1 * (jnp.minimum(k, 5) / 5), 5),
-    "0 for a while, then a decay": (
-        lambda k: jnp.where(k < 3, 0, 0.2 * 0.9 ** (k - 3).astype(float)),
-        3,
-    ),
+    "0, then a decay": (lambda k: jnp.where(k < 3, 0, 0.2 * 0.9 ** (k - 3).astype(float)), 3),
     "NaN past its end": (lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 500), 0),
 }
 

@@ -68,9 +68,7 @@ def save_and_load(kind: str, state: Any, like: Any, folder: Path) -> Any:
         *itertools.product(["msgpack", "pickle"], MEMBERS, [{"w": jnp.ones(3), "n": jnp.array(3)}]),
     ],
 )
-def test_another_state_dtype_at_a_restore(
-    kind: str, member: str, params: Any, tmp_path: Path
-) -> None:
+def test_another_dtype_at_a_restore(kind: str, member: str, params: Any, tmp_path: Path) -> None:
     """Raises in the checkpoint's reader or in the first update, for each pair of forms."""
     grads = [jax.tree.map(lambda p: p // 8 if p.dtype == int else p / 8, params)] * 3
     runs = {}

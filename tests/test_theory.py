@@ -187,9 +187,7 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
 
 @examples(100)
 @hypothesis.given(c=C, L=st.floats(0.1, 10))
-def test_the_largest_learning_rate_is_where_the_step_weight_changes_sign(
-    c: float, L: float
-) -> None:
+def test_the_largest_rate_is_where_the_step_weight_changes_sign(c: float, L: float) -> None:
     with x64():
         limit = theory.max_learning_rate(c, L)
         weight = lambda eta: theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
@@ -229,9 +227,7 @@ def test_the_printed_root_is_no_root() -> None:
 
 @examples(30)
 @hypothesis.given(c=st.floats(0.01, 0.79), factor=st.floats(1.001, 100), eta=ETA_L)
-def test_balanced_averaging_keeps_the_remainder_to_sgds(
-    c: float, factor: float, eta: float
-) -> None:
+def test_balanced_averaging_keeps_the_remainder_of_sgd(c: float, factor: float, eta: float) -> None:
     """Insight 2, whose title says "Reduce": c_T is of count T − 1 of `averaging`."""
     with x64():
         schedules: Any = stagewise(eta, c, [5], factor, averaging_rule="balance")
@@ -260,9 +256,7 @@ def test_the_augmented_function_accounts_for_all_noise() -> None:
             weight = theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
             gain = theory.noise_weight(eta, c, L) - L
             left = rho * ((1 - c) ** 2 * v + (c * eta) ** 2 * noise) - (rho - weight) * v
-            np.testing.assert_allclose(
-                left, gain * noise, rtol=1e-6, atol=1e-9 * abs(float(weight))
-            )
+            np.testing.assert_allclose(left, gain * noise, rtol=1e-6, atol=1e-9 * abs(weight))
             assert k or abs(gain / L + 1 / 2) < 1e-6
             known: Any = {"eta": eta, "c": c, "c_next": c, "smoothness": L}
             plain, other = (theory.lyapunov(1, 2, v, **known, augmented=a) for a in (False, True))

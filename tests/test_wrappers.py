@@ -98,6 +98,7 @@ def test_refused() -> None:
             optax.apply_if_finite(sgd, 3),
         ],
         "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
+        "not search, got a `ScaleByZoom": [optax.lbfgs()],
         "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
         "not find its rate by how far": [optax.contrib.prodigy(), optax.contrib.dadapt_adamw()],
         'not compare params .*: set `params_of_base="z"`': [

@@ -65,7 +65,7 @@ class MomentumReport(NamedTuple):
             text = f"Not told from pure noise: {of_noise}, with t = {t:.2f}."
         if is_known and np.isnan(self.alignment):
             text += " Alignment is unknown: z − x may be rounding error, or steps are Nesterov's."
-        if is_known and length > 1.01 * int(self.num_steps):
+        if is_known and 1.01 * int(self.num_steps) < length < np.inf:  # α may be 0
             text += f" The average, {length:.0f} steps, is longer than the run, {self.num_steps}."
         if number := int(self.num_saturated):
             text += f" Up to {number} elements of z were at the limit of its dtype. Use bfloat16."
@@ -121,8 +121,8 @@ def momentum_report(
     means, aligned = gauge.means, gauge.alignment
     error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
     members = trees.find(state.inner, SPAState)
-    bases = [node.base for node in trees.find(state.inner, PrimalAveragingState)]
-    known = jnp.nan if trees.find(bases, tuple(MOMENTUM)) else 1.0
+    averaged = trees.find(state.inner, PrimalAveragingState)
+    known = jnp.nan if trees.find(averaged, tuple(MOMENTUM)) else 1.0
     report = MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=known * means.noise / means.gradient,

@@ -19,7 +19,6 @@ from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, new_gauge, sums_of, update_gauge
 
 PER_LEAF = checks.Rule("a bool or a function", lambda v: isinstance(v, bool) or callable(v))
-# Not 0. Unlike other rules it reads arrays that are not traced.
 is_c = lambda v: not isinstance(v, bool) and not checks.is_surely(~(jnp.float32(v) > 0) | (v > 1))
 AVERAGING_OF_OPTAX = checks.Rule("in (0, 1]", is_c, may_be_none=True, is_averaging=True)
 
@@ -53,7 +52,6 @@ def track_momentum(
     g_k is the update that reaches the member of the family: the gradient after clipping and decay,
     or Adam's direction. Optax's own momentum is measured as SPA with η = 1, without Adam's ε and
     Nesterov's further step. A step does not count if more than a tenth of ‖u_k‖² may be rounding.
-    The updates are those of `inner`; to the bit, if gradients are compiled in another `jax.jit`.
 
     Args:
       inner: a transformation with one member of the family, `optax.sgd` with momentum, `optax.adam`

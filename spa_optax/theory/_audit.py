@@ -102,8 +102,8 @@ class Audit(NamedTuple):
             text = f"Averages over 1/c steps are too long for {n:,}: x ends with {100 * left:.2g} %"
             text += f" of x_0. With a constant c of {min(5 / n, 1):.2g} it would be less than 1 %."
             found.append(Finding("average", [n - 1], text))
-        # β ≥ 1 is harmless in the tail of a decay to 0, and at c = 0, where x stands still.
-        high = (beta >= 1) & ((_previous(eta) > 1e-2 * eta.max()) | (_jumps(eta) < 0))
+        # β ≥ 1 is harmless where η does not jump, and at c = 0, where x stands still.
+        high = (beta >= 1) & (_jumps(eta) < 0)
         high[1:] &= c[:-1] > 0
         if high.any():
             k = high.argmax()  # β_k = (η_{k−1}/η_k)(1 − c_k)

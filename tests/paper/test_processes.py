@@ -28,9 +28,7 @@ def run_of(out: Path) -> Path:
     return out / "spa-gradual" / "seed0"
 
 
-def assert_same_run(
-    script: Any, options: list[str], program: Any, two: Path, **at_most: float
-) -> None:
+def assert_same_run(script: Any, options: Any, program: Any, two: Path, **at_most: float) -> None:
     """The run in `two` differs by rounding alone from one in this process, on eight devices.
 
     The noise is of many ulps: rounding now and then moves a maximum elsewhere, which changes the

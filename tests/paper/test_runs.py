@@ -30,9 +30,7 @@ def test_another_run_in_the_same_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "stops_in"), [("cut", 4), ("twice", None), (None, 4)])
-def test_lost_or_broken_metrics(
-    content: str | None, stops_in: int | None, whole: Any, tmp_path: Path
-) -> None:
+def test_lost_or_broken_metrics(content: Any, stops_in: Any, whole: Any, tmp_path: Path) -> None:
     """They are restored from the checkpoint."""
     run = tmp_path / "run"
     with contextlib.suppress(KeyboardInterrupt):
