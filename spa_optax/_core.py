@@ -253,7 +253,7 @@ def _check_state(state: Any, params: PyTree | None, state_dtype: Any = _storage.
     trees.check_same_tree("state.z", tree_of(state.z), "params", params)
 
 
-def check_scalars(name: str, state: SPAState) -> None:
+def check_scalars(name: str, state: Any) -> None:
     """Raises ValueError if the state is of another type, or its scalars were cast."""
     trees.check_kind(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
