@@ -79,8 +79,8 @@ def step_of_optax(before: PyTree, after: PyTree, averaging: float | None, b2: fl
         scale = map_trained(lambda v: scaled(1 / c, rsqrt(v), v.dtype), nu_hat)
     # Optax rounds β, if it is a number, to the dtype of m: 0.9 is 0.8984 in bfloat16.
     beta_for = lambda stored: 1 - c if averaging is None else (1 - c).astype(stored.dtype)
-    kept = lambda m, stored: scaled(beta_for(stored), m, m.dtype)
-    kept = map_trained(kept, m, getattr(old, MOMENTUM[type(old)]))
+    keep = lambda m, stored: scaled(beta_for(stored), m, m.dtype)
+    kept = map_trained(keep, m, getattr(old, MOMENTUM[type(old)]))
     g = map_trained(lambda s, m, kept: scaled(s, m - kept, m.dtype), scale, m_next, kept)
     d = map_trained(lambda s, kept: scaled(-s, kept, kept.dtype), scale, kept)
     # m is stored, not a difference: it is neither rounding error nor out of range.

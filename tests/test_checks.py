@@ -261,6 +261,7 @@ def test_interpolation_that_cannot_be_seen() -> None:
 
 PARAMS = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 LAYER = PARAMS["layer"]
+SHORT = {"layer": LAYER | {"bias": jnp.ones(1)}}
 MANY = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(300)}
 
 
@@ -269,7 +270,7 @@ MANY = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(300)}
     [
         (PARAMS, {"layer": {"kernel": 1}}, "only `params` has a leaf at ['layer']['bias']"),
         (PARAMS, {"layer": LAYER | {"a": 1}}, "only `updates` has a leaf at ['layer']['a']"),
-        (PARAMS, {"layer": LAYER | {"bias": jnp.ones(1)}}, "`: (1,) against (3,) at ['layer']['"),
+        (PARAMS, SHORT, "have the shapes of `params`: (1,) against (3,) at ['layer']['bias']"),
         (MANY, flax.core.freeze(MANY), "structure of `params`: a FrozenDict against a dict"),
         (PARAMS, {"layer": flax.core.freeze(LAYER)}, "`params`: a FrozenDict against a dict"),
         (MANY, nnx.State(dict(list(MANY.items())[::-1])), "structure of `params`: a State against"),

@@ -234,6 +234,15 @@ def test_counts_that_differ_are_refused() -> None:
         convert((of_nu, of_spa), x, into=tx.init(x), count=0)
 
 
+def test_a_rate_of_0_holds_no_momentum() -> None:
+    """That of AdamW, after three steps, would be lost."""
+    x, rate = jnp.ones(2), lambda k: jnp.where(k == 3, 0.0, 0.1)
+    adam, tx = optax.adamw(rate), spa_adamw(rate)
+    _, state = run(adam, x, [x] * 3)
+    with pytest.raises(ValueError, match=r"`learning_rate` must be > 0, .* and 0.0"):
+        convert(state, x, into=tx.init(x), adam=adam, learning_rate=rate)
+
+
 def test_a_schedule_of_the_interpolation_may_begin_at_1() -> None:
     """Unlike `into`, which is at its first step, the run may be below."""
     mu_y = lambda k: jnp.where(k < 2, 1.0, 0.5)

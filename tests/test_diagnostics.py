@@ -470,7 +470,7 @@ def test_report_from_inside_a_wrapper(name: str) -> None:
 def test_bad_arguments() -> None:
     """What the factory and `init` refuse."""
     params = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
-    sgd, one_of_two = optax.sgd(0.1, 0.9), {"w": True, "v": False}
+    sgd, adamw, one_of_two = optax.sgd(0.1, 0.9), optax.adamw(0.1), {"w": True, "v": False}
     for inner, options, message in (
         (1.0, {}, "`inner` must be a gradient transformation, got 1.0"),
         (sgd, {"decay": 1.0}, "`decay` must be in [0, 1), got 1.0"),
@@ -484,7 +484,7 @@ def test_bad_arguments() -> None:
         (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
         (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
         (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
-        (optax.adamw(0.1), {}, "`averaging` must be given, as 1 − β, for momentum of Optax"),
+        (adamw, {}, "`averaging` must be given, as 1 − β, for momentum of Optax, got None"),
         (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
         (spa(1.0), {"per_leaf": lambda params: {"u": "a"}}, "or their nodes, got {'u': 'a'}"),
     ):
