@@ -100,9 +100,7 @@ def transformation(
         mu_y, own = jnp.array(mu_y_at(count), dtype), jax.tree.map(jnp.array, rule_state)
         return SPAState(count, z, eta, c, w, mu_y, own)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, SPAState]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         _check_state(state, params, state_dtype)
         expected, own = map(jax.tree.structure, (rule_state, state.rule_state))
         if own != expected:
@@ -112,7 +110,7 @@ def transformation(
             at = odd[0] or "its root"
             raise ValueError(f"`updates` must be None where `state.z` is, got a gradient at {at}")
         u, state, step = advance(updates, state, params, rule, rounding_key)
-        if observe := extra_args.get("observe"):
+        if observe := extra.get("observe"):
             observe(step)
         return u, state
 
@@ -137,9 +135,8 @@ def advance(
     r = _ratios(scalars, y, form.follows_params, at_start)
     one = jnp.ones_like(eta)
     mu_y = one if scalars.mu_y is None else scalars.mu_y
-    eta, c, w, mu_y, p, delta, r, at_start, opaque_one = shared(
-        (eta, c, w, mu_y, p, delta, r, at_start, one)
-    )
+    of_step = (eta, c, w, mu_y, p, delta, r, at_start, one)
+    eta, c, w, mu_y, p, delta, r, at_start, opaque_one = shared(of_step)
     seeds = seeds_like(rounding_key, state.count, stored, Stream.PARAMS_AND_Z)
 
     # Where z − y is stored, z stands for z − y_k here: of z itself TPU v7x would make two kernels.

@@ -1,14 +1,19 @@
 """What operates on the states of all members: `eval_params` and `reanchor`."""
 
 import jax
+import optax
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, check_scalars, is_at_start
+from spa_optax._optax_states import states
 from spa_optax._precision import wide_dtype
 from spa_optax._storage import check_stored, form_of, tree_of
 from spa_optax._wrappers import StochasticRoundingState
 from spa_optax._xla import select
+
+# Wrappers that move the params apart from those of what they wrap (SAM, if it is not opaque).
+_OTHER_PARAMS = states("ScheduleFree Mechanic SAM", optax.contrib) + states("Lookahead")
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -21,7 +26,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: a state that holds one of the family, or several that divide the params, in any
-        chain or wrapper but `optax.flatten` and a transparent `optax.contrib.sam`.
+        chain or wrapper that leaves their shapes and their updates alone.
       params: y_k, the current params of that run.
 
     Returns:
@@ -113,6 +118,10 @@ def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> li
     states = trees.find(opt_state, SPAState)
     if not states:
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
+    for outer in trees.find(opt_state, _OTHER_PARAMS):
+        if trees.find(outer, SPAState) and getattr(outer, "cache", outer) is not None:
+            got = f"one in a `{type(outer).__name__}`, which moves them"
+            raise ValueError(f"`{name}` must hold an `SPAState` of `params`, got {got}")
     for tree in (params, *others):
         trees.check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:

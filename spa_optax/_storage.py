@@ -154,7 +154,6 @@ def check_stored(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -
             fits = form is asked and (leaf.dtype == dtype or is_wider)
             rule = f"`state_dtype={state_dtype}` asks for, {kind(asked)} in {dtype}"
         if not fits:
-            raise ValueError(
-                f"`{name}` must be stored as {rule}, got {kind(form)} in {leaf.dtype} at"
-                f" {path or 'its root'}: use `convert(state, params, into=tx.init(params))`"
-            )
+            got = f"{kind(form)} in {leaf.dtype} at {path or 'its root'}"
+            how = "use `convert(state, params, into=tx.init(params))`"
+            raise ValueError(f"`{name}` must be stored as {rule}, got {got}: {how}")

@@ -226,6 +226,10 @@ FOREIGN = {
     r"got \(3,\) at \['other'\]": GPA.init({"other": jnp.ones(3)}),
     r"got \(2,\) at": GPA.init(jax.tree.map(lambda leaf: leaf[..., :2], PARAMS)),
     "each once": optax.chain(spa(0.1), GPA).init(PARAMS),
+    "got one in a `ScheduleFreeState`": optax.contrib.schedule_free(GPA, 0.1).init(PARAMS),
+    "got one in a `SAMState`": optax.contrib.sam(GPA, optax.sgd(0.1)).init(PARAMS),
+    "got one in a `MechanicState`": optax.contrib.mechanize(GPA).init(PARAMS),
+    "got one in a `LookaheadState`": optax.LookaheadState(GPA.init(PARAMS), jnp.array(0)),
 }
 
 
@@ -246,7 +250,8 @@ def test_eval_params_of_an_ensemble() -> None:
 
 def test_eval_params_before_the_first_step() -> None:
     loaded = jax.tree.map(lambda p: p + 5, PARAMS)  # pretrained, put in after `init`
-    chex.assert_trees_all_equal(eval_params(GPA.init(PARAMS), loaded), loaded)
+    for tx in (GPA, optax.contrib.sam(GPA, optax.sgd(0.1), opaque_mode=True)):
+        chex.assert_trees_all_equal(eval_params(tx.init(PARAMS), loaded), loaded)
 
 
 def test_eval_params_of_all_kinds_of_leaves() -> None:

@@ -117,9 +117,7 @@ def track_momentum(
         gauge = new_gauge(() if labels is None else (len(groups) + 1,))
         return TrackMomentumState(state, jnp.zeros([], jnp.int32), gauge, groups)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, TrackMomentumState]:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         trees.check_kind("state", state, TrackMomentumState)
         if per_leaf is not False and params is None:
             raise ValueError("`params` must be passed to `update` under `per_leaf`, got None")
@@ -129,7 +127,7 @@ def track_momentum(
 
         def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
-            observe = {**extra_args, "observe": steps.append}
+            observe = {**extra, "observe": steps.append}
             u, now = tx.update(updates, inner_state, params, **observe)
             steps = steps or [of_optax.step_of_optax(inner_state, now, averaging, b2)]
             return u, now, steps[0]
@@ -143,7 +141,7 @@ def track_momentum(
             # On a GPU such a kernel cannot write x and z in place, but copies them.
             sums = jax.lax.platform_dependent(cuda=separate, rocm=separate, default=fused)
         else:  # from a separate update, so that the real one compiles as without
-            u, now = tx.update(*given, **extra_args)
+            u, now = tx.update(*given, **extra)
             step = separate_step()
             zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(separate))
             at_some = lambda: jax.lax.cond(count % every == 0, separate, zeros)

@@ -55,9 +55,8 @@ class Audit(NamedTuple):
     def report(self, *, verbose: bool = False) -> str:
         """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
         findings, breaches = self.findings(), self.breaches()
-        lines = [finding.text for finding in findings] or [
-            f"neither α nor {self._total_effect()[0]} jumps (by a factor of 1.5 or more)."
-        ]
+        none = "neither α nor {} jumps (by a factor of 1.5 or more)."
+        lines = [finding.text for finding in findings] or [none.format(self._total_effect()[0])]
         if all(finding.kind == "drop" for finding in findings):
             lines[0] = f"Nothing to change: {lines[0]}"
         eta, c, alpha, beta = map(_interval, self[:4])
@@ -233,10 +232,8 @@ def audit(
         if smoothness is not None:
             smoothness = float(smoothness)
             weight = _formulas._step_weight(eta, eta_prev, c_now, smoothness)
-            of_bound = [
-                unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2),
-                _formulas._max_learning_rate(c, smoothness),
-            ]
+            weight = unless_rounding(weight, 1e-9 * smoothness / (eta_prev * c_now) ** 2)
+            of_bound = [weight, _formulas._max_learning_rate(c, smoothness)]
     return Audit(eta, c, alpha, beta, of_x, of_z, *of_bound)
 
 
