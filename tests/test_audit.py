@@ -13,15 +13,8 @@ import optax
 import pytest
 from helpers import lenient, table, unchecked, x64
 
-from spa_optax import (
-    hyperparams_from_sgdm,
-    hyperparams_to_sgdm,
-    schedule_free_averaging,
-    spa,
-    spa_from_sgdm,
-    stagewise,
-    theory,
-)
+import spa_optax
+from spa_optax import hyperparams_from_sgdm, spa_from_sgdm, stagewise, theory
 from spa_optax._hyperparams import SGDMHyperparams
 from spa_optax.diagnostics import track_momentum
 from spa_optax.theory import momentum_drop
@@ -60,7 +53,7 @@ def test_arrays_are_what_they_say() -> None:
     with x64():
         schedules = table(jnp.asarray(etas)), table(jnp.asarray(cs))
         audit = theory.audit(*schedules, 40, smoothness=3.0)
-        alpha, beta = values(hyperparams_to_sgdm(*schedules), np.arange(40))
+        alpha, beta = values(spa_optax.hyperparams_to_sgdm(*schedules), np.arange(40))
         known: Any = {"eta": etas[k], "eta_prev": etas[k - 1], "c": cs[k - 1], "smoothness": 3.0}
         of_x, of_z = theory.remainder(*np.eye(2)[:, :, None], c_prev=cs[k - 2], **known)
         expected = {
@@ -166,7 +159,7 @@ def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     assert f"x ends with {100 * weight:.2g} % of x_0." in report
     enough = float(report.split("constant c of ")[1].split()[0])
     assert 0.003 < (1 - enough) ** num_steps < 0.01
-    for c in (enough, schedule_free_averaging(1.0)):
+    for c in (enough, spa_optax.schedule_free_averaging(1.0)):
         assert "average" not in kinds(theory.audit(1.0, c, num_steps))
     assert "average" in kinds(theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps))
 
@@ -192,7 +185,7 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=f"`{name}`"):
             call()
     gauge = lambda: track_momentum(optax.adamw(0.1), averaging=0.9)
-    for call in (lambda: audit(0.1, 0.9, 100), lambda: spa(0.1, 0.9), gauge):
+    for call in (lambda: audit(0.1, 0.9, 100), lambda: spa_optax.spa(0.1, 0.9), gauge):
         with pytest.warns(UserWarning, match=r"0.9 means a momentum of 0.1"):
             call()
 

@@ -4,22 +4,13 @@ import re
 from typing import Any, NamedTuple
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    batches,
-    evaluated,
-    logistic_regression,
-    relative_difference,
-    run,
-    sgdm,
-    slow,
-    trained,
-    x64,
-)
+from helpers import logistic_regression, run, sgdm, slow, trained, x64
 
 from spa_optax import (
     convert,
@@ -36,10 +27,10 @@ from spa_optax import (
 from spa_optax._core import Scalars, transformation
 
 KEY = jax.random.key(0)
-NUM_STEPS, BATCHES = 300, batches(300)
+NUM_STEPS, BATCHES = 300, helpers.batches(300)
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # dtypes meet in `MultiSteps`
 # Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two runs.
-ALPHA = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
+ALPHA = helpers.evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
@@ -61,7 +52,7 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
         sgd_state = convert(state, params, into=sgd.init(params))
         assert optax.tree.get(sgd_state, "count") == back
         params, _ = trained(sgd, gradient, params, BATCHES[back:], sgd_state)
-        assert relative_difference(params, never_moved) < tolerance
+        assert helpers.relative_difference(params, never_moved) < tolerance
 
 
 @pytest.mark.parametrize("new", [optax.sgd(0.05, 0.9), spa_from_sgdm(0.05, 0.9), spa(0.5, 0.1)])

@@ -6,22 +6,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import (
-    WARMUP_COSINE,
-    batches,
-    evaluated,
-    logistic_regression,
-    quick,
-    relative_difference,
-    trained,
-    x64,
-)
+from helpers import evaluated, quick, x64
 
 from spa_optax import (
     convert,
@@ -37,8 +29,8 @@ from spa_optax import (
 )
 
 ADAM: Any = {"b2": 0.999, "eps": 1e-6}
-RATE = lambda k: 0.1 * WARMUP_COSINE(k)  # rises until step 200, then falls
-LOSS = logistic_regression(jnp.float32)
+RATE = lambda k: 0.1 * helpers.WARMUP_COSINE(k)  # rises until step 200, then falls
+LOSS = helpers.logistic_regression(jnp.float32)
 MASK = {"w": True, "b": False}
 
 
@@ -52,7 +44,7 @@ def start(dtype: Any = jnp.float32) -> Any:
 
 def run(tx: Any, params: Any, state: Any, steps: slice) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # for optax's
-        return trained(tx, jax.grad(loss), params, batches()[steps], state)
+        return helpers.trained(tx, jax.grad(loss), params, helpers.batches()[steps], state)
 
 
 CLIP = optax.clip_by_global_norm(1.0)
@@ -113,7 +105,7 @@ def test_there_and_back(form: str, ulp: float | None) -> None:
     chex.assert_trees_all_close(new, old, rtol=ulp)
     old, new = (optax.tree.get(s, "mu") for s in (state, back))
     # x − z is rounded to that of x, of up to 1, over w, of about 0.2.
-    assert relative_difference(new, old) < max(ulp, 1e-4)
+    assert helpers.relative_difference(new, old) < max(ulp, 1e-4)
 
 
 @pytest.mark.parametrize("form", quick(FORMS, "16 bits"))

@@ -14,17 +14,8 @@ import pytest
 from helpers import batches, lenient, logistic_regression, optimized, quick, run, slow, unchecked
 from scipy import stats
 
-from spa_optax import (
-    eval_params,
-    float8_momentum,
-    primal_averaging,
-    scale_by_second_moment,
-    schedule_free_averaging,
-    spa,
-    spa_adamw,
-    spa_from_sgdm,
-    stagewise,
-)
+import spa_optax
+from spa_optax import eval_params, float8_momentum, primal_averaging, spa, spa_adamw, spa_from_sgdm
 from spa_optax._core import Step
 from spa_optax._storage import OutOfRange
 from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
@@ -172,7 +163,7 @@ def assert_at_noise_level(report: Any) -> None:
 
 NOISY: dict[str, Any] = {
     "warm-up": lambda: spa(WARMUP, 0.1),
-    "gradual drop": lambda: spa(*stagewise(1.0, 0.1, [300], step_factor=1.02)),
+    "gradual drop": lambda: spa(*spa_optax.stagewise(1.0, 0.1, [300], step_factor=1.02)),
     "without momentum": lambda: spa(1.0, 1.0),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
     "nesterov": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True),
@@ -232,7 +223,7 @@ CHAIN = lambda tx: optax.chain(optax.clip(10.0), optax.add_decayed_weights(0.0),
 INJECT = optax.inject_hyperparams
 SGD_OF_16_BITS = optax.sgd(0.1, 1 - C, accumulator_dtype=jnp.bfloat16)
 ADAM_OF_Z = optax.chain(
-    scale_by_second_moment(0.9, 1e-12), optax.add_decayed_weights(1e-4), optax.sgd(0.1)
+    spa_optax.scale_by_second_moment(0.9, 1e-12), optax.add_decayed_weights(1e-4), optax.sgd(0.1)
 )
 WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "spa": (spa(0.1, C), {}),
@@ -406,7 +397,7 @@ def test_verdict(changes: dict[str, Any], says: str) -> None:
 def test_what_a_report_says_of_the_run() -> None:
     """Its length, and that of the average."""
     params, grads = {"w": jnp.ones(1_000)}, [{"w": jnp.asarray(g)} for g in normal(20, 1_000)]
-    for averaging, length in ((0.1, 10), (schedule_free_averaging(1.0), 20)):
+    for averaging, length in ((0.1, 10), (spa_optax.schedule_free_averaging(1.0), 20)):
         state = run(track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads)[1]
         for report in (momentum_report(state), momentum_report(state, by_label=True)["w"]):
             assert (report.num_steps, report.num_measured) == (20, 20)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -13,22 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    MOMENTA,
-    NUM_STEPS,
-    RATES,
-    batches,
-    logistic_regression,
-    optimized,
-    relative_difference,
-    run,
-    sgdm,
-    slow,
-    table,
-    trained,
-    trajectory,
-    x64,
-)
+from helpers import NUM_STEPS, batches, optimized, run, sgdm, slow, table, trained, trajectory, x64
 from jaxtyping import Array
 
 from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
@@ -60,7 +46,7 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
             injected(learning_rate=alpha, momentum=beta, nesterov=nesterov),
             spa_from_sgdm(alpha, beta, nesterov, horizon=7),
         ]
-        gradient, start = jax.grad(logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        gradient, start = jax.grad(helpers.logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
         ends = [trained(tx, gradient, start, batches())[0] for tx in txs]
         for make, tx in zip((sgdm, spa_from_sgdm), txs, strict=False):
             x, state = trained(tx, gradient, start, batches()[: NUM_STEPS // 2])
@@ -87,14 +73,14 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
 def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
     """For each of RATES and `momentum`, or each of MOMENTA; tolerances by the largest β."""
     counts = np.arange(NUM_STEPS + 100)
-    momenta = {name: values(counts) for name, values in MOMENTA.items()}
+    momenta = {name: values(counts) for name, values in helpers.MOMENTA.items()}
     momenta = momenta if momentum is None else {str(momentum): np.full(len(counts), momentum)}
     names, alphas, betas, tolerances = [], [], [], []
-    for rate, (name, beta) in itertools.product(RATES, momenta.items()):
+    for rate, (name, beta) in itertools.product(helpers.RATES, momenta.items()):
         names.append(f"{rate}, β {name}")
         # Long memories take small rates: α/(1 − β) is the length of the stride.
         longest = np.nanmax(beta)
-        alphas.append(min(1.0, (1 - longest) / 0.05) * RATES[rate](counts))
+        alphas.append(min(1.0, (1 - longest) / 0.05) * helpers.RATES[rate](counts))
         betas.append(beta)
         tolerances.append(next(most for to, most in TOLERANCES[dtype].items() if longest <= to))
     edited = 3 * np.roll(alphas, 90, axis=1)
@@ -109,7 +95,7 @@ def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
             ("horizon of 7", short, sgd),
             ("edited", spa_edited, sgd_edited),
         ):
-            assert relative_difference(x, reference) < allowed, (name, kind)
+            assert helpers.relative_difference(x, reference) < allowed, (name, kind)
 
 
 def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() -> None:
@@ -190,7 +176,7 @@ def test_constants_and_the_keras_form(nesterov: bool) -> None:
             x, _ = trajectory(tx, itself, jnp.float64)
             np.testing.assert_allclose(x, trajectory(oracle, itself, jnp.float64)[0], atol=1e-12)
         other, _ = trajectory(sgdm(alpha, 0.9, nesterov), itself, jnp.float64)
-    assert relative_difference(x[-1], other[-1]) > 1e-2  # and not the PyTorch form
+    assert helpers.relative_difference(x[-1], other[-1]) > 1e-2  # and not the PyTorch form
 
 
 def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
