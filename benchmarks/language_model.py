@@ -98,14 +98,14 @@ def rounded(rate: float, make: Callable[[optax.Schedule], Tx]) -> Row:
     return Row(rate, lambda rate, key: stochastic_rounding(make(rate), key), BF16)
 
 
-def with_z(dtype: Any) -> Row:
-    make = lambda rate, key, *c: factored_adamw(rate, *c, state_dtype=dtype, rounding_key=key)
-    return Row(4e-3, make, BF16, OF_ADAM)
+def muon_in_8_bits(rate: optax.Schedule, *average: float, rounding_key: Any, **options: Any) -> Tx:
+    momentum = float8_momentum(muon(rate), rounding_key)
+    return primal_averaging(momentum, *average, rounding_key=rounding_key, **options)
 
 
-def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
-    momentum = float8_momentum(muon(rate), key)
-    return primal_averaging(momentum, *average, state_dtype=E4M3, rounding_key=key)
+def with_z(dtype: Any, average: Any = OF_ADAM, rate: Any = 4e-3, make: Any = factored_adamw) -> Row:
+    of_z = lambda rate, key, *c: make(rate, *c, state_dtype=dtype, rounding_key=key)
+    return Row(rate, of_z, BF16, average)
 
 
 def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
@@ -133,12 +133,13 @@ ROWS = {
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
     "spa_adamw": Row(4e-3, lambda rate, key, *c: averaged_adamw(rate, *c), average=OF_ADAM),
     "spa_adamw, bfloat16 z": with_z(BF16),
-    "spa_adamw, 8-bit z": with_z(E4M3)._replace(average=(0.1, 0.9)),
+    "spa_adamw, 8-bit z": with_z(E4M3, (0.1, 0.9)),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
     "Muon averaged": Row(
         8e-3, lambda rate, key, *c: primal_averaging(muon(rate), *c), average=(0.003125, 0.4)
     ),
-    "Muon averaged, 8-bit m and z": Row(16e-3, muon_in_8_bits, BF16, (0.0125, 0.4)),
+    "Muon averaged, 8-bit m": with_z(BF16, (0.003125, 0.4), 8e-3, muon_in_8_bits),
+    "Muon averaged, 8-bit m and z": with_z(E4M3, (0.0125, 0.4), 8e-3, muon_in_8_bits),
     "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon, has_x=False),  # it evaluates about y
     "Muon, float8 m": Row(
         8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16

@@ -109,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     add = parser.add_argument
     add("--data-dir", type=Path, required=True, help="has train/CLASS/*.JPEG and val/CLASS/*.JPEG")
     add("--image-size", type=int, default=224, help="height and width in pixels")
-    of_group = (
-        "images that BatchNorm takes its statistics of; 0: the batch, of all devices together"
-    )
+    of_group = "images that BatchNorm takes statistics of; 0: the batch, of all devices together"
     add("--batch-norm-group", type=int, default=32, help=of_group)
     # Those that this process may use, where the system can tell.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
