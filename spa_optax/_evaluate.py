@@ -4,16 +4,15 @@ import jax
 import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
 from spa_optax._core import SPAState, check_scalars, is_at_start
-from spa_optax._optax_states import states
 from spa_optax._precision import wide_dtype
 from spa_optax._storage import check_stored, form_of, tree_of
 from spa_optax._wrappers import StochasticRoundingState
 from spa_optax._xla import select
 
 # Wrappers that move the params apart from those of what they wrap (SAM, if it is not opaque).
-_OTHER_PARAMS = states("ScheduleFree Mechanic SAM", optax.contrib) + states("Lookahead")
+_MOVE_PARAMS = (*of_optax.states("ScheduleFree Mechanic SAM", optax.contrib), optax.LookaheadState)
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -26,7 +25,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Args:
       opt_state: a state that holds one of the family, or several that divide the params, in any
-        chain or wrapper that leaves their shapes and their updates alone.
+        chain, and any wrapper that does not flatten the params or move them itself.
       params: y_k, the current params of that run.
 
     Returns:
@@ -118,7 +117,7 @@ def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> li
     states = trees.find(opt_state, SPAState)
     if not states:
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
-    for outer in trees.find(opt_state, _OTHER_PARAMS):
+    for outer in trees.find(opt_state, _MOVE_PARAMS):
         if trees.find(outer, SPAState) and getattr(outer, "cache", outer) is not None:
             got = f"one in a `{type(outer).__name__}`, which moves them"
             raise ValueError(f"`{name}` must hold an `SPAState` of `params`, got {got}")
