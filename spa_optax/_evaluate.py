@@ -118,7 +118,7 @@ def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> li
     if not states:
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
     for outer in trees.find(opt_state, _MOVE_PARAMS):
-        if trees.find(outer, SPAState) and getattr(outer, "cache", outer) is not None:
+        if trees.find(outer, SPAState) and not of_optax.is_opaque_sam(outer):
             got = f"one in a `{type(outer).__name__}`, which moves them"
             raise ValueError(f"`{name}` must hold an `SPAState` of `params`, got {got}")
     for tree in (params, *others):

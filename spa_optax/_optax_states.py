@@ -34,6 +34,7 @@ MOMENTUM: dict[Any, str] = {
 ADAM_OR_TRACE = (optax.TraceState, optax.ScaleByAdamState)
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 states = lambda names, of=optax: tuple(getattr(of, f"{name}State") for name in names.split())
+is_opaque_sam = lambda node: getattr(node, "cache", node) is None  # it then keeps no params
 # Wrappers that skip updates, or keep gradients of several batches.
 SKIPS_UPDATES = states("MultiSteps ApplyIfFinite ConditionallyTransform ConditionallyMask")
 # Directions, whose states depend on the updates alone.

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, current_z
 from spa_optax._family import spa
-from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, states
+from spa_optax._optax_states import MOMENTUM, SKIPS_UPDATES, is_opaque_sam, states
 from spa_optax._precision import Stream, round_update, rounded, seeds_like, widen
 
 
@@ -58,7 +58,7 @@ _REFUSED_AT_Y = (_BY_FIRST, "compare params with the first ones", 'set `params_o
 def _refuse(state: PyTree, *refused: tuple[Any, str, str]) -> None:
     found = ((node, *why) for kinds, *why in refused for node in trees.find(state, kinds))
     for node, does, instead in found:
-        if getattr(node, "cache", node) is not None:  # the params of SAM, if it is not opaque
+        if not is_opaque_sam(node):
             raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
 
 
