@@ -86,7 +86,7 @@ def is_matrix(params: Any) -> Any:
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """For the kernels of layers, with AdamW for the rest. Needs optax 0.2.6 or newer."""
+    """For the kernels of layers, with AdamW for the rest. Needs optax 0.2.7 or newer."""
     dimensions = optax.contrib.MuonDimensionNumbers
     numbers = lambda path, _: dimensions() if path[-1].key == "kernel" else None
     kernels = functools.partial(jax.tree_util.tree_map_with_path, numbers)
