@@ -218,6 +218,8 @@ def scale_by_factored_second_moment(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         trees.check_kind("state", state, optax.FactoredState)
         trees.check_same_tree("state", state[1:], "init(params)", jax.eval_shape(init, params)[1:])
+        if has_narrow(state[1:]):
+            raise ValueError("`state` must have 32 bits or more, got 16: put this in `in_float32`")
         state = jax.tree.map(jnp.asarray, state)  # as above
         k, epsilon = state.count, jnp.maximum(eps**2, 1e-30)
         n = k.astype(float)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 from optax import GradientTransformation, MultiSteps
 
 from spa_optax._trees import is_array, is_trained, leaves_with_path
 
-# Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX, and then passes.
+# Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
 
 
@@ -48,13 +49,13 @@ class Rule(NamedTuple):
     def _allows(self, value: Any) -> bool:
         if (value is None and self.may_be_none) or (callable(value) and self.kind == SCHEDULE):
             return True
-        if self.kind and not _is_real(value):
+        is_odd = self.kind and not _is_real(value)
+        is_narrow = isinstance(value, jax.Array) and self.needs_32_bits and value.itemsize <= 2
+        if is_odd or is_narrow or (isinstance(value, jax.Array) and self.kind == NUMBER):
             return False
-        if self.kind and isinstance(value, jax.Array):  # perhaps traced
-            return self.kind != NUMBER and not (self.needs_32_bits and value.itemsize <= 2)
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return bool(self.holds(float(value) if self.kind else value))  # pyright: ignore[reportArgumentType]  # real
-        return False
+        return bool(self.kind) and isinstance(value, Tracer)
 
     def _described(self, value: Any) -> str:
         if isinstance(value, int) and (bits := value.bit_length()) > 100:
@@ -65,7 +66,7 @@ class Rule(NamedTuple):
             return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
         if isinstance(value, jax.Array) and value.shape == ():
             static = "name it in `static_args`"
-            how = "set `hyperparam_dtype=jnp.float32`" if self.needs_32_bits else static
+            how = static if self.kind in ("", NUMBER) else "set `hyperparam_dtype=jnp.float32`"
             return f"{value!r}: in `optax.inject_hyperparams`, {how}"
         return repr(value)
 

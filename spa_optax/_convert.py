@@ -55,8 +55,8 @@ _WRAPPERS: dict[Any, tuple[str, str | None]] = {
 # Those of a base optimizer, and the field that holds its state.
 _BASES = {kind: of[0].split()[0] for kind, of in _WRAPPERS.items() if of[0].startswith("base")}
 _MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
-_KNOWN = (*of_optax.MOMENTUM, *of_optax.DIRECTIONS, *of_optax.MONITORS)
-_KNOWN += (*_WRAPPERS, *_MAY_DIFFER, SPAState, Float8MomentumState)
+_KNOWN = (*of_optax.DIRECTIONS, *of_optax.MONITORS, *_WRAPPERS, *_MAY_DIFFER)
+_KNOWN += (SPAState, Float8MomentumState)
 
 
 def convert(
@@ -98,8 +98,7 @@ def convert(
       into: the new optimizer's state from `init`. It may train fewer params, with others frozen.
       adam: the `optax.adam` or `optax.adamw` of a run, in any chain or wrapper. Needed from and to
         these. It is tried out on tiny params, since others have states of the same type.
-      new_params: the params with which the run goes on, if they are `params` cast to 16 bits. z
-        keeps what they lose.
+      new_params: the params to go on with, if they are `params` in 16 bits. z keeps what is lost.
       learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from `optax.sgd`
         and `primal_averaging`, from and to AdamW, and to Schedule-Free, unless the form is kept.
       momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.
@@ -238,6 +237,7 @@ def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule
     given = [] if count is None else [jnp.asarray(count)]
     moving = [jnp.any(m != 0) for m in by_path(getattr(old, "trace", ())).values()]
     of_nu = [node.count for node in old_nodes if isinstance(node, of_optax.SECOND_MOMENTS)]
+    is_new = jnp.all(jnp.array([scalar_of(of) != count for of in counts])) & bool(given and counts)
     if isinstance(old, optax.TraceState):
         counts = given or counts
     else:
@@ -246,9 +246,9 @@ def _steps_taken(old: Any, old_nodes: list[Any], count: int | None, has_schedule
     checks.check_one_run("old_state", counts)
     k, *others = map(scalar_of, counts or [0])
     is_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
-    differ = jnp.any(jnp.array([other != k for other in others], bool))
+    differ = jnp.any(jnp.array([other != k for other in others], bool)) | is_new
     if (not counts and not is_start) or checks.is_surely(differ):
-        rule = "where `old_state` of SGD holds none, or several; another must hold one"
+        rule = "where `old_state` of SGD holds none, or be one of several; another must hold one"
         raise ValueError(f"`count` must be given {rule}, got {[*map(int, counts)] or None}")
     has_momentum = (k == 0) & jnp.any(jnp.array(moving, bool))
     if checks.is_surely(has_momentum):

@@ -172,7 +172,7 @@ def advance(
         """A bound on that of d = z − y, which has what y lost by rounding."""
         of_y = float(jnp.finfo(y.dtype).eps) * jnp.abs(y).astype(d.dtype)
         size = d if form.follows_params else y
-        return jnp.maximum(of_y, form.eps(stored) * jnp.abs(size).astype(d.dtype))
+        return jnp.maximum(of_y, float(jnp.finfo(stored.dtype).eps) * jnp.abs(size).astype(d.dtype))
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)
@@ -187,8 +187,7 @@ def advance(
 def _for_params(scalars: Scalars, state: SPAState) -> tuple[Array, Array | None]:
     """The p and δ with which y follows x: y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k.
 
-    z_k − y_k = μ (z_k − x_k) with the μ of y_k. If μ_y changes by a factor ρ, replace 1 − c by
-    ρ (1 − c).
+    z_k − y_k = μ (z_k − x_k) with the μ of y_k. If μ_y changes by ρ, 1 − c becomes ρ (1 − c).
     """
     eta, c, _, mu_y, delta, *_ = scalars
     if mu_y is None:

@@ -42,8 +42,6 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> print(state.z, y + updates, eval_params(state, y + updates))  # y is midway from z to x
       6.0 7.0 8.0
     """
-    if trees.find(opt_state, StochasticRoundingState) and not trees.find(opt_state, SPAState):
-        return params
     x = trees.by_path(params)
     for state in _states("opt_state", opt_state, params):
         checks.check_one_run("opt_state", state.count, state.mu_y)
@@ -114,13 +112,13 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
 
 def _states(name: str, opt_state: PyTree, params: PyTree, *others: PyTree) -> list[SPAState]:
     """The states of the family. Raises ValueError unless they fit the params, and other params."""
-    states = trees.find(opt_state, SPAState)
-    if not states:
+    states, kinds = trees.find(opt_state, SPAState), (SPAState, StochasticRoundingState)
+    if not trees.find(opt_state, kinds):
         raise ValueError(f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}")
     for outer in trees.find(opt_state, _MOVE_PARAMS):
-        if trees.find(outer, SPAState) and not of_optax.is_opaque_sam(outer):
+        if trees.find(outer, kinds) and not of_optax.is_opaque_sam(outer):
             got = f"one in a `{type(outer).__name__}`, which moves them"
-            raise ValueError(f"`{name}` must hold an `SPAState` of `params`, got {got}")
+            raise ValueError(f"`{name}` must hold a state of `params`, got {got}")
     for tree in (params, *others):
         trees.check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:

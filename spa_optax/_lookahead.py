@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spa_optax._checks import is_plain_number
 from spa_optax._core import Scalars
@@ -35,6 +35,7 @@ class LookAhead(NamedTuple):
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
     unseen: Scalar  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
+    ends: Bool[Array, ""] | bool  # whether β_{k+1} is surely 0, so that momentum ends
 
 
 def in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
@@ -59,15 +60,15 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step k, the count, and w_{k+1}.
+    """The hyper-parameters of step k, the count, and w_{k+1}. Numbers need no sum: H = 0.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant from k + H on.
-    Numbers need no sum: H = 0.
     """
     alpha_at, beta_at = at_count("learning_rate", learning_rate), at_count("momentum", momentum)
     a_of = lambda alpha, beta: alpha * beta if nesterov else alpha
     alpha, beta = alpha_at(count), beta_at(count)
     a = a_of(alpha, beta)
+    ends = not isinstance(momentum, jax.Array) and beta_at(jnp.maximum(count, count + 1)) == 0
     if callable(learning_rate) or callable(momentum):
         horizon = _default_horizon(momentum) if horizon is None else horizon
         # Counts keep the dtype of `count`, since schedules compute in it, and do not overflow.
@@ -89,7 +90,7 @@ def look_ahead(
         seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
         alpha_last, beta_last = in_range(alpha, beta)
     for_ever = a_of(alpha_last, beta_last) * beta_last / (1 - beta_last)
-    return LookAhead(alpha, beta, a, w=seen + reach_last * for_ever, unseen=unseen)
+    return LookAhead(alpha, beta, a, seen + reach_last * for_ever, unseen, ends)
 
 
 def eta_and_c(
@@ -103,14 +104,15 @@ def eta_and_c(
 
 def sgdm_scalars(ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: bool) -> Scalars:
     """The scalars of a step. `is_master`: z is the master copy of params of 16 bits or fewer."""
-    alpha, beta, a, w, unseen = ahead
+    alpha, beta, a, w, unseen, ends = ahead
     w_k = w_old.astype(a.dtype)
     foreseen = unseen <= 1e-7
     if not is_master:
         # m = (x − z) / w has the rounding error of x over w. If α or β may rise unforeseen, w stays
         # large. But in a master copy that would cost digits.
         w = jnp.where(foreseen, w, jnp.maximum(w, jnp.maximum(w_k, alpha / 100)))
-    w = nonzero_w(w, a, w_k).astype(w_old.dtype).astype(a.dtype)  # as the state has it
+    ends &= is_master  # x then goes to z, which keeps what x loses by rounding
+    w = jnp.where(ends, 0, nonzero_w(w, a, w_k)).astype(w_old.dtype).astype(a.dtype)  # as stored
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     w_k = jnp.where(w_k > 0, w_k, 1)
     shift = ((w - w_k) + (beta * a - (1 - beta) * w)) / w_k
@@ -120,6 +122,7 @@ def sgdm_scalars(ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: 
     shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
     shift = jnp.where(w_old > 0, shift, 0)
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
+    c = jnp.where(ends, 1, c)
     delta = alpha * (1 - c) if nesterov else None
     return Scalars(eta, c, w, delta=delta, r=(w_k + shift * w_k, w_k))
 

@@ -37,14 +37,13 @@ states = lambda names, of=optax: tuple(getattr(of, f"{name}State") for name in n
 is_opaque_sam = lambda node: getattr(node, "cache", node) is None  # it then keeps no params
 # Wrappers that skip updates, or keep gradients of several batches.
 SKIPS_UPDATES = states("MultiSteps ApplyIfFinite ConditionallyTransform ConditionallyMask")
-# Directions, whose states depend on the updates alone.
-DIRECTIONS = (
-    *states("AddNoise ScaleByAdaDelta ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd"),
-    *states("ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev ScaleBySM3"),
-    optax.ApplyEvery,
-    *states("DifferentiallyPrivateAggregate ReduceLROnPlateau", optax.contrib),
-    *states("ScaleByAdemamix ScaleBySimplifiedAdEMAMix", optax.contrib),
-)
+# Directions, whose states depend on the updates alone; the first have momentum of their own.
+WITH_MOMENTUM = states("ScaleByAdan ScaleByAmsgrad ScaleByBelief ScaleByNovograd ScaleBySM3")
+WITH_MOMENTUM += states("ScaleByAdemamix ScaleBySimplifiedAdEMAMix", optax.contrib)
+WITH_MOMENTUM += (*MOMENTUM, optax.ApplyEvery)
+DIRECTIONS = states("AddNoise ScaleByAdaDelta ScaleByRms ScaleByRprop ScaleByRss ScaleByRStdDev")
+DIRECTIONS += states("DifferentiallyPrivateAggregate ReduceLROnPlateau", optax.contrib)
+DIRECTIONS += WITH_MOMENTUM
 # Measurements, on which no update depends; some are newer than the oldest Optax.
 _NAMES = ("MonitorState", "SnapshotState", "ZeroNansState")
 MONITORS = tuple(getattr(optax, name) for name in _NAMES if hasattr(optax, name))

@@ -240,7 +240,7 @@ def schedule_free_averaging(
         to warm up as γ (k + 1)/`num_warmup_steps`.
       num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are checked.
       weight_power: p ≥ 0.
-      count_power: r in [0, 100]. ScheduleFree+ has up to 2, for long runs.
+      count_power: r in [0, 4]. ScheduleFree+ has up to 2, for long runs.
       num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins after them.
 
     Returns:
@@ -263,7 +263,7 @@ def schedule_free_averaging(
     end, start, r = num_warmup_steps, num_unaveraged_steps, count_power
     checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=end, num_unaveraged_steps=start)
     checks.NOT_NEGATIVE.check(weight_power=weight_power)
-    checks.Rule("in [0, 100]", lambda r: 0 <= r <= 100, checks.NUMBER).check(count_power=r)
+    checks.Rule("in [0, 4]", lambda r: 0 <= r <= 4, checks.NUMBER).check(count_power=r)
     rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
     if callable(learning_rate):
         has_risen = lambda rates, later: (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-
-def is_none(leaf: object) -> bool:
-    """Whether a leaf is None, optax's mark for a parameter without a gradient."""
-    return leaf is None
+is_none = lambda leaf: leaf is None  # optax's mark for a parameter without a gradient
 
 
 def is_array(x: Any) -> bool:

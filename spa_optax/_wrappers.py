@@ -46,6 +46,7 @@ _REFUSED: list[tuple[Any, str, str]] = [
     (_AVERAGES, "average", "average once, and pass `rounding_key` to that"),
     (StochasticRoundingState, "round", "pass `rounding_key` instead"),
     (SKIPS_UPDATES, "skip updates", "put it around this"),
+    (optax.ApplyEvery, "skip updates", "put `optax.MultiSteps` around this"),
     (states("ScaleByBacktrackingLinesearch ScaleByZoomLinesearch"), "search", "use it alone"),
     (optax.LookaheadState, "move params back", "average instead"),
     (getattr(optax.contrib, "MadgradState", ()), "average", "use it alone"),  # not in optax 0.2.5
@@ -53,6 +54,8 @@ _REFUSED: list[tuple[Any, str, str]] = [
     (_BY_DISTANCE, "find its rate by how far params went", "it cannot see z: use another base"),
 ]
 _REFUSED_AT_Y = (_BY_FIRST, "compare params with the first ones", 'set `params_of_base="z"`')
+_OF_PAIRS = (optax.ScaleByLBFGSState, *states("Momo MomoAdam", optax.contrib))
+_REFUSED_AT_Z = (_OF_PAIRS, "relate params to gradients", 'set `params_of_base="params"`')
 
 
 def _refuse(state: PyTree, *refused: tuple[Any, str, str]) -> None:
@@ -139,7 +142,7 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        _refuse(state, *_REFUSED, *([_REFUSED_AT_Y] if params_of_base == "params" else []))
+        _refuse(state, *_REFUSED, _REFUSED_AT_Y if params_of_base == "params" else _REFUSED_AT_Z)
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:

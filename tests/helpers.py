@@ -133,8 +133,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def batches(num_steps: int = NUM_STEPS) -> np.ndarray:
     """The minibatches of a run: indices (num_steps, BATCH)."""
-    rng = np.random.default_rng(0)
-    return rng.integers(0, len(digits()[0]), (num_steps, BATCH), np.int32)
+    return np.random.default_rng(0).integers(0, len(digits()[0]), (num_steps, BATCH), np.int32)
 
 
 def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
@@ -160,8 +159,7 @@ def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tupl
         return (params, state), (params, evaluate(state, params))
 
     params = jnp.full((65, 10), 0.1, dtype)
-    run = optimized(lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1])
-    return run()
+    return optimized(lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1])()
 
 
 def compiled_step(tx: Any, params: Any) -> Any:
@@ -171,8 +169,7 @@ def compiled_step(tx: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
-    return lowered.compile()
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params).compile()
 
 
 def relative_difference(x: PyTree, reference: PyTree) -> float:

@@ -96,8 +96,7 @@ BYTES = {
 @pytest.mark.parametrize("expected", BYTES)
 def test_bytes_a_parameter(alias: Any, expected: int) -> None:
     params = {"w": jnp.zeros((1_000, 1_000), jnp.bfloat16)}
-    tx = alias(0.1, **BYTES[expected], rounding_key=KEY)
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(alias(0.1, **BYTES[expected], rounding_key=KEY).init, params)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     assert expected <= num_bytes / 1e6 < expected + 0.01
 

@@ -37,6 +37,7 @@ from spa_optax.theory import momentum_drop
 
 NAN, INF = float("nan"), float("inf")
 KEY, STATE = jax.random.key(0), optax.sgd(0.1, 0.9).init(jnp.ones(3))
+PARAMS16 = jnp.ones(3, jnp.bfloat16)
 MEMBERS, AVERAGES = (spa, spa_adamw, spa_from_sgdm), (spa, spa_adamw, primal_averaging)
 SCHEDULES = (stagewise, momentum_drop, hyperparams_to_sgdm)
 WRAPPERS = (primal_averaging, stochastic_rounding, float8_momentum)
@@ -62,6 +63,7 @@ def call(function: Any, **arguments: Any) -> Any:
     ("functions", "argument", "rule", "bad"),
     [
         (MEMBERS, "learning_rate", "finite and >= 0", [-0.1, NAN, INF, np.float64(-1), 10**400]),
+        (MEMBERS, "learning_rate", "finite and >= 0", [jnp.array(-1.0), jnp.array(INF)]),
         ([spa, spa_from_sgdm], "learning_rate", "a scalar or a schedule", NO_SCALARS),
         ([spa_adamw], "interpolation", "a scalar or a schedule", [True]),
         (OF_A_RATE, "learning_rate", "finite and >= 0", [-0.1]),
@@ -77,6 +79,7 @@ def call(function: Any, **arguments: Any) -> Any:
         ([spa_from_sgdm, hyperparams_from_sgdm], "horizon", "a concrete integer >= 1", [0]),
         ([spa_from_sgdm, convert], "nesterov", "True or False", ["no", 1, None, KEY]),
         ([spa_adamw, full, factored], "b2", "in [0, 1) as float32", [-0.1, -1e-50, 1.0, 1 - 2e-8]),
+        ([full, factored], "b2", "in [0, 1) as float32", [jnp.array(1.0)]),
         ([full, factored], "b2", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
         ([spa_adamw, full, factored], "eps", "finite and >= 0", [-1e-8, INF]),
         ([full, factored], "eps", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
@@ -99,6 +102,7 @@ def call(function: Any, **arguments: Any) -> Any:
         ([momentum_drop], "hold", "one of ('eta', 'alpha')", ["x"]),
         ([schedule_free_averaging], "num_warmup_steps", "a concrete integer >= 0", NO_COUNTS),
         ([schedule_free_averaging], "weight_power", "finite and >= 0", [-1.0, jnp.array(1.0)]),
+        ([schedule_free_averaging], "count_power", "in [0, 4]", [-1, 4.1]),
     ],
 )
 def test_bad_arguments(functions: Any, argument: str, rule: str, bad: list[Any]) -> None:
@@ -111,24 +115,24 @@ def test_bad_arguments(functions: Any, argument: str, rule: str, bad: list[Any])
 @pytest.mark.parametrize(
     ("functions", "argument", "good"),
     [
-        (MEMBERS, "learning_rate", [0, 1e30, np.float64(0.1), lambda k: 0.1, jnp.array(-1.0)]),
+        (MEMBERS, "learning_rate", [0, 1e30, np.float64(0.1), lambda k: 0.1, jnp.array(1.0)]),
         (AVERAGES, "averaging", [0, 0.5, 1]),
         (AVERAGES, "interpolation", [1e-45, 1]),
         ([spa_from_sgdm], "horizon", [None, 1, np.int64(3), jnp.array(3), 2**31 - 1]),
         ([spa_from_sgdm], "nesterov", [np.bool_(False), jnp.array(True)]),
         ([spa], "state_dtype", [None, "bfloat16", jnp.float16, np.dtype("float64")]),
         ([stochastic_rounding], "key", [jax.random.key_data(KEY)]),
-        ([full, factored], "b2", [0, 0.999, jnp.array(2.0)]),
-        ([full, factored], "eps", [0, jnp.array(-1.0)]),
-        ([factored], "power", [None, 1, jnp.array(2.0)]),
+        ([full, factored], "b2", [0, 0.999, jnp.array(0.5)]),
+        ([full, factored], "eps", [0, jnp.array(1.0)]),
+        ([factored], "power", [None, 1, jnp.array(1.0)]),
     ],
 )
 def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
-    """Those that may be traced pass, whatever they are."""
+    """Those that are traced pass, whatever they are."""
     for function, value in itertools.product(functions, good):
         call(function, **{argument: value})
         if isinstance(value, jax.Array) and value.dtype == float:
-            jax.jit(lambda v, make=function: [call(make, **{argument: v}), v][1])(value)
+            jax.jit(lambda v, make=function: [call(make, **{argument: v}), v][1])(-9 * value)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,12 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             "`state_dtype` must .* in `optax.inject_hyperparams`, name it in `static_args`",
         ),
         (  # numbers are cast to the params' dtype, and in bfloat16 0.999 is 1
-            lambda: optax.inject_hyperparams(spa_adamw)(0.1).init(jnp.ones(3, jnp.bfloat16)),
+            lambda: optax.inject_hyperparams(spa_adamw)(0.1).init(PARAMS16),
             "`b2` must be .* as float32, got .* `hyperparam_dtype=jnp.float32`",
+        ),
+        (
+            lambda: optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.999).init(PARAMS16),
+            "`momentum` must be in .0, 1., got .* `hyperparam_dtype=jnp.float32`",
         ),
         (lambda: spa(0.1).init(3), "`params` must be floating-point .*, got .*int"),
         (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),

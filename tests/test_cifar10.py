@@ -29,8 +29,7 @@ def two_shades(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Dark images of class 0 and bright ones of class 1, all with noise."""
     rng = np.random.default_rng(n)
     y = rng.integers(0, 2, n)
-    noise = rng.integers(0, 100, (n, 32, 32, 3))
-    return np.uint8(noise + 100 * y[:, None, None, None]), y
+    return np.uint8(rng.integers(0, 100, (n, 32, 32, 3)) + 100 * y[:, None, None, None]), y
 
 
 DATA = cifar10.Data(*two_shades(8 * BATCH), *two_shades(2 * BATCH + 5))
@@ -74,8 +73,7 @@ def test_every_shift_and_mirror_image() -> None:
     ],
 )
 def test_own_images_that_cannot_be(changes: dict[str, Any], tmp_path: Path) -> None:
-    arrays = {**DATA._asdict(), **changes}
-    np.savez(tmp_path / "own.npz", **arrays)
+    np.savez(tmp_path / "own.npz", **{**DATA._asdict(), **changes})
     with pytest.raises(SystemExit, match=r"^error: --npz must hold uint8 images"):
         cifar10.main(["--npz", str(tmp_path / "own.npz")])
 

@@ -103,8 +103,7 @@ def test_a_second_kernel_is_seen() -> None:
         norm = optax.tree.norm(updates)
         return jax.tree.map(lambda g: -g / norm, updates), jax.tree.map(jnp.add, state, updates)
 
-    tx = optax.GradientTransformation(optax.tree.zeros_like, update)
-    found = program(tx)
+    found = program(optax.GradientTransformation(optax.tree.zeros_like, update))
     assert len(found.kernels) >= 2 * len(SHAPES)
     assert found.num_bytes > 1.05 * 20 * SIZE
 
@@ -127,8 +126,7 @@ def test_no_collective(name: str, num_devices: int) -> None:
 def test_a_collective_is_seen(num_devices: int) -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
     assert program(tx, num_devices=num_devices).num_collectives > 0
-    hosts = {device.process_index for device in compiled.devices_of("v5e", pod=True)}
-    assert len(hosts) > 8
+    assert len({device.process_index for device in compiled.devices_of("v5e", pod=True)}) > 8
 
 
 OF_MANY_LEAVES = {
@@ -148,8 +146,7 @@ OF_MANY_LEAVES = {
 @pytest.mark.parametrize("name", OF_MANY_LEAVES)
 def test_leaves_share_kernels_on_a_card(name: str) -> None:
     """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for each leaf."""
-    is_narrow = name in ("rounding", "8 bytes", "6 bytes", "8 bits")
-    dtype = jnp.bfloat16 if is_narrow else jnp.float32
+    dtype = jnp.bfloat16 if name in ("rounding", "8 bytes", "6 bytes", "8 bits") else jnp.float32
     of_30_leaves = lambda tx: compiled.analyse(
         compiled.compile_update(tx, [(64, 96)] * 30, dtype, compiled.devices_of("h100"))
     )

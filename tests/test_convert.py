@@ -167,8 +167,7 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     moved = convert(state, x, into=tx.init(x))
     np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))
     chex.assert_trees_all_equal(moved._replace(z=state.z), state)
-    as_sgdm = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
-    chex.assert_trees_all_equal(as_sgdm, state)
+    chex.assert_trees_all_equal(convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x)), state)
     back = convert(moved, x, into=old.init(x))
     np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
 
@@ -202,6 +201,9 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
             with pytest.raises(ValueError, match="`count` must be given where `old_state`"):
                 either(state, into)
     assert move(state, count=7).count == 7
+    _, counted = run(optax.sgd(lambda _: 0.5, 0.5), x, [x] * 3)
+    with pytest.raises(ValueError, match="or be one of several"):
+        move(counted, count=7)
     with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
         move(state, count=0)
     chex.assert_trees_all_equal(move(state, sgd, count=7), state)  # where nothing counts
@@ -335,8 +337,7 @@ def test_accumulation_goes_on(there: int) -> None:
     kwargs: Any = {"learning_rate": rate, "momentum": 0.5}
     x, state = run(wrap(sgd), jnp.ones((3, 2)), GRADS[:there])
     expected, _ = run(wrap(sgd), x, GRADS[there:], state)
-    moved = convert(state, x, into=wrap(tx).init(x), **kwargs)
-    found, _ = run(wrap(tx), x, GRADS[there:], moved)
+    found, _ = run(wrap(tx), x, GRADS[there:], convert(state, x, into=wrap(tx).init(x), **kwargs))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     move = lambda state: convert(state, x, into=tx.init(x), **kwargs)
     if there in (1, 5):  # between steps it may end, or begin

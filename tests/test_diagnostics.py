@@ -301,11 +301,16 @@ def test_moments_that_are_not_adams_are_refused() -> None:
         track_momentum(like_adam, averaging=0.1).init(params)
 
 
-@pytest.mark.parametrize("base", [optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1)])
-def test_around_a_base_with_momentum_there_is_no_noise_level(base: Any) -> None:
-    """Its steps add up in pure noise."""
-    report = reports(track_momentum(primal_averaging(base, C)), normal(20, 50))
-    last = jax.tree.map(lambda values: values[-1], report)
+BASES = optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1), optax.adabelief(0.1)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [primal_averaging(base, C) for base in BASES] + [optax.chain(optax.trace(0.9), spa(0.1, C))],
+)
+def test_beside_other_momentum_there_is_no_noise_level(tx: Any) -> None:
+    """Steps add up in pure noise."""
+    last = jax.tree.map(lambda values: values[-1], reports(track_momentum(tx), normal(20, 50)))
     assert np.isfinite(last.gain)
     assert np.isnan([last.noise_level, last.t]).all()
     assert "base's own momentum" in last.verdict()
@@ -321,8 +326,7 @@ def test_around_a_base_with_momentum_there_is_no_noise_level(base: Any) -> None:
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_beta_that_optax_rounds(tx: Any, averaging: float) -> None:
     """In many dimensions, where a part of m in g shows: t was −9 and 10."""
-    report = reports(track_momentum(tx, averaging=averaging), normal(150, 100_000))
-    assert abs(report.t[-1]) < 3
+    assert abs(reports(track_momentum(tx, averaging=averaging), normal(150, 100_000)).t[-1]) < 3
 
 
 def test_an_injected_schedule_of_momentum() -> None:

@@ -71,8 +71,7 @@ def run_blocks(name: str) -> tuple[dict[str, Any], str]:
 def test_python_blocks(name: str) -> None:
     _, printed = run_blocks(name)
     # What a block is said to print, it prints.
-    said = re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
-    assert printed.splitlines() == said
+    assert printed.splitlines() == re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
 
 
 def test_code_for_trainers_is_what_their_scripts_run() -> None:
@@ -101,8 +100,7 @@ def test_notebooks(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_what_is_linked_is_there(name: str) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[name])
-    for link in links:
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[name]):
         assert ((ROOT / name).parent / link).exists(), link
 
 

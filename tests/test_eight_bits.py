@@ -62,8 +62,7 @@ def test_the_mean_of_a_step(dtype: Any) -> None:
     params_dtype = jnp.float32 if dtype == E4M3 else jnp.bfloat16
     # η g from 1e-7 (subnormal in e4m3) to 0.1; from 1e-5 for a bfloat16, which then moves once in
     # 400 times.
-    smallest = -7 if dtype == E4M3 else -5
-    eta_g = 10.0 ** np.linspace(smallest, -1, 8) * rng.choice([-1, 1], 8)
+    eta_g = 10.0 ** np.linspace(-7 if dtype == E4M3 else -5, -1, 8) * rng.choice([-1, 1], 8)
     y_0 = jnp.asarray(rng.uniform(0.5, 1.5, 8), params_dtype)
     params = jnp.broadcast_to(y_0[:, None], (8, n))
     grads = jnp.broadcast_to(jnp.asarray(eta_g, jnp.float32)[:, None], (8, n))

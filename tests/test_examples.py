@@ -75,8 +75,7 @@ def test_low_precision(tmp_path: Path) -> None:
 def test_gauge(tmp_path: Path) -> None:
     """On digits; the decoder has its own test."""
     out = tmp_path / "runs"
-    arguments = ["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)]
-    text = gauge.main(arguments)
+    text = gauge.main(["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)])
     reports = json.loads(out.read_text())["reports"]
     assert [report[0] for report in reports["all"]] == list(range(0, 12 * 28, 10))
     # Early on all gradients of a layer point the same way.

@@ -25,6 +25,7 @@ NUM_STEPS = 300
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
 GRADS = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
 KEY = jax.random.key(1)
+ROUNDED = stochastic_rounding(optax.sgd(0.1), KEY)
 GPA = spa(0.1, 0.1, 0.5)
 
 
@@ -196,9 +197,7 @@ def test_eval_params_where_params_are_shared() -> None:
         np.testing.assert_allclose(x["b"]["c"], alone_x["c"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tx", [spa_from_sgdm(0.1), optax.chain(spa(0.1)), stochastic_rounding(optax.sgd(0.1), KEY)]
-)
+@pytest.mark.parametrize("tx", [spa_from_sgdm(0.1), optax.chain(spa(0.1)), ROUNDED])
 def test_eval_params_at_interpolation_1_are_params(tx: Any) -> None:
     params, state = run(tx, PARAMS, [GRADS] * 3)
     assert eval_params(state, params)["w"] is params["w"]
@@ -228,6 +227,7 @@ FOREIGN = {
     "each once": optax.chain(spa(0.1), GPA).init(PARAMS),
     "got one in a `ScheduleFreeState`": optax.contrib.schedule_free(GPA, 0.1).init(PARAMS),
     "got one in a `SAMState`": optax.contrib.sam(GPA, optax.sgd(0.1)).init(PARAMS),
+    "`params`, got one in a `SAMState`": optax.contrib.sam(ROUNDED, optax.sgd(0.1)).init(PARAMS),
     "got one in a `MechanicState`": optax.contrib.mechanize(GPA).init(PARAMS),
     "got one in a `LookaheadState`": optax.LookaheadState(GPA.init(PARAMS), jnp.array(0)),
 }

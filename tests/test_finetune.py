@@ -114,8 +114,7 @@ def test_what_is_behind_the_end_does_not_count(folder: Path) -> None:
     graphdef, params = example.load_model(folder, seed=0)
     model = nnx.merge(graphdef, params)
     tokens = np.array([[2, 7, 6, 4, 3]])
-    longer = np.pad(tokens, ((0, 0), (0, 11)))
-    np.testing.assert_allclose(model(longer), model(tokens), atol=1e-6)
+    np.testing.assert_allclose(model(np.pad(tokens, ((0, 0), (0, 11)))), model(tokens), atol=1e-6)
     assert nnx.merge(graphdef, cast(params, jnp.bfloat16))(tokens).dtype == jnp.bfloat16
 
 
@@ -194,8 +193,7 @@ def test_encoder_is_that_of_transformers(folder: Path) -> None:
     missing, unexpected = bert.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert not [name for name in missing if "position_ids" not in name]
-    data = example.load_data(folder, folder)[0]
-    tokens, _ = example.batch(data, np.arange(40))
+    tokens, _ = example.batch(example.load_data(folder, folder)[0], np.arange(40))
     mask = torch.tensor(tokens > 0)
     with torch.no_grad():
         x = bert(input_ids=torch.tensor(tokens), attention_mask=mask).last_hidden_state

@@ -104,8 +104,7 @@ def test_a_character_does_not_see_later_ones() -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    characters = "".join(chr(228 + i) for i in range(300))
-    (tmp_path / "text").write_text(characters, encoding="utf-8")
+    (tmp_path / "text").write_text("".join(chr(228 + i) for i in range(300)), encoding="utf-8")
     text = language_model.read(tmp_path / "text")
     np.testing.assert_equal(text, (300, np.arange(270), np.arange(270, 300)))
     batch = language_model.batch(text.training, 3)

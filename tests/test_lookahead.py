@@ -48,6 +48,19 @@ def test_without_momentum_c_is_a_half() -> None:
     np.testing.assert_allclose([state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"state_dtype": jnp.bfloat16}])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, lambda k: jnp.where(k < 90, 0.0, 0.5)])
+def test_without_momentum_z_is_the_master_copy(momentum: Any, nesterov: bool, options: Any) -> None:
+    """Of params that steps of a sixteenth of an ulp move. Rounding errors u sum up to u/c."""
+    tx = spa_from_sgdm(1.0, momentum, nesterov, rounding_key=jax.random.key(0), **options)
+    x, expected = (
+        run(optimizer, jnp.ones(1_000, dtype), [jnp.full(1_000, 2.0**-12, dtype)] * 100)[0]
+        for optimizer, dtype in ((tx, jnp.bfloat16), (sgdm(1.0, momentum, nesterov), jnp.float32))
+    )
+    np.testing.assert_allclose(x.astype(float), expected, rtol=0, atol=2.0**-8 / 0.5)
+
+
 @pytest.mark.parametrize("end", [0.0, jnp.nan, -0.1])
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates there are."""

@@ -94,8 +94,7 @@ def test_codecs(codec: rivals.Codec, spacing: float) -> None:
 
 
 def test_the_two_halves_of_a_number() -> None:
-    bits = jax.random.bits(jax.random.key(0), (10_000,))
-    x = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    x = jax.lax.bitcast_convert_type(jax.random.bits(jax.random.key(0), (10_000,)), jnp.float32)
     x = jnp.concatenate([x[jnp.abs(x) < 1e38], jnp.array([0.0, -0.0, 1 + 2**-8, 1 + 2**-7])])
     high, low = rivals.split(x)
     np.testing.assert_array_equal(rivals.join(high, low), x)

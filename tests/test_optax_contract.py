@@ -436,8 +436,7 @@ def test_nnx_optimizer(it: Transform) -> None:
     step(model, optimizer)
     step(model, optimizer)
     expected, _ = run(it(), start, [jax.tree.map(jnp.cos, start)] * 2)
-    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+    chex.assert_trees_all_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected, rtol=1e-5)
 
 
 @every_member

@@ -241,8 +241,7 @@ def test_replicas_share_their_bits_unless_each_has_a_key() -> None:
 
     shared = jax.vmap(step, (0, None))(x, KEY)
     np.testing.assert_array_equal(shared, jnp.broadcast_to(shared[:1], shared.shape))
-    own = jax.vmap(step)(x, jax.random.split(KEY, 8))
-    signs = 2.0 * (np.asarray(own, np.float32) < 0) - 1
+    signs = 2.0 * (np.asarray(jax.vmap(step)(x, jax.random.split(KEY, 8)), np.float32) < 0) - 1
     np.testing.assert_allclose(signs.mean(1), -0.5, atol=5 / np.sqrt(n))
     correlation = np.cov(signs)
     assert np.abs(correlation - np.diag(np.diag(correlation))).max() < 5 / np.sqrt(n)
@@ -258,5 +257,4 @@ def test_no_temporary_of_parameter_size() -> None:
 def test_wide_params_are_not_touched() -> None:
     params, grads = optax.tree.cast((PARAMS, GRADS), jnp.float32)
     expected = run(spa(0.1, 0.1), params, [grads] * 6)
-    found = run(spa(0.1, 0.1, rounding_key=KEY), params, [grads] * 6)
-    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal(run(spa(0.1, 0.1, rounding_key=KEY), params, [grads] * 6), expected)

@@ -91,8 +91,7 @@ def test_reanchor_of_some_params(tx: Any) -> None:
 
 def test_reanchor_moves_x_along() -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
-    grads = jax.tree.map(lambda p: jnp.cos(p) / 3, params)
-    y, state = run(spa(0.1, 0.1, 0.5), params, [grads] * 3)
+    y, state = run(spa(0.1, 0.1, 0.5), params, [jax.tree.map(lambda p: jnp.cos(p) / 3, params)] * 3)
     edited = jax.tree.map(lambda leaf: leaf - 1, y)
     reanchored = reanchor(state, y, edited)
     pointers = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}

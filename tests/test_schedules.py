@@ -49,8 +49,7 @@ def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> N
     eta, c = values(stagewise(1.0, 0.03, boundaries, step_factor=s), 150)
     np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
     np.testing.assert_allclose(c, np.minimum(0.03 / np.array(expected[1:]), 1), rtol=1e-9)
-    balanced = stagewise(1.0, 0.03, boundaries, step_factor=s, averaging_rule="balance")
-    _, c = values(balanced, 150)
+    _, c = values(stagewise(1.0, 0.03, boundaries, step_factor=s, averaging_rule="balance"), 150)
     # (1/c_k − 1)/η_k does not change; c_k is `averaging` at count k − 1.
     np.testing.assert_allclose((1 / c - 1) / np.array(expected[1:]), 1 / 0.03 - 1, rtol=1e-9)
 

@@ -28,8 +28,7 @@ every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
 def random_grads(num_steps: int) -> list[Any]:
-    keys = jax.random.split(KEY, num_steps)
-    return [optax.tree.random_like(key, WIDE) for key in keys]
+    return [optax.tree.random_like(key, WIDE) for key in jax.random.split(KEY, num_steps)]
 
 
 @every_scale
@@ -105,14 +104,19 @@ def test_the_direction_takes_the_second_moment_as_stored() -> None:
             assert np.abs(nu / wide - 1).max() > 2**-9  # it was rounded
 
 
+def test_factored_outside_of_in_float32() -> None:
+    x, tx = jnp.ones((128, 128), jnp.bfloat16), scale_by_factored_second_moment()
+    with pytest.raises(ValueError, match="`state` must have 32 bits or more, got 16: put this in"):
+        tx.update(x, tx.init(x), x)
+
+
 def test_factored_is_adafactor() -> None:
     """`optax.adafactor`, without the scale of the params, is it at c = 1."""
     adafactor = optax.adafactor(
         0.01, min_dim_size_to_factor=10, multiply_by_parameter_scale=False, clipping_threshold=0.9
     )
     scale = scale_by_factored_second_moment(eps=1e-15, power=0.8, min_dim_size_to_factor=10)
-    direction = in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9)))
-    tx = optax.chain(direction, spa(0.01, 1.0))
+    tx = optax.chain(in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9))), spa(0.01, 1.0))
     expected, _ = run(adafactor, WIDE, random_grads(20))
     found, _ = run(tx, WIDE, random_grads(20))
     chex.assert_trees_all_close(found, expected, rtol=1e-5)

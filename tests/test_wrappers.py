@@ -97,6 +97,7 @@ def test_refused() -> None:
             optax.MultiSteps(sgd, 2).gradient_transformation(),
             optax.apply_if_finite(sgd, 3),
         ],
+        "not skip updates, got a `ApplyEvery`": [optax.apply_every(2)],
         "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
         "not search, got a `ScaleByZoom": [optax.lbfgs()],
         "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
@@ -118,6 +119,8 @@ def test_refused() -> None:
     primal_averaging(optax.contrib.sam(sgd, sgd, opaque_mode=True), 0.1).init(PARAMS)
     for base in (optax.contrib.cocob(), optax.contrib.mechanize(sgd)):
         primal_averaging(base, 0.1, params_of_base="z").init(PARAMS)
+    with pytest.raises(ValueError, match=r'not relate .* `ScaleByLBFGSState`: .*="params"'):
+        primal_averaging(optax.scale_by_lbfgs(), 0.1, params_of_base="z").init(PARAMS)
     for base in averages:  # `eval_params` would be y
         with pytest.raises(ValueError, match=r"not average, .*and pass `rounding_key` to that"):
             stochastic_rounding(base, KEY).init(PARAMS)
@@ -132,8 +135,7 @@ def test_refused() -> None:
 def test_updates_of_any_dtype_are_added_in_float32(dtype: Any) -> None:
     """Of a base that casts them itself: the mean is right, and 3e4 + 6e4 no infinity on the way."""
     params = jnp.concatenate([jnp.full(10_000, 1.0), jnp.full(9, 3e4)]).astype(dtype)
-    base = optax.stateless(lambda g, _: optax.tree.cast(g, jnp.bfloat16))
-    tx = stochastic_rounding(base, KEY)
+    tx = stochastic_rounding(optax.stateless(lambda g, _: optax.tree.cast(g, jnp.bfloat16)), KEY)
     updates, _ = tx.update(jnp.where(params == 1, -0.0009765625, 3e4), tx.init(params), params)
     x = optax.apply_updates(params, updates)
     assert x.dtype == dtype
@@ -145,8 +147,7 @@ def test_updates_of_any_dtype_are_added_in_float32(dtype: Any) -> None:
 def test_where_a_step_is_rounded_once() -> None:
     """By Sterbenz: x to x' from x/2 to 2x. All x' from x/4 to 4x, for all x from 1 to 2."""
     mantissas = 1 + jnp.arange(128) / 128
-    all_new = jnp.concatenate([mantissas * 2.0**e for e in (-2, -1, 0, 1)])
-    x, new = jnp.meshgrid(mantissas, all_new)
+    x, new = jnp.meshgrid(mantissas, jnp.concatenate([mantissas * 2.0**e for e in (-2, -1, 0, 1)]))
     narrow = x.astype(jnp.bfloat16)
     found = (narrow + round_update(new - x, narrow, None)).astype(float)
     ratio, ulp = new / x, jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(new, x))) - 7)

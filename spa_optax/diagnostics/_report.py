@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
-from spa_optax._optax_states import MOMENTUM
-from spa_optax._wrappers import PrimalAveragingState
+from spa_optax._optax_states import WITH_MOMENTUM
 from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -19,7 +18,7 @@ class MomentumReport(NamedTuple):
     """The result of `momentum_report`; NaN where nothing has been measured yet."""
 
     gain: Float[Array, ""]  # iterate_term / gradient_term: the ratio of the paper's Figure 2
-    noise_level: Float[Array, ""]  # the gain in pure noise; NaN if a base has its own momentum
+    noise_level: Float[Array, ""]  # the gain in pure noise; NaN beside other momentum, as of a base
     alignment: Float[Array, ""]  # the cosine between −g_k and x_k − x_{k−1}
     inner_product: Float[Array, ""]  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
     iterate_term: Float[Array, ""]  # the moving average of ‖x_k − x_{k−1}‖²/(η²c)
@@ -45,7 +44,9 @@ class MomentumReport(NamedTuple):
         times, t, length = map(float, (self.gain / self.noise_level, self.t, self.average_length))
         of_noise, is_known = f"the gain is {times:.2f} times that of pure noise", np.isfinite(times)
         if np.isnan(self.noise_level) and np.isfinite(self.gain):
-            text = "Nothing to report: the base's own momentum makes steps add up in noise, too."
+            text = (
+                "Nothing to report: the direction's or base's own momentum makes noise add up, too."
+            )
         elif not is_known:
             number, why = max(
                 (0, "two steps are needed"),
@@ -85,7 +86,7 @@ def momentum_report(
     """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²      alignment = cos(−g_k, x_k − x_{k−1})
-        t = Σ a_k / √(Σ a_k²)  with  a_k = −⟨g_k, z_k − x_k⟩/η_k
+        t = Σ a_k / √(Σ a_k²)  with  a_k = −c_{k+1}⟨g_k, z_k − x_k⟩/η_k
 
     Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for constants (the
     paper's 1 is its limit for small c). Under pure noise |t| ≥ 3 in about 0.3 % of reports.
@@ -121,8 +122,7 @@ def momentum_report(
     means, aligned = gauge.means, gauge.alignment
     error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # 0 where z = x
     members = trees.find(state.inner, SPAState)
-    averaged = trees.find(state.inner, PrimalAveragingState)
-    known = jnp.nan if trees.find(averaged, tuple(MOMENTUM)) else 1.0
+    known = jnp.nan if len(trees.find(state.inner, (SPAState, *WITH_MOMENTUM))) > 1 else 1.0
     report = MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=known * means.noise / means.gradient,

@@ -58,8 +58,7 @@ def mesh_of(num_devices: int) -> Mesh:
 
 def records(seed: int, num: int = 10_000) -> np.ndarray:
     """Records as in CIFAR-10's files, (num, 3073): images of one colour, which compress well."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, 10, num, np.uint8)
+    labels = np.random.default_rng(seed).integers(0, 10, num, np.uint8)
     planes = np.stack([25 * labels, 255 - 25 * labels, np.full(num, 9 * seed, np.uint8)], 1)
     return np.hstack([labels[:, None], np.repeat(planes, 1024, axis=1)])
 

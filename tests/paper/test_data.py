@@ -30,8 +30,7 @@ def test_read(tmp_path: Path) -> None:
 
 
 def test_augment() -> None:
-    rng = np.random.default_rng(0)
-    image = rng.integers(1, 256, (32, 32, 3), np.uint8)
+    image = np.random.default_rng(0).integers(1, 256, (32, 32, 3), np.uint8)
     augmented = jax.jit(cifar_data.augment)(jax.random.key(0), np.stack([image] * 3_000))
     framed = [np.pad(way, ((4, 4), (4, 4), (0, 0))) for way in (image, image[:, ::-1])]
     crops = {
@@ -52,8 +51,7 @@ def test_find(tree: Path) -> None:
     assert files.classes == ["a temple", "flower", "upside down"]
     assert [path.name for path in files.paths[:3]] == ["0.jpg", "1.JPEG", "10.jpg"]
     np.testing.assert_array_equal(files.labels, np.repeat([0, 1, 2], 12))
-    validation = imagenet_data.find(tree / "val")
-    assert imagenet_data.digest(validation) != imagenet_data.digest(files)
+    assert imagenet_data.digest(imagenet_data.find(tree / "val")) != imagenet_data.digest(files)
     with pytest.raises(ValueError, match="a folder for each class, got 3"):
         imagenet_data.find(tree / "val", ["a temple", "cat", "flower"])
 
@@ -106,8 +104,7 @@ def test_batches_do_not_depend_on_processes_or_threads(tree: Path, monkeypatch: 
     labels = [batch["labels"] for batch in whole]
     np.testing.assert_array_equal(labels, files.labels[order].reshape(4, 8))
     chex.assert_trees_all_equal(read(files, order, 8, num_threads=1), whole)
-    other_epoch = read(files, order, 8, seed=(0, 2))
-    assert not np.array_equal(other_epoch[0]["images"], whole[0]["images"])
+    assert not np.array_equal(read(files, order, 8, seed=(0, 2))[0]["images"], whole[0]["images"])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     parts = []
     for index in range(2):

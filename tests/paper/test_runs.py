@@ -63,12 +63,10 @@ def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at step 600."""
     runs, out = tmp_path / "runs", tmp_path / "out"
     fake_runs(runs)
-    arguments = ["--runs", str(runs), "--tracked", str(runs), "--seeds", "2", "--out", str(out)]
-    figures.main(arguments)
+    figures.main(["--runs", str(runs), "--tracked", str(runs), "--seeds", "2", "--out", str(out)])
     for i in (2, 3, 4):
         assert (out / f"figure{i}.png").read_bytes().startswith(b"\x89PNG")
-    text = capsys.readouterr().out
-    rows = [line.split() for line in text.splitlines()]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     for expected in (
         # spa-eta, i = 2, over 2 seeds 1 apart: ± 0.5. Its spike is 2 over 5 of the first 20 steps.
         "spa-eta 2.5000 ± 0.5000 2.0000 ± 0.5000" + 3 * " 1.5000 ± 0.5000" + " 3.5000 ± 0.5000",

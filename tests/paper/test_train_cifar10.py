@@ -35,8 +35,7 @@ def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
     for number in (1, 2):
         state, of_epoch = program.epoch(cfg.seed, state, number, tqdm(disable=True))
         losses.append(of_epoch["loss"])
-    scores = program.evaluate(state)
-    return jax.device_get(state._replace(key=0)), np.concatenate(losses), scores
+    return jax.device_get(state._replace(key=0)), np.concatenate(losses), program.evaluate(state)
 
 
 def test_other_ways_to_run_the_same() -> None:

@@ -43,8 +43,7 @@ def test_sizes(make: Any, num_classes: int, size: int, num_params: int, last_blo
     def forward(x: jax.Array) -> tuple[Any, Any, Any]:
         model = make(rngs=nnx.Rngs(0))
         model.blocks = nnx.Sequential(*model.blocks.layers, Kept())
-        logits = model(x)
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), logits, model.blocks.layers[-1].kept
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), model(x), model.blocks.layers[-1].kept
 
     params, logits, body = jax.eval_shape(forward, jnp.zeros((2, size, size, 3)))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_params
