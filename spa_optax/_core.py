@@ -159,8 +159,7 @@ def advance(
     itself = lambda z, y: y.astype(z.dtype) + z if form.follows_params else z
     z_next = map_trained(itself, z_next, y)
     # From y + u, an output: XLA for TPU then makes one kernel of both.
-    y_next = map_trained(jnp.add, y, u)
-    z_stored = _storage.encode(z_next, y_next, seeds, state.z)
+    z_stored = _storage.encode(z_next, map_trained(jnp.add, y, u), seeds, state.z)
 
     count = jnp.asarray(optax.safe_increment(state.count))
     # Multiplied by a 1 that XLA cannot see, they are one kernel on a GPU.
@@ -172,7 +171,7 @@ def advance(
         """A bound on that of d = z − y, which has what y lost by rounding."""
         of_y = float(jnp.finfo(y.dtype).eps) * jnp.abs(y).astype(d.dtype)
         size = d if form.follows_params else y
-        return jnp.maximum(of_y, float(jnp.finfo(stored.dtype).eps) * jnp.abs(size).astype(d.dtype))
+        return jnp.maximum(of_y, form.eps(stored) * jnp.abs(size).astype(d.dtype))
 
     # Under jit this is computed only if observed.
     d = map_trained(distance, z, y)

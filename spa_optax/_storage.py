@@ -60,6 +60,10 @@ class Form(NamedTuple):
         # Where z is NaN, y is, so any number will do.
         return rounded((z - y.astype(z.dtype)) / self.unit, old.dtype, seed, saturates=True)
 
+    def eps(self, stored: Array) -> float:
+        """The relative precision of what is stored."""
+        return float(jnp.finfo(stored.dtype).eps)
+
     def out_of_range(self, stored: Array) -> OutOfRange:
         """How many elements are too large or too small."""
         if self.unit is None:

@@ -127,8 +127,7 @@ def track_momentum(
 
         def observe_update(updates: PyTree, inner_state: PyTree, params: PyTree) -> Any:
             steps = []
-            observe = {**extra, "observe": steps.append}
-            u, now = tx.update(updates, inner_state, params, **observe)
+            u, now = tx.update(updates, inner_state, params, **{**extra, "observe": steps.append})
             steps = steps or [of_optax.step_of_optax(inner_state, now, averaging, b2)]
             return u, now, steps[0]
 
