@@ -278,8 +278,7 @@ def table(figures: Figures) -> str:
         ratio = f"{of_name['cycles'] / of_peer:.3f}" if of_peer else ""
         row = [label(name), f"{of_name['bytes']:.1f}", f"{of_name['kernels']:.2f}"]
         rows.append([*row, f"{of_name['temporary']:.2f}", ratio, f"{of_name['seconds']:.1f}"])
-    header = ["update", "bytes", "kernels", "temporary", "cycles", "compile"]
-    return common.markdown(header, rows)
+    return common.markdown(["update", "bytes", "kernels", "temporary", "cycles", "compile"], rows)
 
 
 def collectives(target: str) -> dict[str, dict[str, int | None]]:

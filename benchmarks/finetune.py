@@ -91,8 +91,7 @@ def averaged(run: Run, c: Any = 0.1, mu_y: float = 1.0, **options: Any) -> Optim
 
 
 def rounded(run: Run, make: Any, factor: float = 1.0, **options: Any) -> Optimizer:
-    rate = lambda k: factor * run.schedule(k)
-    return BF16, stochastic_rounding(make(rate, **options), run.key)
+    return BF16, stochastic_rounding(make(lambda k: factor * run.schedule(k), **options), run.key)
 
 
 def schedule_free(run: Run) -> Optimizer:
@@ -183,7 +182,7 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
     evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
     of_run = (run.num_steps, run.seed)
     for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
-        ema = ema and follow(reached[0], ema, max(1 - EMA, 1 / step))
+        ema = ema and follow(optax.tree.cast(reached[0], F32), ema, max(1 - EMA, 1 / step))
         if step % every == 0 or step == run.num_steps:
             x, num_bytes = example.at_x(*reached), example.bytes_of(*reached)
             of_points = [example.validate(evaluate, point, data[1]) for point in (x, ema) if point]
@@ -240,7 +239,7 @@ def main(argv: list[str] | None = None) -> list[Record]:
     add("--steps", type=int, default=150, help="how many")
     add("--every", type=int, help="steps between validations, also of an EMA of the params")
     add("--data-dir", type=Path, default=Path("data"), help="has sst2 and trec, or gets them")
-    add("--model-dir", type=Path, default=Path("data/minilm"), help="the same of the model")
+    add("--model-dir", type=Path, default=Path("data/minilm"), help="the model's; one for each OUT")
     add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
     arguments = common.parse(parser, argv, "seeds", "steps", "every")
 

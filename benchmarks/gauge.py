@@ -3,8 +3,8 @@
     python benchmarks/gauge.py --data-dir DIR
 
 Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560 images of
-CIFAR-10 (those of low_precision.py, with SGD+M as SPA, β = 0.9), and nanoGPT on Tiny Shakespeare
-(that of language_model.py, with `spa_adamw`), each with a warm-up and a cosine. Prints gain over
+CIFAR-10 (those of low_precision.py, with Keras' SGD+M as SPA, β = 0.9), and nanoGPT on a text (that
+of language_model.py, with `spa_adamw`), each with a warm-up and a cosine. Prints gain over
 noise level and alignment of each layer, in the first twentieth of the steps, in the middle and in
 the last tenth: above 1 momentum pays there. With --json runs in OUT are not repeated.
 """
@@ -96,8 +96,9 @@ def main(argv: list[str] | None = None) -> str:
     add("--steps", type=int, default=1_000, help="of nanoGPT")
     add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10 and Tiny Shakespeare")
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
-    records = common.Records(arguments.json, ("task", "seed"))
-    run = lambda task, seed: records.get((task, seed), lambda: measure(task, seed, arguments))
+    records = common.Records(arguments.json, ("task", "seed", "epochs", "steps"))
+    of = lambda task, seed: (task, seed, arguments.epochs, arguments.steps)
+    run = lambda task, seed: records.get(of(task, seed), lambda: measure(task, seed, arguments))
     runs = {task: [run(task, seed) for seed in range(arguments.seeds)] for task in arguments.task}
     count = common.command_line.count(arguments.seeds, "seed")
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")

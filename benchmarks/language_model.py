@@ -74,7 +74,7 @@ def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:
 
 
 def muon(rate: optax.Schedule, dtype: Any = None) -> Tx:
-    """With steps of Adam's size, and Adam for what is no matrix of a layer."""
+    """With steps of Adam's size, and NAdam for what is no matrix of a layer."""
 
     def axes(path: Any, x: jax.Array) -> MuonDimensionNumbers | None:
         return MuonDimensionNumbers() if x.ndim == 2 and path[0].key == "h" else None

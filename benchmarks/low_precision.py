@@ -277,8 +277,9 @@ def main(argv: list[str] | None = None) -> str:
     train = functools.lru_cache(1)(  # one is compiled at a time
         lambda task, scheme, *setting: make_train(tasks[task], SCHEMES[scheme], *setting)
     )
-    records = common.Records(arguments.json, KEYS)
-    wanted = [records.get(run, lambda run=run: train(*run[:4])(*run[4:])) for run in tqdm(runs)]
+    records = common.Records(arguments.json, (*KEYS, "epochs"))
+    make = lambda run: lambda: train(*run[:4])(*run[4:])
+    wanted = [records.get((*run, arguments.epochs), make(run)) for run in tqdm(runs)]
     num_bytes = {record["scheme"]: f"{record['bytes']:.1f}" for record in wanted}
     found = by_setting(wanted)
     tables = [table(setting, losses, num_bytes) for setting, losses in found.items()]

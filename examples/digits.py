@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
-from spa_optax import spa, spa_from_sgdm
+from spa_optax import eval_params, spa, spa_from_sgdm
 
 BATCH = 64
 ALPHA, BETA = 0.1, 0.9  # SGD+M
@@ -37,7 +37,7 @@ def optimizers(num_steps: int) -> dict[str, tuple[optax.GradientTransformation, 
         0.0, peak, num_steps // 10, num_steps
     )
     alpha, eta, f32, bf16 = warmup_cosine(ALPHA), warmup_cosine(ETA), jnp.float32, jnp.bfloat16
-    key = jax.random.key(0)  # to round stochastically
+    key = jax.random.key(0)  # to round stochastically; seeds side by side share its bits
     return {
         "optax.sgd": (optax.sgd(alpha, momentum=BETA), f32),
         "spa_from_sgdm": (spa_from_sgdm(alpha, momentum=BETA), f32),
@@ -109,11 +109,12 @@ def train(
         carry = (params, opt_state)
         carry, _ = jax.lax.scan(step, carry, batches.reshape(num_batches, BATCH))
         params, opt_state = carry
-        metrics = {
-            "loss at x": loss_and_accuracy(params, x_train, y_train)[0],
-            "test accuracy": loss_and_accuracy(params, x_test, y_test)[1],
-        }
         z = optax.tree.get(opt_state, "z")  # None for optax.sgd
+        x = params if z is None else eval_params(opt_state, params)
+        metrics = {
+            "loss at x": loss_and_accuracy(x, x_train, y_train)[0],
+            "test accuracy": loss_and_accuracy(x, x_test, y_test)[1],
+        }
         if z is not None:
             metrics["loss at z"] = loss_and_accuracy(z, x_train, y_train)[0]
         return params, opt_state, metrics

@@ -98,6 +98,10 @@ class Classifier(nnx.Module):
     """BERT, the mean over tokens, and a new linear layer; with the sizes of a `config.json`."""
 
     def __init__(self, config: dict[str, Any], num_classes: int, rngs: nnx.Rngs) -> None:
+        known = {"hidden_act": "gelu", "pad_token_id": 0, "position_embedding_type": "absolute"}
+        for name, value in known.items():
+            if config.get(name, value) != value:
+                raise ValueError(f"`{name}` must be {value!r}, got {config[name]!r}")
         width = config["hidden_size"]
         embed = partial(nnx.Embed, features=width, rngs=rngs)
         sizes = ("vocab_size", "max_position_embeddings", "type_vocab_size")
@@ -188,8 +192,12 @@ def load_data(folder: Path, model_folder: Path) -> list[Any]:
     tokenizer.no_padding()
     tokenizer.enable_truncation(LENGTH)
     result = []
-    for there, path in {"train": folder / "train.tsv", "test": folder / "validation.tsv"}.items():
-        if not path.exists():
+    paths = {"train": folder / "train.tsv", "test": folder / "validation.tsv"}
+    missing = [path for path in paths.values() if not path.exists()]
+    if len(missing) == 1:
+        raise SystemExit(f"{missing[0]} is missing (without both files SST-2 is downloaded)")
+    for there, path in paths.items():
+        if missing:
             md5, name = f"md5:{MD5[there]}", path.name
             pooch.retrieve(f"{URL}/{there}.tsv", md5, fname=name, path=folder, progressbar=True)
         _, *lines = path.read_text(encoding="utf-8").strip("\n").split("\n")

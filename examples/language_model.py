@@ -81,12 +81,12 @@ def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransform
 
 
 def is_matrix(params: Any) -> Any:
-    """The params that decay."""
+    """The params that decay; under Muon, the kernels."""
     return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """For the kernels of layers, with AdamW for the rest. Needs optax 0.2.7 or newer."""
+    """For the kernels of layers, with NAdam for the rest. Needs optax 0.2.7 or newer."""
     dimensions = optax.contrib.MuonDimensionNumbers
     numbers = lambda path, _: dimensions() if path[-1].key == "kernel" else None
     kernels = functools.partial(jax.tree_util.tree_map_with_path, numbers)

@@ -99,7 +99,10 @@ def test_it_trains_and_exports(folder: Path, capsys: pytest.CaptureFixture[str])
         assert 0 < example.validate(example.make_loss(graphdef), params, data)["loss"] < 10
 
 
-def test_batches(folder: Path) -> None:
+def test_batches(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").touch()
+    with pytest.raises(SystemExit, match="validation.tsv is missing"):  # it would be SST-2's
+        example.load_data(tmp_path, folder)
     data = example.load_data(folder, folder)[0]
     assert [*data[0][0][:3], data[0][0][-1]] == [2, 7, 6, 3]
     tokens, labels = example.batch(data, np.arange(3))
