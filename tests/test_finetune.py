@@ -100,9 +100,10 @@ def test_it_trains_and_exports(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_batches(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.tsv").touch()
-    with pytest.raises(SystemExit, match="validation.tsv is missing"):  # it would be SST-2's
-        example.load_data(tmp_path, folder)
+    (own := tmp_path / "own").mkdir()
+    (own / "train.tsv").touch()
+    with pytest.raises(SystemExit, match=r"validation\.tsv is missing"):  # it would be SST-2's
+        example.load_data(own, folder)
     data = example.load_data(folder, folder)[0]
     assert [*data[0][0][:3], data[0][0][-1]] == [2, 7, 6, 3]
     tokens, labels = example.batch(data, np.arange(3))
