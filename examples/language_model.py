@@ -232,10 +232,11 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def write_log(path: Path, rows: list[dict[str, float]]) -> None:
-    with path.open("w", newline="") as file:
+    with (new := path.with_suffix(".new")).open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    new.replace(path)  # at once, so that a stop leaves no half
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:

@@ -122,7 +122,9 @@ def is_surely(condition: Any) -> bool:
 
 
 def check_one_run(name: str, *counts: Any) -> None:
-    """Raises ValueError if a count has axes: the state is then a batch of states."""
+    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(f"`{name}` must hold arrays, got shapes: use `jax.eval_shape` on the call")
     if any(jnp.shape(leaf) for leaf in jax.tree.leaves(counts)):
         raise ValueError(f"`{name}` must be of one run, got a batch of them: use `jax.vmap`")
 

@@ -461,7 +461,6 @@ def _matched(old: list[Any], new: list[Any]) -> tuple[dict[Any, list[Any]], list
         elif kind in _MAY_DIFFER:
             dropped, added = dropped + olds, added + news
         elif jax.tree.leaves([olds, news]):
-            rule = "must have the other states of `old_state`, in the same shapes"
-            got = f"{len(news)} `{kind.__name__}` for {len(olds)}"
-            raise ValueError(f"`into` {rule}, got {got}")
+            rule = "must have the other states of `old_state`, in the same shapes, got"
+            raise ValueError(f"`into` {rule} {len(news)} `{kind.__name__}` for {len(olds)}")
     return kept, dropped, added

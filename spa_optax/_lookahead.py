@@ -98,8 +98,7 @@ def eta_and_c(
 ) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, perhaps with another w for w_{k+1}."""
     total = ahead.a + (ahead.w if w is None else w)
-    c = ahead.a / jnp.where(total == 0, 1, total)
-    return (total + ahead.alpha if nesterov else total), c
+    return (total + ahead.alpha if nesterov else total), ahead.a / jnp.where(total == 0, 1, total)
 
 
 def sgdm_scalars(ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: bool) -> Scalars:

@@ -94,8 +94,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
 def test_there_and_back(form: str, ulp: float | None) -> None:
     """The moments that AdamW had, but for what ν lost on the way."""
     params, state = run(ADAMW, start(), None, slice(300))
-    there = moved(state, params, optax.chain(CLIP, FORMS[form](RATE)))
-    back = moved(there, params, ADAMW)
+    back = moved(moved(state, params, optax.chain(CLIP, FORMS[form](RATE))), params, ADAMW)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
     old, new = (optax.tree.get(s, "nu") for s in (state, back))
     if ulp is None:  # the same means over rows and over columns
@@ -428,8 +427,10 @@ def test_a_batch_of_runs() -> None:
     for old, into in ((adam, new), (new, adam), (sf, at_y), (at_y, sf)):
         with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
             convert(init(old), xs, into=init(into), **given)
-    with pytest.raises(ValueError, match="`into` must be of one run, got a batch of them"):
-        convert(new.init(x), x, into=init(new))
+    shapes = jax.eval_shape(new.init, x)
+    for into, rule in ((init(new), "be of one run, got a batch of them"), (shapes, "hold arrays")):
+        with pytest.raises(ValueError, match=f"`into` must {rule}"):
+            convert(new.init(x), x, into=into)
     move = lambda state, x: convert(state, x, into=new.init(x), **given)
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.vmap(move)(init(adam), xs), init(new))
 

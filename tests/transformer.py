@@ -64,8 +64,7 @@ def train(mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NU
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        batch = tokens[:, :-1], tokens[:, 1:]
-        value, grads = jax.value_and_grad(loss_of)(params, *batch)
+        value, grads = jax.value_and_grad(loss_of)(params, tokens[:, :-1], tokens[:, 1:])
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
