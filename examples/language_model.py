@@ -180,7 +180,7 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
     tx = optax.chain(optax.clip_by_global_norm(1.0), optimizers(num_steps)[name]())
     graphdef, start = nnx.split(GPT(num_characters, nnx.Rngs(SEED)))
     params = optax.tree.cast(nnx.to_pure_dict(start), jnp.bfloat16)
-    run = {"params": params, "opt_state": tx.init(params)}
+    run = {"params": params, "opt_state": tx.init(params), "num_steps": jnp.asarray(num_steps)}
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in run.values()]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{num_params:,} params, {sum(sizes) / num_params:.1f} bytes each with their state")
@@ -195,7 +195,8 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
         params, opt_state = run["params"], run["opt_state"]
         value, gradient = jax.value_and_grad(loss)(params, text)
         updates, opt_state = tx.update(gradient, opt_state, params)
-        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, value
+        params = optax.apply_updates(params, updates)
+        return {**run, "params": params, "opt_state": opt_state}, value
 
     def report(step: int, run: Any, losses: list[jax.Array]) -> dict[str, float]:
         params, opt_state = run["params"], run["opt_state"]
@@ -213,6 +214,8 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
         first, rows, losses = manager.latest_step() or 0, [], []
         if first:
             run = manager.restore(first, args=ocp.args.StandardRestore(run))
+            if run["num_steps"] != num_steps:  # the rate of a step depends on it
+                raise SystemExit(f"--steps must be {run['num_steps']}, as before, got {num_steps}")
             rows = [row for row in read_log(out / "log.csv") if row["step"] <= first]
         bar = tqdm(range(first + 1, num_steps + 1), initial=first, total=num_steps)
         for step in bar:
