@@ -18,12 +18,16 @@ ignore: Watch = lambda count, state: None
 def parser(description: str | None) -> argparse.ArgumentParser:
     """--json and --platform, which every benchmark has."""
     result = command_line.make_parser(description)
-    result.add_argument("--json", type=Path, metavar="OUT", help="where to write the figures")
+    result.add_argument(
+        "--json", type=Path, metavar="OUT", help="where to write the figures"
+    )
     result.add_argument("--platform", help="cpu, gpu or tpu; by default what jax finds")
     return result
 
 
-def parse(result: argparse.ArgumentParser, argv: Any, *positive: str) -> argparse.Namespace:
+def parse(
+    result: argparse.ArgumentParser, argv: Any, *positive: str
+) -> argparse.Namespace:
     """The options named in `positive` must be > 0 where they are given."""
     arguments = result.parse_args(argv)
     command_line.check_positive(result, arguments, *positive)
@@ -33,7 +37,9 @@ def parse(result: argparse.ArgumentParser, argv: Any, *positive: str) -> argpars
     return arguments
 
 
-def update(tx: optax.GradientTransformation, grads: Any, params: Any, state: Any) -> Any:
+def update(
+    tx: optax.GradientTransformation, grads: Any, params: Any, state: Any
+) -> Any:
     """The new params and state."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -73,7 +79,8 @@ class Records:
                 self.found[self.identity(record)] = record
             except (ValueError, KeyError, TypeError) as error:
                 raise command_line.UserError(
-                    f"--json must be new or of this benchmark, but line {i} of {path} is no record"
+                    f"--json must be new or of this benchmark, but line {i} "
+                    f"of {path} is no record"
                     f" with {', '.join(keys)}"
                 ) from error
 
@@ -81,7 +88,9 @@ class Records:
         """Its keys, as text, since they may be lists and dictionaries."""
         return json.dumps([record[key] for key in self.keys], sort_keys=True)
 
-    def get(self, key: tuple[Any, ...], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def get(
+        self, key: tuple[Any, ...], run: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
         """The record of a run, which is run if it is not there."""
         record = dict(zip(self.keys, key, strict=True))
         identity = self.identity(record)

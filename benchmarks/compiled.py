@@ -1,13 +1,15 @@
-"""What XLA makes of an update for TPUs and NVIDIA cards, none of which needs to be there.
+"""What XLA makes of an update for TPUs and NVIDIA cards, none of which needs to be
+there.
 
     pip install libtpu
-    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION   # that of jax
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION
+    # VERSION is that of jax
     python benchmarks/compiled.py --target v5e h100
 
-Params and state are donated. The columns: bytes a parameter that kernels read from the device's
-memory and write to it; kernels a leaf; bytes written there and not returned; XLA's cycles over the
-peer's, the first row of each group; seconds to compile. A last table has the collectives, where
-every leaf is split over many devices.
+Params and state are donated. The columns: bytes a parameter that kernels read from the
+device's memory and write to it; kernels a leaf; bytes written there and not returned;
+XLA's cycles over the peer's, the first row of each group; seconds to compile. A last
+table has the collectives, where every leaf is split over many devices.
 """
 
 import functools
@@ -28,7 +30,9 @@ from paper.command_line import UserError
 from tqdm import tqdm
 from update_cost import TREES, label, map_shapes, sizes, update_of
 
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it fails without a driver
+os.environ.setdefault(
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"
+)  # it fails without a driver
 TPUS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "7x": "tpu7x:2x2x2"}
 Figures = dict[str, dict[str, Any]]  # of each update
 
@@ -50,10 +54,18 @@ class Card(NamedTuple):
 SMALLER = {"shared_memory": 101_376, "threads": 1_536}
 CARDS = {
     "l4": Card(8, 9, 58, 2.04, 300_000_000_000, 23_650_000_000, 50_331_648, **SMALLER),
-    "rtx4090": Card(8, 9, 128, 2.52, 1_008_000_000_000, 25_393_692_672, 75_497_472, **SMALLER),
-    "rtx5090": Card(12, 0, 170, 2.41, 1_792_000_000_000, 33_670_000_000, 100_663_296, **SMALLER),
-    "a100-40": Card(8, 0, 108, 1.41, 1_555_200_000_000, 42_331_013_120, 41_943_040, 166_912),
-    "l40s": Card(8, 9, 142, 2.52, 864_000_000_000, 47_660_000_000, 100_663_296, **SMALLER),
+    "rtx4090": Card(
+        8, 9, 128, 2.52, 1_008_000_000_000, 25_393_692_672, 75_497_472, **SMALLER
+    ),
+    "rtx5090": Card(
+        12, 0, 170, 2.41, 1_792_000_000_000, 33_670_000_000, 100_663_296, **SMALLER
+    ),
+    "a100-40": Card(
+        8, 0, 108, 1.41, 1_555_200_000_000, 42_331_013_120, 41_943_040, 166_912
+    ),
+    "l40s": Card(
+        8, 9, 142, 2.52, 864_000_000_000, 47_660_000_000, 100_663_296, **SMALLER
+    ),
     "h100": Card(9, 0, 132, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800),
 }
 PODS = {"v5e": "v5e:16x16", "v5p": "v5p:8x8x4", "v6e": "v6e:16x16"}  # of 256 devices
@@ -91,7 +103,8 @@ GROUPS = [
         "the same, 6 bytes, μ_y = 0.9",
         "the same, 4 bytes, μ_y = 0.9",
         "the same, 3 bytes, μ_y = 0.9",
-        "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
+        "stochastic_rounding(optax.adamw(1e-3, mu_dtype=bfloat16), key), "
+        "bfloat16 params",
     ],
     [
         "optax.sgd(0.1, 0.9, accumulator_dtype=float32), bfloat16 params",
@@ -101,15 +114,19 @@ GROUPS = [
         "the same with float8_e4m3fn z",
     ],
     [
-        "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), bfloat16 params",
-        "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), bfloat16 params",
+        "stochastic_rounding(optax.lion(1e-3, mu_dtype=bfloat16), key), "
+        "bfloat16 params",
+        "stochastic_rounding(float8_momentum(optax.lion(1e-3), key), key), "
+        "bfloat16 params",
     ],
 ]
 PEERS = {row: group[0] for group in GROUPS for row in group}
-CLIPPED = "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
+CLIPPED = (
+    "chain(clip_by_global_norm(1.0), spa(1.0, 0.1))"  # whose norm takes a collective
+)
 
-# What libtpu asks the machine for, unless it is told. It ends the process at flags for other
-# compilers, which jax reads from XLA_FLAGS when it starts.
+# What libtpu asks the machine for, unless it is told. It ends the process at flags for
+# other compilers, which jax reads from XLA_FLAGS when it starts.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -121,7 +138,9 @@ TPU_ENVIRONMENT = {
 
 
 @functools.cache
-def devices_of(target: str, pod: bool = False, topology: str | None = None) -> list[Any]:
+def devices_of(
+    target: str, pod: bool = False, topology: str | None = None
+) -> list[Any]:
     """Devices to compile for: of a host, of a pod, or of another topology of TPUs."""
     jax.config.update("jax_platforms", "cpu")
     jax.devices()  # starts jax, which reads XLA_FLAGS before they are hidden
@@ -130,11 +149,17 @@ def devices_of(target: str, pod: bool = False, topology: str | None = None) -> l
             return _card_topology(CARDS[target]).devices
         with mock.patch.dict(os.environ, TPU_ENVIRONMENT):
             name = topology or (PODS if pod else TPUS)[target]
-            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+            return topologies.get_topology_desc(
+                platform="tpu", topology_name=name
+            ).devices
     except (RuntimeError, ValueError) as error:
-        of_cards = " ".join(f"jax-cuda12-{kind}=={jax.__version__}" for kind in ("plugin", "pjrt"))
+        of_cards = " ".join(
+            f"jax-cuda12-{kind}=={jax.__version__}" for kind in ("plugin", "pjrt")
+        )
         package = f"--no-deps {of_cards}" if target in CARDS else "libtpu"
-        raise UserError(f"--target {target} needs `pip install {package}`: {error}") from error
+        raise UserError(
+            f"--target {target} needs `pip install {package}`: {error}"
+        ) from error
 
 
 def _card_topology(card: Card) -> Any:
@@ -144,11 +169,14 @@ def _card_topology(card: Card) -> Any:
           core_count: {card.cores}  fpus_per_core: 128  clock_rate_ghz: {card.gigahertz}
           memory_bandwidth: {card.bandwidth}  device_memory_size: {card.memory}
           l2_cache_size: {card.l2_cache}
-          shared_memory_per_block: 49152  shared_memory_per_block_optin: {card.shared_memory}
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {card.shared_memory}
           shared_memory_per_core: {card.shared_memory + 1024}
-          registers_per_core_limit: 65536  registers_per_block_limit: 65536  threads_per_warp: 32
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536  threads_per_warp: 32
           threads_per_block_limit: 1024  threads_per_core_limit: {card.threads}
-          block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+          block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9  minor: 10 }}
@@ -160,16 +188,28 @@ def _card_topology(card: Card) -> Any:
 
 @mock.patch.dict(os.environ, TPU_ENVIRONMENT)
 def compile_update(tx: Any, shapes: Any, dtype: Any, devices: list[Any]) -> Any:
-    """The update, each leaf split along its first axis that has a multiple of the devices."""
+    """The update, each leaf split along its first axis that has a multiple of the
+    devices.
+    """
     mesh = Mesh(np.array(devices), "devices")
 
     def like(leaf: Any) -> jax.ShapeDtypeStruct:
-        axis = next((i for i, n in enumerate(leaf.shape) if n % len(devices) == 0), None)
-        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "devices")
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        axis = next(
+            (i for i, n in enumerate(leaf.shape) if n % len(devices) == 0), None
+        )
+        spec = (
+            PartitionSpec()
+            if axis is None
+            else PartitionSpec(*[None] * axis, "devices")
+        )
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     params = map_shapes(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes)
-    params, state = (jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params)))
+    params, state = (
+        jax.tree.map(like, t) for t in (params, jax.eval_shape(tx.init, params))
+    )
     step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
     return step.lower(params, params, state).compile()
 
@@ -193,15 +233,21 @@ class Buffer(NamedTuple):
     in_hbm: bool  # in the device's memory, and not in that of a core
 
 
-COLLECTIVE = "(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?"
+COLLECTIVE = (
+    "(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?"
+)
 NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)(?:, |$)(.*)")
+INSTRUCTION = re.compile(
+    r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)(?:, |$)(.*)"
+)
 
 
 def buffers(kind: str) -> list[Buffer]:
     """Those of an HLO type, such as `(f32[3,64]{1,0:T(8,128)}, f32[]{:T(128)S(6)})`."""
     result = []
-    for bits, shape, layout in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^{}]*\})?)", kind):
+    for bits, shape, layout in re.findall(
+        r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^{}]*\})?)", kind
+    ):
         lengths = [int(length) for length in shape.split(",") if length]
         size = math.prod(lengths) * int(bits or 8) // 8
         result.append(Buffer(len(lengths), size, not re.search(r"S\([1-9]", layout)))
@@ -213,7 +259,9 @@ def in_hbm(arrays: list[Buffer]) -> int:
 
 
 def text_of(compiled: Any) -> str:
-    """A program, or nothing where jax 0.10.2 cannot print it: some of libtpu's for v5p and 7x."""
+    """A program, or nothing where jax 0.10.2 cannot print it: some of libtpu's for v5p
+    and 7x.
+    """
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
@@ -230,16 +278,26 @@ def analyse(compiled: Any) -> Program:
         if (found := INSTRUCTION.match(line)) is None:
             continue
         is_root, name, kind, opcode, operands, rest = found.groups()
-        inputs = [array for o in re.findall(r"%([\w.-]+)", operands) for array in results[o]]
+        inputs = [
+            array for o in re.findall(r"%([\w.-]+)", operands) for array in results[o]
+        ]
         outputs = results[name] = buffers(kind)
         num_collectives += bool(re.fullmatch(COLLECTIVE, opcode))
         if is_root:
             returned = in_hbm(outputs)
-        if opcode.endswith("-start"):  # of a copy between memories, whose outputs `-done` has
+        if opcode.endswith(
+            "-start"
+        ):  # of a copy between memories, whose outputs `-done` has
             results[name] = inputs
         elif opcode not in NO_WORK:
-            is_copy = opcode in ("copy", "copy-done") and inputs[0].in_hbm and outputs[0].in_hbm
-            if opcode in ("fusion", "reduce") or (is_copy and (outputs[0].rank > 0 or not is_tpu)):
+            is_copy = (
+                opcode in ("copy", "copy-done")
+                and inputs[0].in_hbm
+                and outputs[0].in_hbm
+            )
+            if opcode in ("fusion", "reduce") or (
+                is_copy and (outputs[0].rank > 0 or not is_tpu)
+            ):
                 kernels.append(sum(array.size for array in inputs + outputs))
             # A copy may be that of a slice.
             from_hbm = opcode.endswith("-done") and inputs[0].in_hbm
@@ -253,10 +311,14 @@ def analyse(compiled: Any) -> Program:
 
 
 def measure(shapes: Any, devices: list[Any], title: str, wanted: list[str]) -> Figures:
-    """The figures of a tree on one device, of the updates that are wanted and of their peers."""
+    """The figures of a tree on one device, of the updates that are wanted and of their
+    peers.
+    """
     leaves, figures = sizes(shapes), {}
     with_peers = {*wanted, *(PEERS[name] for name in wanted)}
-    for name in tqdm([name for name in PEERS if name in with_peers], desc=title, leave=False):
+    for name in tqdm(
+        [name for name in PEERS if name in with_peers], desc=title, leave=False
+    ):
         start = time.perf_counter()
         tx, dtype = update_of(name)
         program = analyse(compile_update(tx, shapes, dtype, devices[:1]))
@@ -277,14 +339,24 @@ def table(figures: Figures) -> str:
         of_peer = figures[of_name["peer"]]["cycles"]
         ratio = f"{of_name['cycles'] / of_peer:.3f}" if of_peer else ""
         row = [label(name), f"{of_name['bytes']:.1f}", f"{of_name['kernels']:.2f}"]
-        rows.append([*row, f"{of_name['temporary']:.2f}", ratio, f"{of_name['seconds']:.1f}"])
-    return common.markdown(["update", "bytes", "kernels", "temporary", "cycles", "compile"], rows)
+        rows.append(
+            [*row, f"{of_name['temporary']:.2f}", ratio, f"{of_name['seconds']:.1f}"]
+        )
+    return common.markdown(
+        ["update", "bytes", "kernels", "temporary", "cycles", "compile"], rows
+    )
 
 
 def collectives(target: str) -> dict[str, dict[str, int | None]]:
-    """Those of each update with every leaf split over a host's devices, and over a pod's."""
+    """Those of each update with every leaf split over a host's devices, and over a
+    pod's.
+    """
     shapes = [(1024, 768), (768, 1024), (3, 3, 256, 512)]
-    pods = [devices_of(target, pod=pod) for pod in (False, True) if not pod or target in PODS]
+    pods = [
+        devices_of(target, pod=pod)
+        for pod in (False, True)
+        if not pod or target in PODS
+    ]
 
     def count(name: str, devices: list[Any]) -> int | None:
         tx, dtype = update_of(name)
@@ -313,8 +385,12 @@ def main(argv: list[str] | None = None) -> str:
             text += [f"{title}; {versions(target)}", table(of_target[name])]
         if target in TPUS and arguments.update is None:
             counts = of_target["collectives"] = collectives(target)
-            cells = lambda of_name: ["" if n is None else str(n) for n in of_name.values()]
-            rows = [[f"`{n}`", *cells(of)] for n, of in counts.items() if any(of.values())]
+            cells = lambda of_name: [
+                "" if n is None else str(n) for n in of_name.values()
+            ]
+            rows = [
+                [f"`{n}`", *cells(of)] for n, of in counts.items() if any(of.values())
+            ]
             text.append(f"{target}, collectives; none of the others has any")
             text.append(common.markdown(["update", *counts[CLIPPED]], rows))
     common.write_json(arguments.json, everything)

@@ -1,10 +1,12 @@
-"""How far SPA drifts from SGD+M in a million steps, beside SGD+M's own drift in float32.
+"""How far SPA drifts from SGD+M in a million steps, beside SGD+M's own drift in
+float32.
 
     python benchmarks/equivalence.py
 
-Logistic regression on the digits of scikit-learn, in batches of 64: convex, so that rounding errors
-do not grow by themselves. Reported is the L2 norm of the difference of params over that of the
-params. For a constant rate SGD+M is there in the form of Keras as well (v ← βv + αg, x ← x − v).
+Logistic regression on the digits of scikit-learn, in batches of 64: convex, so that
+rounding errors do not grow by themselves. Reported is the L2 norm of the difference of
+params over that of the params. For a constant rate SGD+M is there in the form of Keras
+as well (v ← βv + αg, x ← x − v).
 """
 
 import itertools
@@ -28,7 +30,9 @@ REPORTS = 10  # readings of the params in a run
 def learning_rate(name: str, alpha: float, num_steps: int) -> optax.Schedule:
     if name == "constant":
         return lambda count: jnp.asarray(alpha, jnp.float32)
-    cosine: Any = lambda steps: optax.warmup_cosine_decay_schedule(0.0, alpha, steps // 10, steps)
+    cosine: Any = lambda steps: optax.warmup_cosine_decay_schedule(
+        0.0, alpha, steps // 10, steps
+    )
     if name == "cosine":
         return cosine(num_steps)
     period = max(num_steps // 100, 10)  # a hundred warm-ups, and as many falls to 0
@@ -49,8 +53,12 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
     def body(carry: Any, k: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.key(0), k)
         batch = jax.random.randint(key, (BATCH,), 0, len(labels), jnp.int32)
-        step = lambda tx, w, state: common.update(tx, jax.grad(loss)(w, batch), w, state)
-        return {name: step(txs[name], *of_name) for name, of_name in carry.items()}, None
+        step = lambda tx, w, state: common.update(
+            tx, jax.grad(loss)(w, batch), w, state
+        )
+        return {
+            name: step(txs[name], *of_name) for name, of_name in carry.items()
+        }, None
 
     @jax.jit
     def run(carry: Any, start: Any) -> Any:
@@ -61,7 +69,9 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
     readings = []
     for i in tqdm(range(REPORTS), desc=str(jnp.dtype(dtype))):
         carry = run(carry, jnp.int32(i * part))
-        readings.append({name: np.asarray(w, np.float64) for name, (w, _) in carry.items()})
+        readings.append(
+            {name: np.asarray(w, np.float64) for name, (w, _) in carry.items()}
+        )
     return readings
 
 
@@ -73,7 +83,9 @@ def drifts(name: str, beta: float, num_steps: int) -> dict[str, list[float]]:
     exact = trajectories({"SGD+M": txs["SGD+M"]}, jnp.float64, num_steps)
     jax.config.update("jax_enable_x64", False)
     if name == "constant":  # otherwise it is another method
-        txs["Keras"] = optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(beta))
+        txs["Keras"] = optax.chain(
+            optax.scale_by_learning_rate(alpha), optax.trace(beta)
+        )
     found = trajectories(txs, jnp.float32, num_steps)
     far = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     result = {"SPA from SGD+M": [far(w["SPA"], w["SGD+M"]) for w in found]}
@@ -88,13 +100,19 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--steps", type=int, default=1_000_000, help="of each run")
     arguments = common.parse(parser, argv, "steps")
     figures, rows = {}, []
-    header = ["SPA from SGD+M", *(f"{n} from float64" for n in ("SPA", "SGD+M", "Keras"))]
+    header = [
+        "SPA from SGD+M",
+        *(f"{n} from float64" for n in ("SPA", "SGD+M", "Keras")),
+    ]
     for name, beta in itertools.product(SCHEDULES, MOMENTA):
         result = figures[f"{name} {beta}"] = drifts(name, beta, arguments.steps)
         cells = [f"{max(result[key]):.1e}" if key in result else "" for key in header]
         rows.append([name, f"{beta:g}", *cells])
     text = common.markdown(["schedule", "β", *header], rows)
-    print(f"{common.device()}, {arguments.steps:,} steps, largest of {REPORTS} readings\n\n{text}")
+    print(
+        f"{common.device()}, {arguments.steps:,} steps, largest of {REPORTS} "
+        f"readings\n\n{text}"
+    )
     common.write_json(arguments.json, figures)
     return text
 

@@ -1,12 +1,14 @@
-"""What fine-tuning loses in bfloat16, by how params and the optimizer's state are stored.
+"""What fine-tuning loses in bfloat16, by how params and the optimizer's state are
+stored.
 
-    python benchmarks/finetune.py --data-dir DIR --json benchmarks/results/finetune.jsonl
+    python benchmarks/finetune.py --data-dir DIR \
+        --json benchmarks/results/finetune.jsonl
 
-Fine-tunes MiniLM-L6 as examples/finetune.py does, on SST-2, or on TREC: questions, and which of six
-kinds of answer each asks for. A record has the validation accuracy and loss, and the whole update,
-from the first to the last params, in numbers: the share of params that moved at all, and cosine,
-length and distance relative to the update of the row "float32" of the same rate and seed. That one
-is kept in the folder --updates.
+Fine-tunes MiniLM-L6 as examples/finetune.py does, on SST-2, or on TREC: questions, and
+which of six kinds of answer each asks for. A record has the validation accuracy and
+loss, and the whole update, from the first to the last params, in numbers: the share of
+params that moved at all, and cosine, length and distance relative to the update of the
+row "float32" of the same rate and seed. That one is kept in the folder --updates.
 """
 
 import importlib.util
@@ -25,7 +27,12 @@ import optax
 import pooch
 from rivals import BF16, F32, with_low_half
 
-from spa_optax import in_float32, schedule_free_averaging, spa_adamw, stochastic_rounding
+from spa_optax import (
+    in_float32,
+    schedule_free_averaging,
+    spa_adamw,
+    stochastic_rounding,
+)
 
 # The example has the name of this file.
 PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
@@ -34,12 +41,18 @@ example: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
 COMMIT = "656a7ea29de3409aca87bb17935cf93c537527fa"
-TREC = f"https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/{COMMIT}/data/TREC."
-MD5 = {"train": "c62c403d02ef12ad46da9bfb308473d4", "test": "0e43dfe89110e97af7e7d5c5dbc55293"}
+TREC = (
+    f"https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/{COMMIT}/data/TREC."
+)
+MD5 = {
+    "train": "c62c403d02ef12ad46da9bfb308473d4",
+    "test": "0e43dfe89110e97af7e7d5c5dbc55293",
+}
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "float32"
-EMA = 0.99  # the decay of an average of the params, at first their mean; training does not see it
+# the decay of an average of the params, at first their mean; training does not see it
+EMA = 0.99
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
 Record = dict[str, Any]
 
@@ -60,7 +73,9 @@ class Run(NamedTuple):
     def schedule(self, count: Any) -> Any:
         """That of the example: to the peak in the first tenth, then linearly to 0."""
         part = count / self.num_steps
-        return self.rate * jnp.minimum(10 * part, (1 - part) / 0.9 if self.falls else 1.0)
+        return self.rate * jnp.minimum(
+            10 * part, (1 - part) / 0.9 if self.falls else 1.0
+        )
 
 
 class Row(NamedTuple):
@@ -87,11 +102,15 @@ def adamw(run: Run, **options: Any) -> optax.GradientTransformation:
 
 
 def averaged(run: Run, c: Any = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
-    return BF16, spa_adamw(run.schedule, c, mu_y, rounding_key=run.key, **decay, **options)
+    return BF16, spa_adamw(
+        run.schedule, c, mu_y, rounding_key=run.key, **decay, **options
+    )
 
 
 def rounded(run: Run, make: Any, factor: float = 1.0, **options: Any) -> Optimizer:
-    return BF16, stochastic_rounding(make(lambda k: factor * run.schedule(k), **options), run.key)
+    return BF16, stochastic_rounding(
+        make(lambda k: factor * run.schedule(k), **options), run.key
+    )
 
 
 def schedule_free(run: Run) -> Optimizer:
@@ -105,7 +124,9 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
 
     def trained_only(run: Run) -> Optimizer:
         dtype, tx = make(run._replace(rate=10 * run.rate))
-        return dtype, optax.partition({True: tx, False: optax.set_to_zero()}, is_trained)
+        return dtype, optax.partition(
+            {True: tx, False: optax.set_to_zero()}, is_trained
+        )
 
     return Row(trained_only, is_lora=True)
 
@@ -121,14 +142,20 @@ ROWS = {
     "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
     "bfloat16, low half": Row(lambda run: (BF16, with_low_half(adamw(run)))),
     "z and ν in float32": Row(averaged),
-    "z and ν in bfloat16": Row(partial(averaged, state_dtype=BF16, second_moment="bfloat16")),
+    "z and ν in bfloat16": Row(
+        partial(averaged, state_dtype=BF16, second_moment="bfloat16")
+    ),
     "z in float8_e5m2": Row(partial(factored, state_dtype=jnp.float8_e5m2)),
     "z in float8, c = 0.05, μ_y = 0.9": Row(
         partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
     # Lion at a fifth of the rate, since every element of its step has its size.
-    "Lion, stochastic_rounding": Row(partial(rounded, make=optax.lion, factor=0.2, **lion)),
-    "Adafactor, stochastic_rounding": Row(partial(rounded, make=optax.adafactor, **adafactor)),
+    "Lion, stochastic_rounding": Row(
+        partial(rounded, make=optax.lion, factor=0.2, **lion)
+    ),
+    "Adafactor, stochastic_rounding": Row(
+        partial(rounded, make=optax.adafactor, **adafactor)
+    ),
     "LoRA, float32": lora(lambda run: (F32, adamw(run))),
     "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
     "LoRA, z in float8": lora(partial(factored, state_dtype=jnp.float8_e4m3fn)),
@@ -145,8 +172,12 @@ def with_lora(params: Any, seed: int) -> Any:
         a = jax.random.normal(key, (layers, width, RANK)) / width**0.5
         return {"a": a, "b": jnp.zeros((layers, RANK, out))}
 
-    keys = dict(zip(("query", "value"), jax.random.split(jax.random.key(seed)), strict=True))
-    pairs = {name: pair(key, params["layers"][name]["kernel"]) for name, key in keys.items()}
+    keys = dict(
+        zip(("query", "value"), jax.random.split(jax.random.key(seed)), strict=True)
+    )
+    pairs = {
+        name: pair(key, params["layers"][name]["kernel"]) for name, key in keys.items()
+    }
     return {"base": params, "lora": pairs}
 
 
@@ -156,17 +187,23 @@ def is_trained(params: Any) -> Any:
 
 
 def merged(params: Any) -> Any:
-    """The kernels with a b added to them in float32; only what is trained has gradients."""
+    """The kernels with a b added to them in float32; only what is trained has
+    gradients.
+    """
     freeze = lambda leaf, trained: leaf if trained else jax.lax.stop_gradient(leaf)
     params = jax.tree.map(freeze, params, is_trained(params))
     layers = dict(params["base"]["layers"])
     for name, pair in params["lora"].items():
-        kernel, a, b = (x.astype(F32) for x in (layers[name]["kernel"], pair["a"], pair["b"]))
+        kernel, a, b = (
+            x.astype(F32) for x in (layers[name]["kernel"], pair["a"], pair["b"])
+        )
         layers[name] = layers[name] | {"kernel": kernel + LORA_SCALE * a @ b}
     return params["base"] | {"layers": layers}
 
 
-def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tuple[Any, Record]:
+def finetune(
+    row: Row, run: Run, data: Any, model_dir: Path, every: Any
+) -> tuple[Any, Record]:
     """The whole update as one array, and what was reached on the way."""
     graphdef, params = example.load_model(model_dir, run.seed, 1 + data[0][1].max())
     loss_of_model = loss = example.make_loss(graphdef, row.compute_dtype)
@@ -181,21 +218,33 @@ def finetune(row: Row, run: Run, data: Any, model_dir: Path, every: Any) -> tupl
     every = every or run.num_steps
     evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
     of_run = (run.num_steps, run.seed)
-    for step, *reached in example.train((dtype, tx), loss, params, data[0], *of_run, every=1):
-        ema = ema and follow(optax.tree.cast(reached[0], F32), ema, max(1 - EMA, 1 / step))
+    for step, *reached in example.train(
+        (dtype, tx), loss, params, data[0], *of_run, every=1
+    ):
+        ema = ema and follow(
+            optax.tree.cast(reached[0], F32), ema, max(1 - EMA, 1 / step)
+        )
         if step % every == 0 or step == run.num_steps:
             x, num_bytes = example.at_x(*reached), example.bytes_of(*reached)
-            of_points = [example.validate(evaluate, point, data[1]) for point in (x, ema) if point]
+            of_points = [
+                example.validate(evaluate, point, data[1])
+                for point in (x, ema)
+                if point
+            ]
             figures = [of[name] for of in of_points for name in ("accuracy", "loss")]
             curve.append([step, *(round(figure, 5) for figure in figures)])
-    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), whole(x), whole(start))
+    change = jax.tree.map(
+        lambda x, y: x.astype(F32) - y.astype(F32), whole(x), whole(start)
+    )
     update = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)])
     end = dict(zip(("accuracy", "loss"), curve[-1][1:], strict=False))
     return update, end | {"bytes": round(num_bytes, 4), "curve": curve}
 
 
 def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """The share of params that moved; length and distance are relative to the reference."""
+    """The share of params that moved; length and distance are relative to the
+    reference.
+    """
     u, r = update.astype(np.float64), reference.astype(np.float64)
     of_u, of_r, between = map(np.linalg.norm, (u, r, u - r))
     cosine = u @ r / max(of_u * of_r, np.finfo(float).tiny)
@@ -205,7 +254,9 @@ def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
 
 
 def measure(name: str, run: Run, folder: Path, *of_all: Any) -> Record:
-    """The record of a run. The update of the reference is made if it is not in the folder."""
+    """The record of a run. The update of the reference is made if it is not in the
+    folder.
+    """
     path = folder / f"{run.rate:g}_{run.seed}_{run.num_steps}.npy"
     if name != REFERENCE and not path.exists():
         measure(REFERENCE, run, folder, *of_all)
@@ -237,10 +288,29 @@ def main(argv: list[str] | None = None) -> list[Record]:
     add("--rate", nargs="+", type=float, default=RATES, help="at its peak")
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=150, help="how many")
-    add("--every", type=int, help="steps between validations, also of an EMA of the params")
-    add("--data-dir", type=Path, default=Path("data"), help="has sst2 and trec, or gets them")
-    add("--model-dir", type=Path, default=Path("data/minilm"), help="the model's; one for each OUT")
-    add("--updates", type=Path, default=Path("results/finetune_updates"), help="90 MB each")
+    add(
+        "--every",
+        type=int,
+        help="steps between validations, also of an EMA of the params",
+    )
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="has sst2 and trec, or gets them",
+    )
+    add(
+        "--model-dir",
+        type=Path,
+        default=Path("data/minilm"),
+        help="the model's; one for each OUT",
+    )
+    add(
+        "--updates",
+        type=Path,
+        default=Path("results/finetune_updates"),
+        help="90 MB each",
+    )
     arguments = common.parse(parser, argv, "seeds", "steps", "every")
 
     records = common.Records(arguments.json, ("task", "row", "rate", "seed", "steps"))
@@ -258,7 +328,10 @@ def main(argv: list[str] | None = None) -> list[Record]:
         run = Run(rate, arguments.steps, seed)
         measured = partial(measure, name, run, *of_all)
         result.append(records.get((task, name, rate, seed, arguments.steps), measured))
-        print({key: value for key, value in result[-1].items() if key != "curve"}, flush=True)
+        print(
+            {key: value for key, value in result[-1].items() if key != "curve"},
+            flush=True,
+        )
     return result
 
 

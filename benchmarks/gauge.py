@@ -2,11 +2,12 @@
 
     python benchmarks/gauge.py --data-dir DIR
 
-Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560 images of
-CIFAR-10 (those of low_precision.py, with Keras' SGD+M as SPA, β = 0.9), and nanoGPT on a text (that
-of language_model.py, with `spa_adamw`), each with a warm-up and a cosine. Prints gain over
-noise level and alignment of each layer, in the first twentieth of the steps, in the middle and in
-the last tenth: above 1 momentum pays there. With --json runs in OUT are not repeated.
+Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560
+images of CIFAR-10 (those of low_precision.py, with Keras' SGD+M as SPA, β = 0.9), and
+nanoGPT on a text (that of language_model.py, with `spa_adamw`), each with a warm-up and
+a cosine. Prints gain over noise level and alignment of each layer, in the first
+twentieth of the steps, in the middle and in the last tenth: above 1 momentum pays
+there. With --json runs in OUT are not repeated.
 """
 
 import argparse
@@ -43,7 +44,9 @@ def layer_of(params: Any) -> Any:
 def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The final loss, and reports at every tenth step, by layer and of the whole."""
     reports: dict[str, list[list[float]]] = {}
-    read = jax.jit(lambda s: {**momentum_report(s, by_label=True), "all": momentum_report(s)})
+    read = jax.jit(
+        lambda s: {**momentum_report(s, by_label=True), "all": momentum_report(s)}
+    )
 
     def watch(count: int, state: Any) -> None:
         if count % 10 == 0:
@@ -53,8 +56,13 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
     gauged = functools.partial(track_momentum, decay=0.9, every=5, per_leaf=layer_of)
     if task == "text":
         make = lambda rate, key: gauged(spa_adamw(rate, 0.2, **language_model.recipe))
-        row, texts = language_model.Row(TASKS[task], make), nanogpt.read(arguments.data_dir)
-        run = language_model.train(row, TASKS[task], arguments.steps, seed, texts, watch)
+        row, texts = (
+            language_model.Row(TASKS[task], make),
+            nanogpt.read(arguments.data_dir),
+        )
+        run = language_model.train(
+            row, TASKS[task], arguments.steps, seed, texts, watch
+        )
         loss = language_model.best(run)
     else:
         of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)
@@ -71,7 +79,9 @@ def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
     begin, end = PHASES[phase]
     last = reports[-1][0]
     of_phase = [r for r in reports if begin * last <= r[0] <= end * last]
-    values = np.array([[gain / level, cosine] for _, gain, level, cosine, *_ in of_phase])
+    values = np.array(
+        [[gain / level, cosine] for _, gain, level, cosine, *_ in of_phase]
+    )
     return tuple(np.nanmean(values, axis=0).tolist())
 
 
@@ -82,7 +92,9 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
             rows.append([task, label])
             for phase in PHASES:
                 found = [ratios(record["reports"][label], phase) for record in records]
-                gain, cosine = (statistics.mean(values) for values in zip(*found, strict=True))
+                gain, cosine = (
+                    statistics.mean(values) for values in zip(*found, strict=True)
+                )
                 rows[-1].append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
     return common.markdown(["task", "layer", *PHASES], rows)
 
@@ -94,12 +106,22 @@ def main(argv: list[str] | None = None) -> str:
     add("--seeds", type=int, default=3, help="how many")
     add("--epochs", type=int, help="of digits and images, by default 107 and 25")
     add("--steps", type=int, default=1_000, help="of nanoGPT")
-    add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10 and Tiny Shakespeare")
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="of CIFAR-10 and Tiny Shakespeare",
+    )
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
     records = common.Records(arguments.json, ("task", "seed", "epochs", "steps"))
     of = lambda task, seed: (task, seed, arguments.epochs, arguments.steps)
-    run = lambda task, seed: records.get(of(task, seed), lambda: measure(task, seed, arguments))
-    runs = {task: [run(task, seed) for seed in range(arguments.seeds)] for task in arguments.task}
+    run = lambda task, seed: records.get(
+        of(task, seed), lambda: measure(task, seed, arguments)
+    )
+    runs = {
+        task: [run(task, seed) for seed in range(arguments.seeds)]
+        for task in arguments.task
+    }
     count = common.command_line.count(arguments.seeds, "seed")
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
     return text

@@ -1,10 +1,12 @@
-"""Every optimizer on nanoGPT's recipe for Tiny Shakespeare on a CPU: loss by bytes a parameter.
+"""Every optimizer on nanoGPT's recipe for Tiny Shakespeare on a CPU: loss by bytes a
+parameter.
 
     python benchmarks/language_model.py --json benchmarks/results/language_model.jsonl
 
-nanoGPT's README has a validation loss of 1.88 after 2,000 steps, from a sample of batches. Here the
-loss in the end is that of the whole validation text. All runs of a seed have the same initial
-params and batches. Computed in float32, with gradients in the params' dtype.
+nanoGPT's README has a validation loss of 1.88 after 2,000 steps, from a sample of
+batches. Here the loss in the end is that of the whole validation text. All runs of a
+seed have the same initial params and batches. Computed in float32, with gradients in
+the params' dtype.
 """
 
 import functools
@@ -40,7 +42,8 @@ from spa_optax import (
     stochastic_rounding,
 )
 
-EVERY = 100  # steps between two validations, by an eighth of the text; the last is by all of it
+# steps between two validations, by an eighth of the text; the last is by all of it
+EVERY = 100
 EMA = 0.99  # the decay of an average of the weights, which training does not see
 PEER = ("AdamW", 4e-3, ())
 E4M3 = jnp.float8_e4m3fn
@@ -61,7 +64,9 @@ class Row(NamedTuple):
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
-schedule_free = functools.partial(schedule_free_averaging, num_warmup_steps=nanogpt.WARM_UP)
+schedule_free = functools.partial(
+    schedule_free_averaging, num_warmup_steps=nanogpt.WARM_UP
+)
 recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
 adamw = functools.partial(optax.adamw, b1=B1, **recipe)
 averaged_adamw = functools.partial(spa_adamw, **recipe)
@@ -80,8 +85,13 @@ def muon(rate: optax.Schedule, dtype: Any = None) -> Tx:
         return MuonDimensionNumbers() if x.ndim == 2 and path[0].key == "h" else None
 
     numbers = functools.partial(jax.tree_util.tree_map_with_path, axes)
-    options: dict[str, Any] = {"muon_weight_dimension_numbers": numbers, "consistent_rms": 0.2}
-    return with_decay(optax.contrib.muon(-1.0, adam_b2=B2, mu_dtype=dtype, **options), rate)
+    options: dict[str, Any] = {
+        "muon_weight_dimension_numbers": numbers,
+        "consistent_rms": 0.2,
+    }
+    return with_decay(
+        optax.contrib.muon(-1.0, adam_b2=B2, mu_dtype=dtype, **options), rate
+    )
 
 
 def adafactor(rate: optax.Schedule) -> Tx:
@@ -98,12 +108,16 @@ def rounded(rate: float, make: Callable[[optax.Schedule], Tx]) -> Row:
     return Row(rate, lambda rate, key: stochastic_rounding(make(rate), key), BF16)
 
 
-def muon_in_8_bits(rate: optax.Schedule, *average: float, rounding_key: Any, **options: Any) -> Tx:
+def muon_in_8_bits(
+    rate: optax.Schedule, *average: float, rounding_key: Any, **options: Any
+) -> Tx:
     momentum = float8_momentum(muon(rate), rounding_key)
     return primal_averaging(momentum, *average, rounding_key=rounding_key, **options)
 
 
-def with_z(dtype: Any, average: Any = OF_ADAM, rate: Any = 4e-3, make: Any = factored_adamw) -> Row:
+def with_z(
+    dtype: Any, average: Any = OF_ADAM, rate: Any = 4e-3, make: Any = factored_adamw
+) -> Row:
     of_z = lambda rate, key, *c: make(rate, *c, state_dtype=dtype, rounding_key=key)
     return Row(rate, of_z, BF16, average)
 
@@ -113,7 +127,9 @@ def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
     is_on = lambda k: (k >= 0.16 * nanogpt.STEPS) & (k < 0.76 * nanogpt.STEPS)
     beta = lambda k: jnp.where(is_on(k), 0.6 * rate(k) / rate(nanogpt.WARM_UP), 0.0)
     eta, *averaging = ema_nesterov(1.0, 0.99, beta, nanogpt.STEPS)
-    return primal_averaging(optax.chain(muon(rate), optax.scale_by_schedule(eta)), *averaging)
+    return primal_averaging(
+        optax.chain(muon(rate), optax.scale_by_schedule(eta)), *averaging
+    )
 
 
 ROWS = {
@@ -127,46 +143,70 @@ ROWS = {
         4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED)), BF16
     ),
     "AdamW, companded moments, error bits": Row(
-        4e-3, lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED), jnp.int8), BF16
+        4e-3,
+        lambda rate, key: with_low_half(in_codes(adamw(rate), COMPANDED), jnp.int8),
+        BF16,
     ),
-    "AdamW, companded moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)),
+    "AdamW, companded moments": rounded(
+        4e-3, lambda rate: in_codes(adamw(rate), COMPANDED)
+    ),
     "AdamW, 8-bit moments": rounded(4e-3, lambda rate: in_codes(adamw(rate), DYNAMIC)),
-    "spa_adamw": Row(4e-3, lambda rate, key, *c: averaged_adamw(rate, *c), average=OF_ADAM),
+    "spa_adamw": Row(
+        4e-3, lambda rate, key, *c: averaged_adamw(rate, *c), average=OF_ADAM
+    ),
     "spa_adamw, bfloat16 z": with_z(BF16),
     "spa_adamw, 8-bit z": with_z(E4M3, (0.1, 0.9)),
     "Muon": Row(8e-3, lambda rate, key: muon(rate)),
     "Muon averaged": Row(
-        8e-3, lambda rate, key, *c: primal_averaging(muon(rate), *c), average=(0.003125, 0.4)
+        8e-3,
+        lambda rate, key, *c: primal_averaging(muon(rate), *c),
+        average=(0.003125, 0.4),
     ),
     "Muon averaged, 8-bit m": with_z(BF16, (0.003125, 0.4), 8e-3, muon_in_8_bits),
     "Muon averaged, 8-bit m and z": with_z(E4M3, (0.0125, 0.4), 8e-3, muon_in_8_bits),
-    "Muon, EMA-Nesterov": Row(8e-3, ema_nesterov_muon, has_x=False),  # it evaluates about y
+    "Muon, EMA-Nesterov": Row(
+        8e-3, ema_nesterov_muon, has_x=False
+    ),  # it evaluates about y
     "Muon, float8 m": Row(
-        8e-3, lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key), BF16
+        8e-3,
+        lambda rate, key: stochastic_rounding(float8_momentum(muon(rate), key), key),
+        BF16,
     ),
-    "Muon, bfloat16 m, low half": Row(8e-3, lambda rate, _: with_low_half(muon(rate, BF16)), BF16),
+    "Muon, bfloat16 m, low half": Row(
+        8e-3, lambda rate, _: with_low_half(muon(rate, BF16)), BF16
+    ),
     "Muon, 8-bit m, linear": rounded(8e-3, lambda rate: in_codes(muon(rate), LINEAR)),
     "SGD+M": Row(0.25, lambda rate, key: sgdm(optax.sgd(rate, 0.9))),
     "spa_from_sgdm": Row(0.25, lambda rate, key: sgdm(spa_from_sgdm(rate, 0.9))),
-    "Lion": Row(1e-3, lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY)),
+    "Lion": Row(
+        1e-3,
+        lambda rate, key: with_decay(optax.scale_by_lion(0.9, B2), rate, 5 * DECAY),
+    ),
     "Adafactor": Row(8e-3, lambda rate, key: adafactor(rate)),
     "Adafactor, bfloat16": rounded(8e-3, adafactor),
 }
 at_constant_rate = ("AdamW", "spa_adamw", "spa_adamw, 8-bit z", "Muon", "Muon averaged")
-ROWS |= {f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_constant_rate}
+ROWS |= {
+    f"{name}, constant": ROWS[name]._replace(floor=1.0) for name in at_constant_rate
+}
 ROWS["AdamW averaged, constant"] = Row(
-    8e-3, lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8), floor=1.0
+    8e-3,
+    lambda rate, key: primal_averaging(adamw(rate), schedule_free(rate), 0.8),
+    floor=1.0,
 )
 ROWS["spa_adamw, Schedule-Free, constant"] = Row(
     4e-3, lambda rate, key: averaged_adamw(rate, schedule_free(rate), 0.9), floor=1.0
 )
 
 
-def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[Any, Any]:
-    """From initial params to the carry; and a step, from carry and batch to carry and loss.
+def make_steps(
+    row: Row, rate: float, num_steps: int, key: jax.Array
+) -> tuple[Any, Any]:
+    """From initial params to the carry; and a step, from carry and batch to carry and
+    loss.
 
-    The carry is params, the optimizer's state, and e with its state: the mean of the params so far,
-    and later e ← e + (1 − EMA) (params − e).
+    The carry is params, the optimizer's state, and e with its state: the mean of the
+    params so far, and later e ← e + (1 − EMA) (params − e).
     """
     schedule = nanogpt.schedule(rate, num_steps, row.floor)
     clip = in_float32(optax.clip_by_global_norm(nanogpt.CLIP))
@@ -193,13 +233,23 @@ def make_steps(row: Row, rate: float, num_steps: int, key: jax.Array) -> tuple[A
 
 
 def train(
-    row: Row, rate: float, num_steps: int, seed: int, texts: Any, watch: Watch = common.ignore
+    row: Row,
+    rate: float,
+    num_steps: int,
+    seed: int,
+    texts: Any,
+    watch: Watch = common.ignore,
 ) -> Record:
-    """Bytes, and losses of the weights, of their EMA and of x by steps, until one is not finite."""
+    """Bytes, and losses of the weights, of their EMA and of x by steps, until one is
+    not finite.
+    """
     keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
     start, step = make_steps(row, rate, num_steps, keys[2])
     carry = start(nanogpt.init(keys[0]))
-    seen, unseen = jnp.asarray(texts[0]), [jnp.asarray(x) for x in nanogpt.windows(texts[1])]
+    seen, unseen = (
+        jnp.asarray(texts[0]),
+        [jnp.asarray(x) for x in nanogpt.windows(texts[1])],
+    )
     batch = jax.jit(lambda k: nanogpt.batch(seen, jax.random.fold_in(keys[1], k)))
 
     @jax.jit
@@ -223,8 +273,14 @@ def train(
             curve.append([k + 1, *validate(carry, 1 if is_last else 8)])
             if curve[-1][1] is None:
                 break
-    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree)) / optax.tree.size(carry[0])
-    result: Record = {"bytes": size(carry[:2]), "of EMA": size(carry[2]), "curve": curve}
+    size = lambda tree: (
+        sum(x.nbytes for x in jax.tree.leaves(tree)) / optax.tree.size(carry[0])
+    )
+    result: Record = {
+        "bytes": size(carry[:2]),
+        "of EMA": size(carry[2]),
+        "curve": curve,
+    }
     return result | {"seconds": round(time.perf_counter() - begin)}
 
 
@@ -235,7 +291,9 @@ def best(record: Record, validation: int = -1) -> float:
     return np.inf if loss is None else loss
 
 
-def minus(runs: list[Record], others: list[Record], of: Callable[[Record], float] = best) -> str:
+def minus(
+    runs: list[Record], others: list[Record], of: Callable[[Record], float] = best
+) -> str:
     """The mean difference of the same seeds, and its 95 % interval by Student's t."""
     of_seed = {record["seed"]: of(record) for record in others}
     both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
@@ -249,12 +307,18 @@ def minus(runs: list[Record], others: list[Record], of: Callable[[Record], float
 
 
 def steps_to(runs: list[Record], others: list[Record]) -> str:
-    """The mean step that first has the others' last loss but one: both by an eighth of the text."""
-    last = {record["seed"]: best(record, -2) for record in others if record["curve"][1:]}
+    """The mean step that first has the others' last loss but one: both by an eighth of
+    the text.
+    """
+    last = {
+        record["seed"]: best(record, -2) for record in others if record["curve"][1:]
+    }
 
     def first(run: Record) -> int:
         points = enumerate(run["curve"][:-1])
-        return next((k for i, (k, *_) in points if best(run, i) <= last[run["seed"]]), 0)
+        return next(
+            (k for i, (k, *_) in points if best(run, i) <= last[run["seed"]]), 0
+        )
 
     at = [first(run) for run in runs if run["seed"] in last]
     return f"{statistics.mean(at):,.0f}" if at and all(at) else ""
@@ -265,34 +329,74 @@ def table(records: list[Record]) -> str:
     cells: dict[tuple[str, float, tuple[float, ...]], list[Record]] = defaultdict(list)
     order = lambda r: (list(ROWS).index(r["optimizer"]), r["average"], r["rate"])
     for record in sorted(records, key=order):
-        cells[record["optimizer"], record["rate"], tuple(record["average"])].append(record)
+        cells[record["optimizer"], record["rate"], tuple(record["average"])].append(
+            record
+        )
     rows = []
     for (name, rate, average), runs in cells.items():
         num_bytes, of_ema = runs[0]["bytes"], runs[0]["of EMA"]
         ends = zip(*(record["curve"][-1][1:] for record in runs), strict=True)
-        mean = lambda losses: "–" if None in losses else f"{statistics.mean(losses):.4f}"
+        mean = lambda losses: (
+            "–" if None in losses else f"{statistics.mean(losses):.4f}"
+        )
         weights, ema, *x = map(mean, ends)
         settings = ", ".join(f"{value:g}" for value in (rate, *average))
         row = [name, f"{num_bytes:.1f}", settings, str(len(runs)), weights]
         row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""])]
-        rows.append([*row, *(of(runs, cells.get(PEER, [])) for of in (minus, steps_to))])
-    header = ["optimizer", "bytes", "rate, c, μ_y", "seeds", "weights", "EMA (bytes)", "x"]
+        rows.append(
+            [*row, *(of(runs, cells.get(PEER, [])) for of in (minus, steps_to))]
+        )
+    header = [
+        "optimizer",
+        "bytes",
+        "rate, c, μ_y",
+        "seeds",
+        "weights",
+        "EMA (bytes)",
+        "x",
+    ]
     return common.markdown([*header, "− AdamW", "steps to AdamW's"], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = functools.partial(parser.add_argument, nargs="+")
-    add("--optimizers", choices=ROWS, metavar="NAME", default=list(ROWS), help="of the table")
-    add("--rates", type=float, help="peaks of the learning rate, by default one of each optimizer")
-    add("--average", type=float, nargs=2, metavar=("C", "MU"), help="of all that average")
-    add("--seeds", type=int, default=[0], help="of initial params, batches and rounding")
+    add(
+        "--optimizers",
+        choices=ROWS,
+        metavar="NAME",
+        default=list(ROWS),
+        help="of the table",
+    )
+    add(
+        "--rates",
+        type=float,
+        help="peaks of the learning rate, by default one of each optimizer",
+    )
+    add(
+        "--average",
+        type=float,
+        nargs=2,
+        metavar=("C", "MU"),
+        help="of all that average",
+    )
+    add(
+        "--seeds", type=int, default=[0], help="of initial params, batches and rounding"
+    )
     parser.add_argument("--steps", type=int, default=nanogpt.STEPS, help="of each run")
-    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare"
+    )
     arguments = common.parse(parser, argv, "steps")
-    if (name := "Muon, EMA-Nesterov") in arguments.optimizers and arguments.steps != nanogpt.STEPS:
-        parser.error(f"{name} is one of {nanogpt.STEPS:,} --steps, got {arguments.steps:,}")
-    records = common.Records(arguments.json, ("optimizer", "rate", "average", "steps", "seed"))
+    if (
+        name := "Muon, EMA-Nesterov"
+    ) in arguments.optimizers and arguments.steps != nanogpt.STEPS:
+        parser.error(
+            f"{name} is one of {nanogpt.STEPS:,} --steps, got {arguments.steps:,}"
+        )
+    records = common.Records(
+        arguments.json, ("optimizer", "rate", "average", "steps", "seed")
+    )
     texts, chosen = nanogpt.read(arguments.data_dir), []
     for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
         row = ROWS[name]
@@ -303,7 +407,9 @@ def main(argv: list[str] | None = None) -> str:
             key = (name, rate, list(row.average), arguments.steps, seed)
             chosen.append(records.get(key, run))
             print(f"{name}, {rate:g}, seed {seed}: {best(chosen[-1]):.4f}", flush=True)
-    print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{(text := table(chosen))}")
+    print(
+        f"\n{common.device()}; {arguments.steps:,} steps\n\n{(text := table(chosen))}"
+    )
     return text
 
 

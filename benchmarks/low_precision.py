@@ -2,11 +2,12 @@
 
     python benchmarks/low_precision.py --data-dir DIR
 
-Trains a perceptron on the digits of scikit-learn, and a convolutional network on 2,560 images of
-CIFAR-10, with SGD with momentum. Params are only kept in 16 bits: losses and gradients are computed
-in float32, and gradients come back rounded to the dtype of the params. The tables have the loss
-over the training images, the mean over the last five epochs, as a ratio to that of float32 at the
-same rate. With --json each run is a line of OUT, and is not repeated.
+Trains a perceptron on the digits of scikit-learn, and a convolutional network on 2,560
+images of CIFAR-10, with SGD with momentum. Params are only kept in 16 bits: losses and
+gradients are computed in float32, and gradients come back rounded to the dtype of the
+params. The tables have the loss over the training images, the mean over the last five
+epochs, as a ratio to that of float32 at the same rate. With --json each run is a line
+of OUT, and is not repeated.
 """
 
 import functools
@@ -29,7 +30,10 @@ from tqdm import tqdm
 
 from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
 
-mean_and_error, plus_minus = common.command_line.mean_and_error, common.command_line.plus_minus
+mean_and_error, plus_minus = (
+    common.command_line.mean_and_error,
+    common.command_line.plus_minus,
+)
 F32, BF16 = jnp.float32, jnp.bfloat16
 TASKS, MOMENTA = ("digits", "images"), (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
@@ -40,7 +44,9 @@ class Scheme(NamedTuple):
     """How params and momentum are kept."""
 
     dtype: Any  # of the params
-    make: Callable[[optax.Schedule, float, jax.Array], Tx]  # from learning rate, momentum and key
+    make: Callable[
+        [optax.Schedule, float, jax.Array], Tx
+    ]  # from learning rate, momentum and key
 
 
 def with_master(tx: Tx) -> Tx:
@@ -53,20 +59,27 @@ def with_master(tx: Tx) -> Tx:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         master, inner = state
         master, inner = common.update(tx, optax.tree.cast(updates, F32), master, inner)
-        return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (master, inner)
+        return jax.tree.map(lambda m, p: m.astype(BF16) - p, master, params), (
+            master,
+            inner,
+        )
 
     return Tx(init, update)
 
 
 def with_kahan(tx: Tx) -> Tx:
-    """What rounding took from the sum at one step, in bfloat16, is added at the next."""
+    """What rounding took from the sum at one step, in bfloat16, is added at the
+    next.
+    """
     init = lambda params: (jax.tree.map(jnp.zeros_like, params), tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         lost, inner = state
         updates, inner = tx.update(updates, inner, params)
         owed = jax.tree.map(lambda u, e: u.astype(F32) + e.astype(F32), updates, lost)
-        step = jax.tree.map(lambda o, p: (p.astype(F32) + o).astype(BF16) - p, owed, params)
+        step = jax.tree.map(
+            lambda o, p: (p.astype(F32) + o).astype(BF16) - p, owed, params
+        )
         lost = jax.tree.map(lambda o, s: (o - s.astype(F32)).astype(BF16), owed, step)
         return step, (lost, inner)
 
@@ -74,11 +87,15 @@ def with_kahan(tx: Tx) -> Tx:
 
 
 def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
-    """SGD+M that computes in float32, and keeps m in bfloat16; `optax.sgd` makes β 0.898."""
+    """SGD+M that computes in float32, and keeps m in bfloat16; `optax.sgd` makes β
+    0.898.
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
-        m = jax.tree.map(lambda g, m: g.astype(F32) + beta * m.astype(F32), updates, state)
+        m = jax.tree.map(
+            lambda g, m: g.astype(F32) + beta * m.astype(F32), updates, state
+        )
         return m, optax.tree.cast(m, BF16)
 
     init = lambda params: optax.tree.zeros_like(params, dtype=BF16)
@@ -88,7 +105,9 @@ def with_bfloat16_m(alpha: optax.Schedule, beta: float) -> Tx:
 
 def spa_in(dtype: Any) -> Scheme:
     """Stochastically rounded, with z in a dtype."""
-    return Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key))
+    return Scheme(
+        BF16, lambda a, b, key: spa_from_sgdm(a, b, state_dtype=dtype, rounding_key=key)
+    )
 
 
 sgd = functools.partial(optax.sgd, accumulator_dtype=F32)
@@ -101,10 +120,16 @@ SCHEMES = {
     "SPA, float8_e4m3fn z, stochastic": spa_in(jnp.float8_e4m3fn),
     "SPA, float8_e5m2 z, stochastic": spa_in(jnp.float8_e5m2),
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
-    "SGD+M, float32 m, stochastic": Scheme(BF16, lambda a, b, k: stochastic_rounding(sgd(a, b), k)),
+    "SGD+M, float32 m, stochastic": Scheme(
+        BF16, lambda a, b, k: stochastic_rounding(sgd(a, b), k)
+    ),
     MASTER: Scheme(BF16, lambda a, b, key: with_master(sgd(a, b))),
-    "SGD+M, bfloat16 m, Kahan": Scheme(BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))),
-    "SGD+M, bfloat16 m, float32 params": Scheme(F32, lambda a, b, key: with_bfloat16_m(a, b)),
+    "SGD+M, bfloat16 m, Kahan": Scheme(
+        BF16, lambda a, b, key: with_kahan(with_bfloat16_m(a, b))
+    ),
+    "SGD+M, bfloat16 m, float32 params": Scheme(
+        F32, lambda a, b, key: with_bfloat16_m(a, b)
+    ),
 }
 
 
@@ -136,7 +161,9 @@ class Task(NamedTuple):
 
 def perceptron(rngs: nnx.Rngs) -> nnx.Module:
     """One hidden layer, for digits of 8×8: 9,610 params."""
-    return nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs))
+    return nnx.Sequential(
+        nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs)
+    )
 
 
 def make_task(name: str, folder: Path, num_epochs: int | None) -> Task:
@@ -158,9 +185,15 @@ def schedule(name: str, peak: Any, num_steps: int) -> optax.Schedule:
 
 
 def make_train(
-    task: Task, scheme: Scheme, beta: float, schedule_name: str, watch: Watch = common.ignore
+    task: Task,
+    scheme: Scheme,
+    beta: float,
+    schedule_name: str,
+    watch: Watch = common.ignore,
 ) -> Callable[[float, int], dict[str, Any]]:
-    """From a rate η and a seed to the loss, and to the bytes a parameter of params and state."""
+    """From a rate η and a seed to the loss, and to the bytes a parameter of params and
+    state.
+    """
     num_batches = len(task.labels) // task.batch
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: task.network(nnx.Rngs(0))))
 
@@ -175,13 +208,17 @@ def make_train(
     @jax.jit
     def init(eta: Any, key: jax.Array) -> Any:
         params = nnx.to_pure_dict(nnx.state(task.network(nnx.Rngs(key)), nnx.Param))
-        params = optax.tree.cast(optax.tree.cast(params, BF16), scheme.dtype)  # the same for all
+        params = optax.tree.cast(
+            optax.tree.cast(params, BF16), scheme.dtype
+        )  # the same for all
         return params, make_tx(eta, key).init(params)
 
     @jax.jit
     def shuffle(key: jax.Array) -> jax.Array:
         order = lambda key: jax.random.permutation(key, num_batches * task.batch)
-        return jax.vmap(order)(jax.random.split(key, task.num_epochs)).reshape(-1, task.batch)
+        return jax.vmap(order)(jax.random.split(key, task.num_epochs)).reshape(
+            -1, task.batch
+        )
 
     def step(carry: Any, k: Any, batches: jax.Array, eta: Any, key: jax.Array) -> Any:
         params, state = carry
@@ -197,7 +234,10 @@ def make_train(
         for k in range(task.num_epochs * num_batches):
             carry = step(carry, k, batches, eta, key)
             watch(k, carry[1])
-            if k % num_batches == num_batches - 1 and k // num_batches >= task.num_epochs - 5:
+            if (
+                k % num_batches == num_batches - 1
+                and k // num_batches >= task.num_epochs - 5
+            ):
                 losses.append(loss_jitted(carry[0], task.images, task.labels))
         size = optax.tree.size(carry[0])
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
@@ -207,7 +247,9 @@ def make_train(
 
 
 KEYS = ("task", "scheme", "momentum", "schedule", "rate", "seed")
-Spread = tuple[list[float], list[float]]  # ratios to float32 at the same rate, and losses, by seed
+Spread = tuple[
+    list[float], list[float]
+]  # ratios to float32 at the same rate, and losses, by seed
 Losses = dict[str, dict[float, Spread]]  # by scheme and rate
 
 
@@ -226,17 +268,27 @@ def by_setting(records: list[dict[str, Any]]) -> dict[Any, Losses]:
 def summary(found: dict[Any, Losses], num_bytes: dict[str, str]) -> str:
     """The largest ratio over the rates that tell something.
 
-    At large constant rates training is chaotic: one rounding makes another run of it, with another
-    loss. How far two runs part that differ by no more is seen from the scheme with a master copy.
+    At large constant rates training is chaotic: one rounding makes another run of it,
+    with another loss. How far two runs part that differ by no more is seen from the
+    scheme with a master copy.
     """
-    header, rows = ["scheme", "bytes/param"], {name: [name, of] for name, of in num_bytes.items()}
+    header, rows = (
+        ["scheme", "bytes/param"],
+        {name: [name, of] for name, of in num_bytes.items()},
+    )
     for (task, beta, name), losses in found.items():
-        chaos = {r: mean_and_error(ratios)[1] for r, (ratios, _) in losses[MASTER].items()}
+        chaos = {
+            r: mean_and_error(ratios)[1] for r, (ratios, _) in losses[MASTER].items()
+        }
         rates = [rate for rate, error in chaos.items() if error <= 0.02]
-        limit = f"η ≤ {max(rates):g}" if rates else "no η to compare"  # as with one seed
+        limit = (
+            f"η ≤ {max(rates):g}" if rates else "no η to compare"
+        )  # as with one seed
         header.append(f"{task}, β = {beta:g}, {name}, {limit}")
         for scheme, of_rates in losses.items():
-            worst = max((mean_and_error(of_rates[rate][0]) for rate in rates), default=None)
+            worst = max(
+                (mean_and_error(of_rates[rate][0]) for rate in rates), default=None
+            )
             rows[scheme].append(plus_minus(*worst, ".3f") if worst else "")
     return common.markdown(header, list(rows.values()))
 
@@ -245,8 +297,13 @@ def table(setting: Any, losses: Losses, num_bytes: dict[str, str]) -> str:
     """Ratios to float32 at every rate, and the loss at the best."""
     rows = []
     for scheme, of_rates in losses.items():
-        cells = [plus_minus(*mean_and_error(ratios), ".3f") for ratios, _ in of_rates.values()]
-        best, rate = min((float(np.mean(of)), rate) for rate, (_, of) in of_rates.items())
+        cells = [
+            plus_minus(*mean_and_error(ratios), ".3f")
+            for ratios, _ in of_rates.values()
+        ]
+        best, rate = min(
+            (float(np.mean(of)), rate) for rate, (_, of) in of_rates.items()
+        )
         rows.append([scheme, num_bytes[scheme], *cells, f"{best:.4g} at {rate:g}"])
     rates = [f"η = {rate:g}" for rate in losses[REFERENCE]]
     task, beta, name = setting
@@ -259,15 +316,37 @@ def main(argv: list[str] | None = None) -> str:
     add = parser.add_argument
     add("--task", nargs="+", choices=TASKS, default=TASKS, help="what to train on")
     add("--momentum", nargs="+", type=float, choices=MOMENTA, default=MOMENTA, help="β")
-    add("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="of the rate")
-    add("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="beside the reference")
+    add(
+        "--schedule",
+        nargs="+",
+        choices=SCHEDULES,
+        default=SCHEDULES,
+        help="of the rate",
+    )
+    add(
+        "--scheme",
+        nargs="+",
+        choices=SCHEMES,
+        default=list(SCHEMES),
+        help="beside the reference",
+    )
     add("--seeds", type=int, default=5, help="how many")
     add("--epochs", type=int, help="by default 107 of 28 steps, and 25 of 80")
-    add("--data-dir", type=Path, default=Path("data"), help="of CIFAR-10, binary version")
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="of CIFAR-10, binary version",
+    )
     arguments = common.parse(parser, argv, "seeds", "epochs")
 
-    tasks = {name: make_task(name, arguments.data_dir, arguments.epochs) for name in arguments.task}
-    schemes = [name for name in SCHEMES if name in (REFERENCE, MASTER, *arguments.scheme)]
+    tasks = {
+        name: make_task(name, arguments.data_dir, arguments.epochs)
+        for name in arguments.task
+    }
+    schemes = [
+        name for name in SCHEMES if name in (REFERENCE, MASTER, *arguments.scheme)
+    ]
     settings = itertools.product(tasks, arguments.momentum, arguments.schedule, schemes)
     runs: Any = [
         (task, scheme, beta, shape, rate, seed)
@@ -275,7 +354,9 @@ def main(argv: list[str] | None = None) -> str:
         for rate, seed in itertools.product(tasks[task].rates, range(arguments.seeds))
     ]
     train = functools.lru_cache(1)(  # one is compiled at a time
-        lambda task, scheme, *setting: make_train(tasks[task], SCHEMES[scheme], *setting)
+        lambda task, scheme, *setting: make_train(
+            tasks[task], SCHEMES[scheme], *setting
+        )
     )
     records = common.Records(arguments.json, (*KEYS, "epochs"))
     make = lambda run: lambda: train(*run[:4])(*run[4:])

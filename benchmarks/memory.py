@@ -1,15 +1,18 @@
-"""The memory that training takes with each optimizer, by XLA, for decoders as large as Llama 3.
+"""The memory that training takes with each optimizer, by XLA, for decoders as large as
+Llama 3.
 
     pip install libtpu        # or 'jax[cuda12]', some 5 GB, for NVIDIA cards
     python benchmarks/memory.py --target "8B on v5e-8" --json OUT
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
-XLA's compilers run without the hardware. The program is a whole training step, with params,
-gradients and state split over all devices (FSDP); README.md says more, and what the columns are.
-The decoder, and the update in the backward pass, are those of `examples/one_card.py`.
+XLA's compilers run without the hardware. The program is a whole training step, with
+params, gradients and state split over all devices (FSDP); README.md says more, and what
+the columns are. The decoder, and the update in the backward pass, are those of
+`examples/one_card.py`.
 
---largest is the largest model that each optimizer trains on one card. The need for an H100 stands
-for that of all cards, except within 5 % of a limit. With --json a program is not compiled again.
+--largest is the largest model that each optimizer trains on one card. The need for an
+H100 stands for that of all cards, except within 5 % of a limit. With --json a program
+is not compiled again.
 """
 
 import functools
@@ -48,12 +51,16 @@ IN_BACKWARD = ", updated in the backward pass"
 
 
 def narrow(w: jax.Array) -> jax.Array:
-    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere cast."""
+    """In bfloat16, one layer at a time: XLA for TPUs casts all layers at once in a mere
+    cast.
+    """
     return w if w.dtype == BF16 else jax.lax.reduce_precision(w, 8, 7).astype(BF16)
 
 
 def decoder(model: Model, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """The example's functions, in bfloat16, with the sequences split over the devices."""
+    """The example's functions, in bfloat16, with the sequences split over the
+    devices.
+    """
     split = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
     place = lambda x, *axes: jax.lax.with_sharding_constraint(x, split(*axes))
 
@@ -85,7 +92,9 @@ def ordinary(tx: optax.GradientTransformation, model: Model, mesh: Mesh) -> Trai
 
 
 def muon_dimensions(params: Any) -> Any:
-    """Matrices of layers, stacked or not, are Muon's; vectors, embedding and head are AdamW's."""
+    """Matrices of layers, stacked or not, are Muon's; vectors, embedding and head are
+    AdamW's.
+    """
 
     def leaf(path: Any, leaf: Any) -> Any:
         name = path[-1].key if path else ""
@@ -96,10 +105,15 @@ def muon_dimensions(params: Any) -> Any:
 
 
 def optimizers(place: Any = 0) -> dict[str, Any]:
-    """Each with the dtype of its params; for the update in the backward pass, of a place."""
+    """Each with the dtype of its params; for the update in the backward pass, of a
+    place.
+    """
     key = jax.random.fold_in(jax.random.key(0), place)
     in_16_bits = lambda tx: (stochastic_rounding(tx, key), BF16)
-    spa = lambda **options: (spa_adamw(1e-3, 0.05, 0.9, rounding_key=key, **options), BF16)
+    spa = lambda **options: (
+        spa_adamw(1e-3, 0.05, 0.9, rounding_key=key, **options),
+        BF16,
+    )
     factored = functools.partial(spa, second_moment="factored")
     adamw = optax.adamw(1e-3)
     result = {
@@ -111,7 +125,10 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
     }
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
-        options: Any = {"mu_dtype": BF16, "muon_weight_dimension_numbers": muon_dimensions}
+        options: Any = {
+            "mu_dtype": BF16,
+            "muon_weight_dimension_numbers": muon_dimensions,
+        }
         result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
     return result | {
         "spa_adamw, bfloat16": spa(),
@@ -123,7 +140,11 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
 
 
 RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]  # only in the table by card, or by name
-NOT_BY_CARD = ["AdamW, bfloat16, float32 master copy", "Adafactor, bfloat16", "spa_adamw, bfloat16"]
+NOT_BY_CARD = [
+    "AdamW, bfloat16, float32 master copy",
+    "Adafactor, bfloat16",
+    "spa_adamw, bfloat16",
+]
 
 
 def choices(without: Sequence[str] = ()) -> list[str]:
@@ -145,7 +166,9 @@ CARDS = {"L4": "l4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090"}
 CARDS |= {"A100 of 40 GB": "a100-40", "L40S": "l40s", "H100": "h100"}
 # XLA for NVIDIA cards refuses nothing. Of what CUDA leaves, JAX takes 95 % if told to.
 TARGETS = {
-    f"{model} on one {name}": Target(model, card, None, 0.95 * compiled.CARDS[card].memory / 2**30)
+    f"{model} on one {name}": Target(
+        model, card, None, 0.95 * compiled.CARDS[card].memory / 2**30
+    )
     for model in SIZES
     for name, card in CARDS.items()
 }
@@ -153,14 +176,18 @@ BY_OPTIMIZER = {
     "8B on v5e-8": Target("8B", "v5e", "v5e:2x4", V5E),
     "8B on one v5p chip": Target("8B", "v5p", None, V5P),
     "8B on one H100": TARGETS["8B on one H100"],
-    "70B on v5p-64": Target("70B", "v5p", "v5p:2x4x4", V5P),  # of 64 cores, which are 32 devices
+    "70B on v5p-64": Target(
+        "70B", "v5p", "v5p:2x4x4", V5P
+    ),  # of 64 cores, which are 32 devices
     "70B on v5e-256": Target("70B", "v5e", "v5e:16x16", V5E),
 }
 TARGETS |= BY_OPTIMIZER
 
 
 def split_params(model: Model, dtype: Any, devices: list[Any]) -> Any:
-    """Split along the second axis: the first is often that of the layers. A vector has but one."""
+    """Split along the second axis: the first is often that of the layers. A vector has
+    but one.
+    """
     mesh = Mesh(np.array(devices), "devices")
 
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -168,18 +195,24 @@ def split_params(model: Model, dtype: Any, devices: list[Any]) -> Any:
         spec = PartitionSpec(*[None] * axis, "devices")
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(leaf, shapes(model), is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(
+        leaf, shapes(model), is_leaf=lambda node: isinstance(node, tuple)
+    )
 
 
 @mock.patch.dict(os.environ, compiled.TPU_ENVIRONMENT)
 def split_state(tx: Any, model: Model, params: Any) -> tuple[Any, int]:
     """The state, split as `jax.jit(tx.init)` does, and the bytes that it leaves whole.
 
-    Of these, arrays that are shaped like a parameter are then split like it. `tx` may be a trainer.
+    Of these, arrays that are shaped like a parameter are then split like it. `tx` may
+    be a trainer.
     """
     mesh, dtype = params["embedding"].sharding.mesh, params["embedding"].dtype
-    # Of one layer: with all, `init` itself may run out of memory, where it leaves the state whole.
-    small = split_params(model._replace(layers=1, vocabulary=1_024), dtype, mesh.devices)
+    # Of one layer: with all, `init` itself may run out of memory, where it leaves the
+    # state whole.
+    small = split_params(
+        model._replace(layers=1, vocabulary=1_024), dtype, mesh.devices
+    )
     shardings = jax.jit(tx.init).lower(small).compile().output_shardings
     like = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     whole = 0
@@ -195,7 +228,9 @@ def split_state(tx: Any, model: Model, params: Any) -> tuple[Any, int]:
 
 
 @mock.patch.dict(os.environ, compiled.TPU_ENVIRONMENT)
-def compile_step(trainer: Trainer, params: Any, state: Any, length: int = LENGTH) -> Any:
+def compile_step(
+    trainer: Trainer, params: Any, state: Any, length: int = LENGTH
+) -> Any:
     """A step of training, with a sequence for each device."""
     mesh = params["embedding"].sharding.mesh
     batch = NamedSharding(mesh, PartitionSpec("devices"))
@@ -206,7 +241,9 @@ def compile_step(trainer: Trainer, params: Any, state: Any, length: int = LENGTH
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
     out = (*shardings, NamedSharding(mesh, PartitionSpec()))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(params, state, tokens)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(
+        params, state, tokens
+    )
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -229,9 +266,15 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     start = time.perf_counter()
     state, whole = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
+    num_bytes = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
+    )
     result = {"bytes": num_bytes / size, "whole": whole / 2**30}
-    result |= {"versions": compiled.versions(target.device), "refused": True, "GiB": None}
+    result |= {
+        "versions": compiled.versions(target.device),
+        "refused": True,
+        "GiB": None,
+    }
     result |= {"collectives": {}, "seconds": 0.0}
     if num_bytes / mesh.size > target.limit * 2**30:  # needs no compiler
         return result
@@ -265,10 +308,22 @@ def table(records: list[dict[str, Any]]) -> str:
         size, limit = record["GiB"], TARGETS[record["target"]].limit
         fits = not record["refused"] and size <= limit
         kinds = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
-        row = [record["optimizer"], f"{record['bytes']:.1f}", "" if size is None else f"{size:.2f}"]
+        row = [
+            record["optimizer"],
+            f"{record['bytes']:.1f}",
+            "" if size is None else f"{size:.2f}",
+        ]
         row += ["" if fits else "out of memory", f"{record['whole']:.2f}", kinds]
         rows.append([*row, f"{record['seconds']:.0f}"])
-    header = ["optimizer", "bytes/param", "GiB/device", "", "whole", "collectives", "compile"]
+    header = [
+        "optimizer",
+        "bytes/param",
+        "GiB/device",
+        "",
+        "whole",
+        "collectives",
+        "compile",
+    ]
     return common.markdown(header, rows)
 
 
@@ -277,7 +332,9 @@ def largest(names: list[str], optimizers: list[str], found: common.Records) -> s
     limits = {name: TARGETS[f"8B on one {name}"].limit for name in names}
 
     def cell(optimizer: str, name: str) -> str:
-        """Need is nearly the same on all cards: by the program for an H100, unless it is close."""
+        """Need is nearly the same on all cards: by the program for an H100, unless it
+        is close.
+        """
         for model in SIZES:
             size = math.inf
             for card in ("H100", name):
@@ -292,7 +349,9 @@ def largest(names: list[str], optimizers: list[str], found: common.Records) -> s
     rows = []
     for optimizer in optimizers:
         num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
-        rows.append([optimizer, f"{num_bytes:.1f}", *(cell(optimizer, name) for name in names)])
+        rows.append(
+            [optimizer, f"{num_bytes:.1f}", *(cell(optimizer, name) for name in names)]
+        )
     columns = [f"{name}, {limit:.1f}" for name, limit in limits.items()]
     return common.markdown(["optimizer", "bytes/param", *columns], rows)
 
@@ -301,15 +360,31 @@ def main(argv: list[str] | None = None) -> str:
     jax.config.update("jax_platforms", "cpu")  # to compile on, whatever for
     parser = common.parser(__doc__)
     add = functools.partial(parser.add_argument, nargs="+")
-    add("--target", choices=TARGETS, metavar="NAME", help="by default those of the tables")
-    add("--optimizer", choices=choices(), metavar="NAME", help="by default those of the table")
+    add(
+        "--target",
+        choices=TARGETS,
+        metavar="NAME",
+        help="by default those of the tables",
+    )
+    add(
+        "--optimizer",
+        choices=choices(),
+        metavar="NAME",
+        help="by default those of the table",
+    )
     add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
     found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:
-        text = [largest(arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found)]
+        text = [
+            largest(
+                arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found
+            )
+        ]
     for target in [] if arguments.largest else arguments.target or BY_OPTIMIZER:
-        names = arguments.optimizer or [name for name in optimizers() if name not in RIVALS]
+        names = arguments.optimizer or [
+            name for name in optimizers() if name not in RIVALS
+        ]
         names = tqdm(names, desc=target, leave=False)
         records = [record_of(found, target, name) for name in names]
         text += [f"{target}; {records[0]['versions']}", table(records)]

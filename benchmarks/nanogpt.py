@@ -1,7 +1,8 @@
 """nanoGPT's network, text and recipe in JAX, as its README gives them for a CPU.
 
-Karpathy, nanoGPT, https://github.com/karpathy/nanoGPT at commit 3adf61e: `model.py`, `train.py` and
-`config/train_shakespeare_char.py`. nanogpt_parity.py compares this file with that code.
+Karpathy, nanoGPT, https://github.com/karpathy/nanoGPT at commit 3adf61e: `model.py`,
+`train.py` and `config/train_shakespeare_char.py`. nanogpt_parity.py compares this file
+with that code.
 """
 
 import math
@@ -49,7 +50,9 @@ def init(key: jax.Array, sizes: Sizes = SIZES) -> dict[str, Any]:
 
     embeddings = {"wte": normal(sizes.vocabulary, d), "wpe": normal(sizes.length, d)}
     params = embeddings | {"h": [layer() for _ in range(sizes.layers)], "ln_f": ones}
-    return jax.tree.map(jnp.array, params)  # separate arrays, so that all can be donated
+    return jax.tree.map(
+        jnp.array, params
+    )  # separate arrays, so that all can be donated
 
 
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -70,29 +73,39 @@ def logits(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
     return layer_norm(x, params["ln_f"]) @ params["wte"].T
 
 
-def losses(params: Any, inputs: jax.Array, labels: jax.Array, sizes: Sizes = SIZES) -> jax.Array:
+def losses(
+    params: Any, inputs: jax.Array, labels: jax.Array, sizes: Sizes = SIZES
+) -> jax.Array:
     """The cross-entropy of each label in nats, computed in float32."""
     of = logits(optax.tree.cast(params, jnp.float32), inputs, sizes.heads)
     return optax.softmax_cross_entropy_with_integer_labels(of, labels)
 
 
 def read(folder: Path) -> tuple[np.ndarray, ...]:
-    """Tiny Shakespeare as numbers of characters, and its last tenth; downloaded if not there."""
+    """Tiny Shakespeare as numbers of characters, and its last tenth; downloaded if not
+    there.
+    """
     path = pooch.retrieve(URL, f"sha256:{SHA256}", "tinyshakespeare.txt", folder)
     text = np.frombuffer(Path(path).read_bytes(), np.uint8)
     text = np.searchsorted(np.unique(text), text).astype(np.int32)
     return tuple(np.split(text, [int(len(text) * 0.9)]))
 
 
-def batch(text: jax.Array, key: jax.Array, sizes: Sizes = SIZES, size: int = BATCH) -> Any:
+def batch(
+    text: jax.Array, key: jax.Array, sizes: Sizes = SIZES, size: int = BATCH
+) -> Any:
     """Random parts of a text and, as labels, what follows each character."""
     starts = jax.random.randint(key, (size, 1), 0, len(text) - sizes.length)
     part = text[starts + jnp.arange(sizes.length + 1)]
     return part[:, :-1], part[:, 1:]
 
 
-def windows(text: np.ndarray, sizes: Sizes = SIZES, size: int = 64) -> tuple[np.ndarray, ...]:
-    """A whole text in batches of parts: inputs, labels, and 1 where there is a label."""
+def windows(
+    text: np.ndarray, sizes: Sizes = SIZES, size: int = 64
+) -> tuple[np.ndarray, ...]:
+    """A whole text in batches of parts: inputs, labels, and 1 where there is a
+    label.
+    """
     count = len(text) - 1
     pad = -count % (sizes.length * size)
     cut = lambda x: np.pad(x, (0, pad)).reshape(-1, size, sizes.length)
@@ -100,7 +113,9 @@ def windows(text: np.ndarray, sizes: Sizes = SIZES, size: int = 64) -> tuple[np.
 
 
 def schedule(peak: float, num_steps: int = STEPS, floor: float = 0.1) -> optax.Schedule:
-    """Warm-up, then a cosine to `floor` times the peak; at a floor of 1 the rate is constant."""
+    """Warm-up, then a cosine to `floor` times the peak; at a floor of 1 the rate is
+    constant.
+    """
 
     def rate(k: Any) -> jax.Array:
         progress = jnp.clip((k - WARM_UP) / max(1, num_steps - WARM_UP), 0, 1)

@@ -1,11 +1,12 @@
-"""nanoGPT's own PyTorch code against nanogpt.py: the same weights and batches, 30 steps of loss.
+"""nanoGPT's own PyTorch code against nanogpt.py: the same weights and batches, 30 steps
+of loss.
 
     pip install torch --index-url https://download.pytorch.org/whl/cpu
     python benchmarks/nanogpt_parity.py
 
-Takes `model.py` and the functions `get_batch` and `get_lr` of `train.py` from a clone of
-https://github.com/karpathy/nanoGPT. Both sides train by AdamW as published, in float32. The largest
-relative difference of the losses should be some roundings: 1e-6.
+Takes `model.py` and the functions `get_batch` and `get_lr` of `train.py` from a clone
+of https://github.com/karpathy/nanoGPT. Both sides train by AdamW as published, in
+float32. The largest relative difference of the losses should be some roundings: 1e-6.
 """
 
 import ast
@@ -24,7 +25,10 @@ import language_model
 import nanogpt
 import numpy as np
 
-URL, COMMIT = "https://github.com/karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
+URL, COMMIT = (
+    "https://github.com/karpathy/nanoGPT",
+    "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+)
 STEPS, LIMIT = 30, 3e-6
 
 
@@ -70,8 +74,16 @@ def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
         nanogpt.read(data_dir)[0].astype(np.uint16).tofile(Path(folder) / "train.bin")
         names: dict[str, Any] = {"np": np, "torch": torch, "math": math, "os": os}
         names |= {"data_dir": folder, "block_size": length, "batch_size": nanogpt.BATCH}
-        names |= {"learning_rate": rate, "min_lr": rate / 10, "warmup_iters": nanogpt.WARM_UP}
-        names |= {"lr_decay_iters": nanogpt.STEPS, "device": "cpu", "device_type": "cpu"}
+        names |= {
+            "learning_rate": rate,
+            "min_lr": rate / 10,
+            "warmup_iters": nanogpt.WARM_UP,
+        }
+        names |= {
+            "lr_decay_iters": nanogpt.STEPS,
+            "device": "cpu",
+            "device_type": "cpu",
+        }
         functions = functions_of(code / "train.py", names)
         for k in range(STEPS):
             batch = functions["get_batch"]("train")
@@ -82,14 +94,18 @@ def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), nanogpt.CLIP)
             optimizer.step()
-            carry, ours = step(carry, k, *(jnp.asarray(x.numpy(), jnp.int32) for x in batch))
+            carry, ours = step(
+                carry, k, *(jnp.asarray(x.numpy(), jnp.int32) for x in batch)
+            )
             found.append((loss.item(), float(ours)))
     return found
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare"
+    )
     arguments = common.parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "clone", "--quiet", URL, folder], check=True)
@@ -100,7 +116,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{STEPS} steps, loss {found[0][0]:.7f} to {found[-1][0]:.7f}")
     print(f"The largest relative difference is {largest:.1e}.")
     if not largest < LIMIT:
-        raise common.command_line.UserError(f"the losses must agree to {LIMIT}, got {largest:.1e}")
+        raise common.command_line.UserError(
+            f"the losses must agree to {LIMIT}, got {largest:.1e}"
+        )
 
 
 if __name__ == "__main__":

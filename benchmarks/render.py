@@ -34,7 +34,9 @@ def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """For each length of the runs: seed 0, by which rates are chosen, and the other seeds."""
+    """For each length of the runs: seed 0, by which rates are chosen, and the other
+    seeds.
+    """
     for num_steps, runs in sorted(groups(records, "steps").items()):
         for title, of_title in (("seeds from 1", True), ("seed 0", False)):
             if chosen := [run for run in runs if bool(run["seed"]) == of_title]:
@@ -50,7 +52,9 @@ def of_memory(path: Path) -> Iterator[tuple[str, str]]:
     largest = memory.largest(list(memory.CARDS), trained, found)
     yield "The largest model on one card, and the GiB of its step", largest
     for target in memory.BY_OPTIMIZER:
-        records = [record for record in found.found.values() if record["target"] == target]
+        records = [
+            record for record in found.found.values() if record["target"] == target
+        ]
         yield f"{target}; {records[0]['versions']}", memory.table(records)
 
 
@@ -63,7 +67,10 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
         losses = ", ".join(f"{loss:.4f}" for loss in record["losses"])
         row = [f"{record['trainer']} {record['version']}", record["optimizer"]]
         row += [f"{record['bytes']:.1f}", str(record["devices"]), losses]
-        row += [f"at {record['resumed at']}, {same}", record.get("another state_dtype", "")]
+        row += [
+            f"at {record['resumed at']}, {same}",
+            record.get("another state_dtype", ""),
+        ]
         rows.append([*row, str(record["minutes"])])
     yield "Killed after step 170 of 300", common.markdown(header, rows)
 
@@ -71,12 +78,20 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
 def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
     """Means over seeds, for each rate."""
     keys = ("accuracy", "loss", "moved", "cosine", "length", "distance")
-    for (task, num_steps, rate), runs in groups(records, "task", "steps", "rate").items():
+    for (task, num_steps, rate), runs in groups(
+        records, "task", "steps", "rate"
+    ).items():
         rows, of_rows = [], groups(runs, "row")
         for name, of_row in of_rows.items():
-            means = [f"{statistics.mean(run[key] for run in of_row):.3f}" for key in keys]
-            less = language_model.minus(of_row, of_rows["float32"], operator.itemgetter("accuracy"))
-            rows.append([name, f"{of_row[0]['bytes']:.2f}", str(len(of_row)), *means, less])
+            means = [
+                f"{statistics.mean(run[key] for run in of_row):.3f}" for key in keys
+            ]
+            less = language_model.minus(
+                of_row, of_rows["float32"], operator.itemgetter("accuracy")
+            )
+            rows.append(
+                [name, f"{of_row[0]['bytes']:.2f}", str(len(of_row)), *means, less]
+            )
         header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
         yield f"{task}, {num_steps:,} steps at {rate:g}", common.markdown(header, rows)
 
@@ -89,7 +104,9 @@ def pages() -> dict[str, str]:
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
     }
-    join = lambda of_page: "\n\n".join(f"## {title}\n\n{text}" for title, text in of_page)
+    join = lambda of_page: "\n\n".join(
+        f"## {title}\n\n{text}" for title, text in of_page
+    )
     source = f"Written by `{SOURCE}`."
     page = lambda name: f"# Results: {name}\n\n{source}\n\n{join(sections[name])}\n"
     return {name: page(name) for name in sections}
@@ -97,7 +114,9 @@ def pages() -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.command_line.make_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="whether the pages are up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="whether the pages are up to date"
+    )
     check = parser.parse_args(argv).check
     for name, text in pages().items():
         path = RESULTS / f"{name}.md"

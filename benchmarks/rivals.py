@@ -1,12 +1,15 @@
-"""Storage that others proposed, re-implemented in few lines: 8-bit moments, and split params.
+"""Storage that others proposed, re-implemented in few lines: 8-bit moments, and split
+params.
 
-- `DYNAMIC`: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, arXiv:2110.02861,
-  Section 2; blocks of 256, as in bitsandbytes and torchao.
-- `LINEAR`: Gupta et al., Effective Quantization of Muon Optimizer States, 2025, arXiv:2509.23106.
-- `COMPANDED`: Gonzalez Ortiz et al., FlashOptim, 2026, arXiv:2602.23349, with groups of 32.
-- `with_low_half`: Kalamkar et al., Optimizing Deep Learning Recommender Systems Training on CPU
-  Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim at 32 bits has the same,
-  and by default (24 bits) 8 bits of that half.
+- `DYNAMIC`: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
+  arXiv:2110.02861, Section 2; blocks of 256, as in bitsandbytes and torchao.
+- `LINEAR`: Gupta et al., Effective Quantization of Muon Optimizer States, 2025,
+  arXiv:2509.23106.
+- `COMPANDED`: Gonzalez Ortiz et al., FlashOptim, 2026, arXiv:2602.23349, with groups of
+  32.
+- `with_low_half`: Kalamkar et al., Optimizing Deep Learning Recommender Systems
+  Training on CPU Cluster Architectures, 2020, arXiv:2005.04680, "Split-SGD"; FlashOptim
+  at 32 bits has the same, and by default (24 bits) 8 bits of that half.
 """
 
 from collections.abc import Callable
@@ -52,7 +55,9 @@ def encode(codec: Codec, x: jax.Array) -> Codes:
 
 def decode(codec: Codec, stored: Codes) -> jax.Array:
     codes, scales = stored
-    scales = jnp.repeat(scales.astype(F32), codec.block)[: codes.size].reshape(codes.shape)
+    scales = jnp.repeat(scales.astype(F32), codec.block)[: codes.size].reshape(
+        codes.shape
+    )
     return codec.inverse(codec.value(codes) * scales)
 
 
@@ -62,14 +67,16 @@ def dynamic(signed: bool) -> Codec:
     means = [10.0 ** (i - 6) * (ends(i)[:-1] + ends(i)[1:]) / 2 for i in range(7)]
     positive = np.concatenate(means)
     table = np.sort(np.concatenate([positive, -positive if signed else [], [0, 1]]))
-    # Of NumPy, since an array of JAX would choose the platform before the command line does.
+    # Of NumPy, since an array of JAX would choose the platform before the command line
+    # does.
     middles = ((table[:-1] + table[1:]) / 2).astype(np.float32)
     code = lambda x: jnp.searchsorted(middles, x).astype(jnp.uint8)
     return Codec(256, code, lambda codes: jnp.asarray(table, F32)[codes])
 
 
 to = lambda dtype: lambda x: jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
-# From a field of Optax's states to how it is stored. m is companded by y = 2 x / (1 + |x|).
+# From a field of Optax's states to how it is stored. m is companded by y = 2 x / (1 +
+# |x|).
 DYNAMIC = {"mu": dynamic(True), "nu": dynamic(False)}
 LINEAR = {"mu": Codec(2_048, to(jnp.int8), lambda codes: codes / 127)}
 COMPANDED = {
@@ -79,7 +86,9 @@ COMPANDED = {
         lambda codes: (y := codes / 127) / (2 - jnp.abs(y)),
         scale_dtype=jnp.float16,
     ),
-    "nu": Codec(32, to(jnp.uint8), lambda codes: codes / 255, jnp.sqrt, jnp.square, jnp.float16),
+    "nu": Codec(
+        32, to(jnp.uint8), lambda codes: codes / 255, jnp.sqrt, jnp.square, jnp.float16
+    ),
 }
 
 
@@ -88,7 +97,11 @@ def in_codes(base: Tx, codecs: dict[str, Codec]) -> Tx:
 
     def map_fields(function: Callable[[Codec, Any], Any], state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Any:
-            names = [name for entry in path if (name := getattr(entry, "name", None)) in codecs]
+            names = [
+                name
+                for entry in path
+                if (name := getattr(entry, "name", None)) in codecs
+            ]
             size = x.codes.size if isinstance(x, Codes) else x.size
             return function(codecs[names[-1]], x) if names and size >= SMALLEST else x
 
@@ -116,7 +129,9 @@ def join(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def with_low_half(base: Tx, dtype: Any = jnp.int16) -> Tx:
-    """Trains bfloat16 params as float32: the state has their lower halves, or 127/2^15 of those."""
+    """Trains bfloat16 params as float32: the state has their lower halves, or 127/2^15
+    of those.
+    """
     unit = 1 if dtype == jnp.int16 else 2**15 / 127
     pack = lambda x: jnp.round(split(x)[1] / unit).astype(dtype)
     unpack = lambda low: jnp.round(low * unit).astype(jnp.int32)
@@ -129,7 +144,8 @@ def with_low_half(base: Tx, dtype: Any = jnp.int16) -> Tx:
         of_base, low = state
         x = jax.tree.map(lambda high, low: join(high, unpack(low)), params, low)
         x, of_base = common.update(base, optax.tree.cast(updates, F32), x, of_base)
-        # In float32 the difference of two bfloat16 numbers is exact, unless one is tiny.
+        # In float32 the difference of two bfloat16 numbers is exact, unless one is
+        # tiny.
         change = lambda x, old: split(x)[0].astype(F32) - old.astype(F32)
         u = jax.tree.map(change, x, params)
         return u, (of_base, jax.tree.map(pack, x))

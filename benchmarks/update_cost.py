@@ -1,10 +1,12 @@
-"""The price of an update: time, memory and compilation, beside its peers and beside a mere copy.
+"""The price of an update: time, memory and compilation, beside its peers and beside a
+mere copy.
 
     python benchmarks/update_cost.py
 
 All updates run in one process, in turns, warm, donated and blocked; a ratio is to
-`optax.sgd(0.1, 0.9)` in the same round. The floor is what must move, params, gradients and state
-read once, params and state written once, at the bandwidth of x ← −x, measured in the same rounds.
+`optax.sgd(0.1, 0.9)` in the same round. The floor is what must move, params, gradients
+and state read once, params and state written once, at the bandwidth of x ← −x, measured
+in the same rounds.
 """
 
 import functools
@@ -40,11 +42,15 @@ def gpt2() -> Any:
 def resnet152() -> Any:
     """The PreAct ResNet-152 of the paper's experiment."""
     model = nnx.eval_shape(lambda: PREACT_RESNETS["resnet152"](rngs=nnx.Rngs(0)))
-    return jax.tree.map(lambda p: p.shape, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return jax.tree.map(
+        lambda p: p.shape, nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
 
 
 TREES: dict[str, Callable[[], Any]] = {
-    "one leaf": lambda: [(16_000_000 if jax.default_backend() == "cpu" else 100_000_000,)],
+    "one leaf": lambda: [
+        (16_000_000 if jax.default_backend() == "cpu" else 100_000_000,)
+    ],
     "ResNet-152": resnet152,
     "GPT-2": gpt2,
     "1,000 leaves of 64": lambda: [(64,)] * 1_000,
@@ -84,17 +90,30 @@ CODE = {
     "the same, 8 bytes": "spa_adamw(1e-3, **narrow)",
     "the same, 6 bytes": 'spa_adamw(1e-3, second_moment="bfloat16", **narrow)',
     "the same, 4 bytes": 'spa_adamw(1e-3, second_moment="factored", **narrow)',
-    "the same, 6 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="bfloat16", **narrow)',
-    "the same, 4 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="factored", **narrow)',
-    "the same, 3 bytes, μ_y = 0.9": 'spa_adamw(*gpa, second_moment="factored", **eight)',
+    "the same, 6 bytes, μ_y = 0.9": (
+        'spa_adamw(*gpa, second_moment="bfloat16", **narrow)'
+    ),
+    "the same, 4 bytes, μ_y = 0.9": (
+        'spa_adamw(*gpa, second_moment="factored", **narrow)'
+    ),
+    "the same, 3 bytes, μ_y = 0.9": (
+        'spa_adamw(*gpa, second_moment="factored", **eight)'
+    ),
 }
 
 
 def update_of(row: str) -> tuple[optax.GradientTransformation, Any]:
     """What a row names, with the dtype of its params and gradients."""
     bf16, key = jnp.bfloat16, jax.random.key(0)
-    names = vars(optax) | vars(spa_optax) | {"optax": optax, "track_momentum": track_momentum}
-    names |= {"schedule": optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000), "key": key}
+    names = (
+        vars(optax)
+        | vars(spa_optax)
+        | {"optax": optax, "track_momentum": track_momentum}
+    )
+    names |= {
+        "schedule": optax.warmup_cosine_decay_schedule(0.0, 0.1, 500, 10_000),
+        "key": key,
+    }
     names |= {"bfloat16": bf16, "float32": jnp.float32, "gpa": (1e-3, 0.05, 0.9)}
     names["narrow"] = {"state_dtype": bf16, "rounding_key": key}
     names["eight"] = {"state_dtype": jnp.float8_e4m3fn, "rounding_key": key}
@@ -103,9 +122,15 @@ def update_of(row: str) -> tuple[optax.GradientTransformation, Any]:
     return eval(code, names), bf16 if is_narrow else jnp.float32
 
 
-def compiled(tx: optax.GradientTransformation, dtype: Any, shapes: Any) -> tuple[Any, Any, Any]:
-    """A call of an update; params and state, which it is donated; and what compiling tells."""
-    full = lambda x: jax.jit(lambda: map_shapes(lambda s: jnp.full(s, x, dtype), shapes))()
+def compiled(
+    tx: optax.GradientTransformation, dtype: Any, shapes: Any
+) -> tuple[Any, Any, Any]:
+    """A call of an update; params and state, which it is donated; and what compiling
+    tells.
+    """
+    full = lambda x: jax.jit(
+        lambda: map_shapes(lambda s: jnp.full(s, x, dtype), shapes)
+    )()
     grads, params = full(0.01), full(0.1)
     carry = jax.block_until_ready((params, tx.init(params)))
     step = jax.jit(functools.partial(common.update, tx), donate_argnums=(1, 2))
@@ -121,7 +146,8 @@ def compiled(tx: optax.GradientTransformation, dtype: Any, shapes: Any) -> tuple
         "must_move": 2 * count(carry) + count(grads),
         "bytes_accessed": cost["bytes accessed"] / size,
         "temporary": memory.temp_size_in_bytes,
-        "peak": (memory.argument_size_in_bytes + new + memory.temp_size_in_bytes) / size,
+        "peak": (memory.argument_size_in_bytes + new + memory.temp_size_in_bytes)
+        / size,
         "compile_seconds": seconds,
     }
     return lambda carry: program(grads, *carry), carry, figures
@@ -138,7 +164,9 @@ def measure(shapes: Any, num_rounds: int) -> dict[str, dict[str, Any]]:
         running[COPY] = jax.jit(lambda x: -x, donate_argnums=0), jnp.ones(copied), {}
         carries = {name: carry for name, (_, carry, _) in running.items()}
         seconds: dict[str, list[float]] = {name: [] for name in running}
-        for _ in tqdm(range(WARM_UP + num_rounds), desc=", ".join(names[1:]), leave=False):
+        for _ in tqdm(
+            range(WARM_UP + num_rounds), desc=", ".join(names[1:]), leave=False
+        ):
             for name, (call, *_) in running.items():
                 start = time.perf_counter()
                 carries[name] = jax.block_until_ready(call(carries[name]))
@@ -172,24 +200,39 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         ratio, low, high = of_name["ratio"]
         row = [label(name), f"{of_name['milliseconds']:.2f}"]
         row += [f"{ratio:.2f}", f"{low:.2f}–{high:.2f}"]
-        of_bytes = (f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak"))
+        of_bytes = (
+            f"{of_name[key]:.1f}" for key in ("must_move", "bytes_accessed", "peak")
+        )
         row += [f"{of_name['to_floor']:.2f}", *of_bytes]
-        rows.append([*row, f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"])
+        rows.append(
+            [*row, f"{of_name['temporary']:,} B", f"{of_name['compile_seconds']:.2f}"]
+        )
     return common.markdown(header, rows)
 
 
 def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
-    add("--tree", nargs="+", choices=TREES, default=list(TREES), help="shapes of the params")
+    add(
+        "--tree",
+        nargs="+",
+        choices=TREES,
+        default=list(TREES),
+        help="shapes of the params",
+    )
     add("--rounds", type=int, default=30, help="of timing")
     arguments = common.parse(parser, argv, "rounds")
     text, everything = [common.device()], {}
     for name in arguments.tree:
         shapes = TREES[name]()
         figures = everything[name] = measure(shapes, arguments.rounds)
-        leaves, speed = sizes(shapes), f"{figures[REFERENCE]['bandwidth'] / 1e9:.1f} GB/s"
-        text.append(f"{name}: {sum(leaves):,} params, {len(leaves):,} leaves; {COPY} at {speed}")
+        leaves, speed = (
+            sizes(shapes),
+            f"{figures[REFERENCE]['bandwidth'] / 1e9:.1f} GB/s",
+        )
+        text.append(
+            f"{name}: {sum(leaves):,} params, {len(leaves):,} leaves; {COPY} at {speed}"
+        )
         text.append(table(figures))
     common.write_json(arguments.json, {"device": text[0], **everything})
     print("\n\n".join(text))

@@ -1,4 +1,6 @@
-"""Links, equations, indices and ranks in the search: on the site they differ from GitHub's."""
+"""Links, equations, indices and ranks in the search: on the site they differ from
+GitHub's.
+"""
 
 import html
 import re
@@ -14,17 +16,26 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     """
     if page.file.src_uri.startswith("benchmarks/results/"):
         page.meta["search"] = {"boost": 0.1}
-    for link, on_site in (("../benchmarks/", "benchmarks/"), ("../examples/", "examples/")):
+    for link, on_site in (
+        ("../benchmarks/", "benchmarks/"),
+        ("../examples/", "examples/"),
+    ):
         markdown = markdown.replace(f"]({link}", f"]({on_site}")
     return markdown.replace("](../docs/", "](../")
 
 
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
-    """Notebooks get the repository's address, if it is known, and equations become MathML."""
+    """Notebooks get the repository's address, if it is known, and equations become
+    MathML.
+    """
     path = page.file.src_uri
-    content = indices(mathml(colab(links_of_notebook(content, path), path, config.repo_url)))
+    content = indices(
+        mathml(colab(links_of_notebook(content, path), path, config.repo_url))
+    )
     # A click on a picture shows it in full.
-    return re.sub(r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
+    return re.sub(
+        r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content
+    )
 
 
 def links_of_notebook(content: str, path: str) -> str:
@@ -35,7 +46,9 @@ def links_of_notebook(content: str, path: str) -> str:
 
 
 def colab(content: str, path: str, repo_url: str | None) -> str:
-    """Adds the link that opens a notebook of docs/ in Colab, and the address to install from."""
+    """Adds the link that opens a notebook of docs/ in Colab, and the address to install
+    from.
+    """
     if not (repo_url and path.endswith(".ipynb")):
         return content
     repository = repo_url.rstrip("/").removeprefix("https://github.com/")
@@ -45,16 +58,26 @@ def colab(content: str, path: str, repo_url: str | None) -> str:
 
 
 def indices(content: str) -> str:
-    """Sets x_k and x_{k+1} lower, and ^{k+1} higher; not in code, whose words are in spans."""
-    index = re.compile(r"(?<![\w.])([a-zA-ZΑ-ω])_(?:\{([^{}]+)\}|([a-z0-9])(?![a-zA-Z0-9_]))")
+    """Sets x_k and x_{k+1} lower, and ^{k+1} higher; not in code, whose words are in
+    spans.
+    """
+    index = re.compile(
+        r"(?<![\w.])([a-zA-ZΑ-ω])_(?:\{([^{}]+)\}|([a-z0-9])(?![a-zA-Z0-9_]))"
+    )
     parts = re.split(r"(<span\b.*?</span>|<[^>]*>)", content, flags=re.DOTALL)
     lower = lambda m: f"{m[1]}<sub>{m[2] or m[3]}</sub>"
-    shown = lambda text: re.sub(r"\^\{([^{}]+)\}", r"<sup>\1</sup>", index.sub(lower, text))
+    shown = lambda text: re.sub(
+        r"\^\{([^{}]+)\}", r"<sup>\1</sup>", index.sub(lower, text)
+    )
     return "".join(part if i % 2 else shown(part) for i, part in enumerate(parts))
 
 
 def mathml(content: str) -> str:
-    """Equations, which `pymdownx.arithmatex` has marked, as MathML: browsers need no script."""
+    """Equations, which `pymdownx.arithmatex` has marked, as MathML: browsers need no
+    script.
+    """
     block = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
     equation = lambda m: convert(html.unescape(m[1]), display="block")
-    return block.sub(lambda m: f'<div style="overflow-x: auto">{equation(m)}</div>', content)
+    return block.sub(
+        lambda m: f'<div style="overflow-x: auto">{equation(m)}</div>', content
+    )

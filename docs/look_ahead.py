@@ -20,7 +20,9 @@ BLUE, RED = "#3b7dd8", "#d1495b"
 
 
 def train(params: jax.Array, gradients_until: int) -> tuple[np.ndarray, np.ndarray]:
-    """The x and z of SGD with momentum on a long valley, whose gradients end at a step."""
+    """The x and z of SGD with momentum on a long valley, whose gradients end at a
+    step.
+    """
     tx = spa_from_sgdm(optax.constant_schedule(0.12), 0.85)
 
     def step(carry: Any, k: jax.Array) -> Any:
@@ -41,7 +43,14 @@ def main(path: str) -> None:
     a, b = np.meshgrid(np.linspace(-4.4, 2.2, 200), np.linspace(-2.3, 1.7, 200))
     valley = STEEPNESS[0] * a**2 + STEEPNESS[1] * b**2
     axes.contour(a, b, valley, 10, colors="0.85", linewidths=0.8, zorder=0)
-    axes.plot(*xs.T, "o-", color=BLUE, markersize=3, linewidth=1, label="x, with its gradients")
+    axes.plot(
+        *xs.T,
+        "o-",
+        color=BLUE,
+        markersize=3,
+        linewidth=1,
+        label="x, with its gradients",
+    )
     for stop in STOPS:
         coasting, _ = train(start, stop)
         last = stop - 1  # row k has x_{k+1} and z_{k+1}
@@ -49,7 +58,11 @@ def main(path: str) -> None:
         axes.plot(*coasting[last:].T, ".:", color="0.35", markersize=4, label=label)
         axes.plot(*xs[last], "o", color=BLUE, markersize=7)
         axes.plot(
-            *zs[last], "*", color=RED, markersize=13, label="z of that step" if label else None
+            *zs[last],
+            "*",
+            color=RED,
+            markersize=13,
+            label="z of that step" if label else None,
         )
     axes.legend(loc="lower right", frameon=False)
     axes.set(xticks=[], yticks=[], title="z is where momentum is heading")

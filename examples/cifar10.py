@@ -1,18 +1,20 @@
-"""A small convolutional network on CIFAR-10, or on your own images: one file, to read and to fork.
+"""A small convolutional network on CIFAR-10, or on your own images: one file, to read
+and to fork.
 
     pip install '.[examples]' && python examples/cifar10.py
 
-The command downloads CIFAR-10 (170 MB) into the folder `data`, trains on all devices, each with its
-share of every batch, prints a table and draws training loss and test accuracy. On two CPU cores
-`spa_from_sgdm` had 85.5 % ± 0.1 % by six views of each test image (3 seeds), in 8 minutes each, on
-JPEG-recompressed images; by one view seed 0 had 83.8 %.
+The command downloads CIFAR-10 (170 MB) into the folder `data`, trains on all devices,
+each with its share of every batch, prints a table and draws training loss and test
+accuracy. On two CPU cores `spa_from_sgdm` had 85.5 % ± 0.1 % by six views of each test
+image (3 seeds), in 8 minutes each, on JPEG-recompressed images; by one view seed 0 had
+83.8 %.
 
-`--optimizer stagewise` is the paper's schedule, abrupt: η falls tenfold twice, and c rises. It had
-84.5 % by six views and 83.0 % by one (seed 0).
+`--optimizer stagewise` is the paper's schedule, abrupt: η falls tenfold twice, and c
+rises. It had 84.5 % by six views and 83.0 % by one (seed 0).
 
-To train on your own images, store them with `np.savez` and pass the file as --npz: x_train and
-x_test are uint8 of shape (n, 32, 32, 3), y_train and y_test integers of shape (n,) from 0. The
-largest training label gives the number of classes.
+To train on your own images, store them with `np.savez` and pass the file as --npz:
+x_train and x_test are uint8 of shape (n, 32, 32, 3), y_train and y_test integers of
+shape (n,) from 0. The largest training label gives the number of classes.
 """
 
 import argparse
@@ -45,17 +47,27 @@ SHIFT = 2  # pixels, at most, by which a training image moves
 SMOOTHING = 0.1  # of labels
 WARMUP = 0.2  # of all steps: rates rise from 0, then fall to 0
 PATCH, COMPONENTS = 4, 16  # of the whitening layer, which leaves 16×16 pixels
-BLOCKS = ((64, True), (128, True), (128, False), (256, False))  # channels, and whether to pool
+BLOCKS = (
+    (64, True),
+    (128, True),
+    (128, False),
+    (256, False),
+)  # channels, and whether to pool
 
 
 def optimizers(num_steps: int) -> dict[str, optax.GradientTransformation]:
-    knots, heights = num_steps * jnp.array([0.0, WARMUP, 1.0]), jnp.array([0.0, 1.0, 0.0])
+    knots, heights = (
+        num_steps * jnp.array([0.0, WARMUP, 1.0]),
+        jnp.array([0.0, 1.0, 0.0]),
+    )
     rate = lambda peak: lambda count: peak * jnp.interp(count, knots, heights)
     stages = sorted({math.ceil(part * num_steps) for part in (0.5, 0.75)})
     decay = optax.add_decayed_weights(1e-3)  # a part of the gradient: it goes before
     return {
         "sgd": optax.chain(decay, optax.sgd(rate(0.25), momentum=0.9, nesterov=True)),
-        "spa_from_sgdm": optax.chain(decay, spa_from_sgdm(rate(0.25), momentum=0.9, nesterov=True)),
+        "spa_from_sgdm": optax.chain(
+            decay, spa_from_sgdm(rate(0.25), momentum=0.9, nesterov=True)
+        ),
         "spa": optax.chain(decay, spa(rate(2.5), averaging=0.1)),
         "stagewise": optax.chain(decay, spa(*stagewise(1.0, 0.1, stages))),
         "gpa": optax.chain(decay, spa(rate(2.5), averaging=0.02, interpolation=0.9)),
@@ -64,7 +76,8 @@ def optimizers(num_steps: int) -> dict[str, optax.GradientTransformation]:
     }
 
 
-# ------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------
+# data
 
 
 class Data(NamedTuple):
@@ -80,12 +93,17 @@ def load_cifar10(folder: Path) -> Data:
     """The binary version: records of a label and a red, a green and a blue plane."""
     if not (folder / FOLDER).exists():
         untar = pooch.Untar(extract_dir=".")
-        pooch.retrieve(URL, f"md5:{MD5}", path=folder, processor=untar, progressbar=True)
+        pooch.retrieve(
+            URL, f"md5:{MD5}", path=folder, processor=untar, progressbar=True
+        )
     arrays = []
     for names in ([f"data_batch_{i}.bin" for i in range(1, 6)], ["test_batch.bin"]):
         content = b"".join((folder / FOLDER / name).read_bytes() for name in names)
         records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
-        arrays += [records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]]
+        arrays += [
+            records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1),
+            records[:, 0],
+        ]
     return Data(*arrays)
 
 
@@ -97,10 +115,14 @@ def load_npz(path: Path) -> Data:
     fit = all(of(x, y) == right(len(x)) for x, y in (data[:2], data[2:]))
     labels = data.y_train
     if not (fit and BATCH <= len(labels) > labels.max() >= labels.min() >= 0):
-        got = ", ".join(f"{name} {a.dtype} {a.shape}" for name, a in data._asdict().items())
+        got = ", ".join(
+            f"{name} {a.dtype} {a.shape}" for name, a in data._asdict().items()
+        )
         sys.exit(
-            "error: --npz must hold uint8 images (n, 32, 32, 3) and integer labels (n,), to train"
-            f" on {BATCH} images or more and no more classes, numbered from 0, got {got}"
+            "error: --npz must hold uint8 images (n, 32, 32, 3) and integer "
+            "labels (n,), to train"
+            f" on {BATCH} images or more and no more classes, numbered from "
+            f"0, got {got}"
         )
     return data
 
@@ -109,19 +131,32 @@ def augment(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Moves each image by up to SHIFT pixels, and mirrors half of them."""
     top, left = rng.integers(0, 2 * SHIFT + 1, (2, len(images), 1, 1))
     rows, columns = top + np.arange(32)[:, None], left + np.arange(32)
-    columns = np.where(rng.random((len(images), 1, 1)) < 0.5, columns, columns[..., ::-1])
+    columns = np.where(
+        rng.random((len(images), 1, 1)) < 0.5, columns, columns[..., ::-1]
+    )
     padded = np.pad(images, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), "reflect")
     return padded[np.arange(len(images))[:, None, None], rows, columns]
 
 
-# ---------------------------------------------------------------------------------------- network
+# --------------------------------------------------------------------------------------
+# network
 
 
 def whitening(images: np.ndarray) -> np.ndarray:
-    """A kernel (PATCH, PATCH, 3, COMPONENTS): the main components of patches, of variance 1."""
-    windows = np.lib.stride_tricks.sliding_window_view(scale(images), (PATCH, PATCH), (1, 2))
-    patches = windows[:, ::PATCH, ::PATCH].transpose(0, 1, 2, 4, 5, 3).reshape(-1, PATCH**2 * 3)
-    variances, components = np.linalg.eigh(patches.T @ patches / len(patches))  # in rising order
+    """A kernel (PATCH, PATCH, 3, COMPONENTS): the main components of patches, of
+    variance 1.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view(
+        scale(images), (PATCH, PATCH), (1, 2)
+    )
+    patches = (
+        windows[:, ::PATCH, ::PATCH]
+        .transpose(0, 1, 2, 4, 5, 3)
+        .reshape(-1, PATCH**2 * 3)
+    )
+    variances, components = np.linalg.eigh(
+        patches.T @ patches / len(patches)
+    )  # in rising order
     kernel = (components / np.sqrt(variances + 1e-3))[:, : -COMPONENTS - 1 : -1]
     return kernel.reshape(PATCH, PATCH, 3, COMPONENTS)
 
@@ -131,11 +166,15 @@ def scale(images: Any) -> Any:
 
 
 class Block(nnx.Module):
-    """A convolution, then the largest of each 2×2 pixels if pooled, batch normalization, ReLU."""
+    """A convolution, then the largest of each 2×2 pixels if pooled, batch
+    normalization, ReLU.
+    """
 
     def __init__(self, before: int, width: int, pool: bool, rngs: nnx.Rngs) -> None:
         """From `before` channels to `width`."""
-        self.conv = nnx.Conv(before, width, (3, 3), use_bias=False, dtype=dtype(), rngs=rngs)
+        self.conv = nnx.Conv(
+            before, width, (3, 3), use_bias=False, dtype=dtype(), rngs=rngs
+        )
         self.norm = nnx.BatchNorm(width, momentum=0.9, dtype=dtype(), rngs=rngs)
         self.pool = pool
 
@@ -149,17 +188,24 @@ class Block(nnx.Module):
 
 
 class Network(nnx.Module):
-    """Whitened patches of the image and their negatives, blocks, the maximum over pixels, logits.
+    """Whitened patches of the image and their negatives, blocks, the maximum over
+    pixels, logits.
 
-    After Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024, arXiv:2404.00498.
+    After Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024,
+    arXiv:2404.00498.
     """
 
     def __init__(self, kernel: np.ndarray, num_classes: int, rngs: nnx.Rngs) -> None:
         """With a fixed first layer."""
-        self.whitening = nnx.Variable(jnp.asarray(kernel, dtype()))  # not an `nnx.Param`
+        self.whitening = nnx.Variable(
+            jnp.asarray(kernel, dtype())
+        )  # not an `nnx.Param`
         widths = [2 * COMPONENTS, *(width for width, _ in BLOCKS)]
         self.blocks = nnx.Sequential(
-            *(Block(before, *block, rngs) for before, block in zip(widths, BLOCKS, strict=False))
+            *(
+                Block(before, *block, rngs)
+                for before, block in zip(widths, BLOCKS, strict=False)
+            )
         )
         self.head = nnx.Linear(widths[-1], num_classes, rngs=rngs)
 
@@ -167,7 +213,9 @@ class Network(nnx.Module):
         """The logits (n, classes) of images (n, 32, 32, 3)."""
         x, kernel = scale(images).astype(dtype()), self.whitening[...]
         numbers = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (2, 2), "SAME", dimension_numbers=numbers
+        )
         x = self.blocks(nnx.relu(jnp.concatenate([x, -x], -1)))
         return self.head(x.max((1, 2)).astype(jnp.float32)) / 8
 
@@ -176,11 +224,14 @@ def dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-# --------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------
+# training
 
 
 @nnx.jit
-def train_step(model: Network, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+def train_step(
+    model: Network, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array
+) -> jax.Array:
     def loss(model: Network) -> jax.Array:
         logits = model(x)
         labels = optax.smooth_labels(jax.nn.one_hot(y, logits.shape[-1]), SMOOTHING)
@@ -212,7 +263,10 @@ def train(
         start, rng = time.perf_counter(), np.random.default_rng(seed)
         model = Network(kernel, num_classes, nnx.Rngs(seed))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), replicated))
+        nnx.update(
+            (model, optimizer),
+            jax.device_put(nnx.state((model, optimizer)), replicated),
+        )
         losses, accuracies, at_x = [], [], model
         progress = tqdm(range(num_epochs), desc=f"{name}, seed {seed}", unit="epoch")
         for _ in progress:
@@ -221,14 +275,18 @@ def train(
             for batch in batches:
                 x = augment(data.x_train[batch], rng)
                 y = data.y_train[batch].astype(np.int32)
-                epoch.append(train_step(model, optimizer, *jax.device_put((x, y), split)))
+                epoch.append(
+                    train_step(model, optimizer, *jax.device_put((x, y), split))
+                )
             losses.append(np.mean(jax.device_get(epoch)))
             seen = (jax.device_put(data.x_train[b], split) for b in batches[:32])
             mu_y = jax.tree.leaves(optax.tree.get(optimizer.opt_state, "mu_y", 1.0))[0]
             at_x = to_evaluate(model, optimizer, seen) if mu_y < 1 else nnx.clone(model)
             at_x.eval()
             accuracies.append(accuracy(at_x, data, split))
-            progress.set_postfix(loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1]:.4f}")
+            progress.set_postfix(
+                loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1]:.4f}"
+            )
         results["loss"].append(losses)
         results["accuracy"].append(accuracies)
         results["final"].append(accuracy(at_x, data, split, views))
@@ -236,11 +294,13 @@ def train(
     return {key: np.array(values) for key, values in results.items()}
 
 
-def to_evaluate(model: Network, optimizer: nnx.Optimizer, batches: Iterable[jax.Array]) -> Network:
+def to_evaluate(
+    model: Network, optimizer: nnx.Optimizer, batches: Iterable[jax.Array]
+) -> Network:
     """The network at x, where the optimizer trains it at y.
 
-    Batch normalization has seen y's features. So it sees x's before it is evaluated: with a
-    momentum of 0.9, 32 batches leave 3 % of what it had.
+    Batch normalization has seen y's features. So it sees x's before it is evaluated:
+    with a momentum of 0.9, 32 batches leave 3 % of what it had.
     """
     model = nnx.clone(model)
     nnx.update(model, eval_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
@@ -259,24 +319,33 @@ def accuracy(
     right = 0
     for i in range(0, len(data.x_test), BATCH):
         labels = data.y_test[i : i + BATCH]
-        images = np.resize(data.x_test[i : i + BATCH], (BATCH, 32, 32, 3))  # the last are repeated
-        total = sum(logits(model, jax.device_put(view, sharding)) for view in views(images))
+        images = np.resize(
+            data.x_test[i : i + BATCH], (BATCH, 32, 32, 3)
+        )  # the last are repeated
+        total = sum(
+            logits(model, jax.device_put(view, sharding)) for view in views(images)
+        )
         right += np.sum(np.argmax(total, -1)[: len(labels)] == labels)
     return right / len(data.x_test)
 
 
 def views(images: np.ndarray) -> list[np.ndarray]:
-    """The images, moved by a pixel along a diagonal both ways, and the mirror images of all."""
+    """The images, moved by a pixel along a diagonal both ways, and the mirror images of
+    all.
+    """
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), "reflect")
     moved = [images, padded[:, :-2, :-2], padded[:, 2:, 2:]]
     return [*moved, *(view[:, :, ::-1] for view in moved)]
 
 
-# -------------------------------------------------------------------------------- table, picture
+# --------------------------------------------------------------------------------
+# table, picture
 
 
 def table(results: dict[str, dict[str, np.ndarray]]) -> str:
-    """Test accuracy, mean ± standard error over seeds, by six views and one; time of a seed."""
+    """Test accuracy, mean ± standard error over seeds, by six views and one; time of a
+    seed.
+    """
     rows = [f"{'':13} {'by six views':>17} {'by one':>17} {'time of a seed':>15}"]
     for name, result in results.items():
         columns = []
@@ -295,7 +364,9 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         epochs = np.arange(1, result["loss"].shape[1] + 1)
         axes[0].plot(epochs, result["loss"].mean(0), label=name)
         axes[1].plot(epochs, 100 * result["accuracy"].mean(0), label=name)
-    for axis, label in zip(axes, ("training loss", "test accuracy, one view, %"), strict=True):
+    for axis, label in zip(
+        axes, ("training loss", "test accuracy, one view, %"), strict=True
+    ):
         axis.set(xlabel="epoch", ylabel=label)
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[1].legend(frameon=False)
@@ -304,7 +375,9 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
     plt.close(figure)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
     """Defaults, and the docstring's own lines."""
 
 
@@ -312,18 +385,43 @@ def main(argv: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     names = list(optimizers(1))
-    add("--optimizer", nargs="+", choices=names, default=["spa_from_sgdm"], help="one or several")
+    add(
+        "--optimizer",
+        nargs="+",
+        choices=names,
+        default=["spa_from_sgdm"],
+        help="one or several",
+    )
     add("--seeds", type=int, default=3, help="how many networks each trains")
     add("--epochs", type=int, default=EPOCHS, help="how many")
-    add("--data-dir", type=Path, default=Path("data"), help="where CIFAR-10 is, or is put")
-    add("--npz", type=Path, default=argparse.SUPPRESS, help="a file of other images to train on")
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="where CIFAR-10 is, or is put",
+    )
+    add(
+        "--npz",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="a file of other images to train on",
+    )
     add("--picture", type=Path, default=Path("cifar10.png"), help="where to draw it")
-    add("--smoke", action="store_true", default=argparse.SUPPRESS, help="two steps, random images")
+    add(
+        "--smoke",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="two steps, random images",
+    )
     options = parser.parse_args(argv)
     if "smoke" in options:
         data, seeds, epochs = random_data(), 1, 1
     else:
-        data = load_npz(options.npz) if "npz" in options else load_cifar10(options.data_dir)
+        data = (
+            load_npz(options.npz)
+            if "npz" in options
+            else load_cifar10(options.data_dir)
+        )
         seeds, epochs = options.seeds, options.epochs
     num_classes = int(data.y_train.max()) + 1
 
@@ -340,15 +438,20 @@ def main(argv: list[str] | None = None) -> str:
 
 def random_data() -> Data:
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 256, (3 * BATCH, 32, 32, 3), np.uint8), rng.integers(0, 10, 3 * BATCH)
+    x, y = (
+        rng.integers(0, 256, (3 * BATCH, 32, 32, 3), np.uint8),
+        rng.integers(0, 10, 3 * BATCH),
+    )
     return Data(x[BATCH:], y[BATCH:], x[:BATCH], y[:BATCH])
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a segmentation fault.
+    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a
+    # segmentation fault.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Without an accelerator: 2, 4 or 8 devices that share the cores are faster than one. With no
-    # more threads than devices, and steps that queue up, XLA can come to a standstill.
+    # Without an accelerator: 2, 4 or 8 devices that share the cores are faster than
+    # one. With no more threads than devices, and steps that queue up, XLA can come to a
+    # standstill.
     num_devices = math.gcd(8, os.cpu_count() or 1)
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -1,8 +1,9 @@
-"""SGD with momentum, the same as primal averaging, and primal averaging in its own terms.
+"""SGD with momentum, the same as primal averaging, and primal averaging in its own
+terms.
 
-Trains a Flax network on the 1,797 handwritten digits that ship inside scikit-learn, a fifth of them
-held out, with several seeds at once, in float32 and with the params kept in bfloat16. Prints a
-table and draws the training loss at x and at z:
+Trains a Flax network on the 1,797 handwritten digits that ship inside scikit-learn, a
+fifth of them held out, with several seeds at once, in float32 and with the params kept
+in bfloat16. Prints a table and draws the training loss at x and at z:
 
     python examples/digits.py
 """
@@ -36,17 +37,33 @@ def optimizers(num_steps: int) -> dict[str, tuple[optax.GradientTransformation, 
     warmup_cosine = lambda peak: optax.warmup_cosine_decay_schedule(
         0.0, peak, num_steps // 10, num_steps
     )
-    alpha, eta, f32, bf16 = warmup_cosine(ALPHA), warmup_cosine(ETA), jnp.float32, jnp.bfloat16
-    key = jax.random.key(0)  # to round stochastically; seeds side by side share its bits
+    alpha, eta, f32, bf16 = (
+        warmup_cosine(ALPHA),
+        warmup_cosine(ETA),
+        jnp.float32,
+        jnp.bfloat16,
+    )
+    key = jax.random.key(
+        0
+    )  # to round stochastically; seeds side by side share its bits
     return {
         "optax.sgd": (optax.sgd(alpha, momentum=BETA), f32),
         "spa_from_sgdm": (spa_from_sgdm(alpha, momentum=BETA), f32),
         "spa": (spa(eta, averaging=C), f32),
         # How far rounding alone drives this network apart.
-        "sgd + noise": (optax.chain(optax.sgd(alpha, momentum=BETA), rounding_noise()), f32),
+        "sgd + noise": (
+            optax.chain(optax.sgd(alpha, momentum=BETA), rounding_noise()),
+            f32,
+        ),
         # Params of 16 bits, beside a float32 momentum and a float32 z.
-        "optax.sgd, bfloat16": (optax.sgd(alpha, momentum=BETA, accumulator_dtype=f32), bf16),
-        "spa_from_sgdm, bfloat16": (spa_from_sgdm(alpha, momentum=BETA, rounding_key=key), bf16),
+        "optax.sgd, bfloat16": (
+            optax.sgd(alpha, momentum=BETA, accumulator_dtype=f32),
+            bf16,
+        ),
+        "spa_from_sgdm, bfloat16": (
+            spa_from_sgdm(alpha, momentum=BETA, rounding_key=key),
+            bf16,
+        ),
         "spa, bfloat16": (spa(eta, averaging=C, rounding_key=key), bf16),
     }
 
@@ -55,8 +72,12 @@ def rounding_noise() -> optax.GradientTransformation:
     """Adds noise of the size of a float32 rounding to every parameter: 3e-8 of it."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        noise = optax.tree.random_like(jax.random.fold_in(jax.random.key(0), state), params)
-        return jax.tree.map(lambda u, n, p: u + 3e-8 * n * p, updates, noise, params), state + 1
+        noise = optax.tree.random_like(
+            jax.random.fold_in(jax.random.key(0), state), params
+        )
+        return jax.tree.map(
+            lambda u, n, p: u + 3e-8 * n * p, updates, noise, params
+        ), state + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
 
@@ -86,8 +107,12 @@ def train(
     (x_train, y_train), (x_test, y_test) = data
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Network(nnx.Rngs(0))))
 
-    def loss_and_accuracy(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        params = optax.tree.cast(params, jnp.float32)  # only kept in `dtype`, not computed in it
+    def loss_and_accuracy(
+        params: Any, x: jax.Array, y: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        params = optax.tree.cast(
+            params, jnp.float32
+        )  # only kept in `dtype`, not computed in it
         logits = nnx.merge(graphdef, params)(x)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
         return loss, (logits.argmax(-1) == y).mean()
@@ -100,7 +125,9 @@ def train(
     def epoch(params: Any, opt_state: Any, key: jax.Array) -> Any:
         def step(carry: Any, batch: jax.Array) -> Any:
             params, opt_state = carry
-            grad = jax.grad(lambda p: loss_and_accuracy(p, x_train[batch], y_train[batch])[0])
+            grad = jax.grad(
+                lambda p: loss_and_accuracy(p, x_train[batch], y_train[batch])[0]
+            )
             updates, opt_state = tx.update(grad(params), opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), None
 
@@ -136,15 +163,21 @@ def train(
         )
     result = {key: np.stack([entry[key] for entry in history], 1) for key in history[0]}
     leaves = [
-        np.asarray(leaf, np.float32).reshape(num_seeds, -1) for leaf in jax.tree.leaves(params)
+        np.asarray(leaf, np.float32).reshape(num_seeds, -1)
+        for leaf in jax.tree.leaves(params)
     ]
     return {**result, "params": np.concatenate(leaves, 1)}
 
 
 def table(results: dict[str, dict[str, np.ndarray]]) -> str:
-    """Mean ± standard deviation over seeds, and the largest distance of the params from SGD+M's."""
+    """Mean ± standard deviation over seeds, and the largest distance of the params from
+    SGD+M's.
+    """
     reference = results["optax.sgd"]["params"]
-    rows = [f"{'':23} {'training loss':>19} {'test accuracy':>18} {'|x − x_sgd|/|x_sgd|':>20}"]
+    rows = [
+        f"{'':23} {'training loss':>19} {'test accuracy':>18} "
+        f"{'|x − x_sgd|/|x_sgd|':>20}"
+    ]
     for name, result in results.items():
         loss = plus_minus(result["loss at x"][:, -1], ".6f")
         accuracy = plus_minus(100 * result["test accuracy"][:, -1], ".2f", " %")
@@ -162,16 +195,25 @@ def plus_minus(values: np.ndarray, spec: str, unit: str = "") -> str:
 
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
     """The mean training loss after each epoch, at x and at z."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, 3, figsize=(12, 3.6), sharey=True, layout="constrained"
+    )
     reference = results["optax.sgd"]["loss at x"].mean(0)
     epochs = np.arange(1, len(reference) + 1)
-    for axis, name in zip(axes, ("spa_from_sgdm", "spa", "spa_from_sgdm, bfloat16"), strict=True):
+    for axis, name in zip(
+        axes, ("spa_from_sgdm", "spa", "spa_from_sgdm, bfloat16"), strict=True
+    ):
         axis.plot(epochs, reference, color="0.75", linewidth=5, label="optax.sgd")
         if "bfloat16" in name:
             narrow = results["optax.sgd, bfloat16"]["loss at x"].mean(0)
             axis.plot(epochs, narrow, color="C3", label="optax.sgd, bfloat16 params")
-        for point, style in (("x", {"color": "C0"}), ("z", {"color": "C1", "linestyle": "--"})):
-            axis.plot(epochs, results[name][f"loss at {point}"].mean(0), label=point, **style)
+        for point, style in (
+            ("x", {"color": "C0"}),
+            ("z", {"color": "C1", "linestyle": "--"}),
+        ):
+            axis.plot(
+                epochs, results[name][f"loss at {point}"].mean(0), label=point, **style
+            )
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
@@ -180,7 +222,9 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raises an error now, and not after training, and keeps a picture that is there."""
+    """Raises an error now, and not after training, and keeps a picture that is
+    there.
+    """
     Figure().savefig(io.BytesIO(), format=path.suffix.removeprefix("."))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("ab").close()
@@ -193,7 +237,12 @@ def main(argv: list[str] | None = None) -> str:
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--epochs", type=int, default=40, help=f"how many {default}")
     add("--seeds", type=int, default=5, help=f"how many {default}")
-    add("--picture", type=Path, default=Path("digits.png"), help=f"where to draw it {default}")
+    add(
+        "--picture",
+        type=Path,
+        default=Path("digits.png"),
+        help=f"where to draw it {default}",
+    )
     arguments = parser.parse_args(argv)
     for name in ("epochs", "seeds"):
         if getattr(arguments, name) < 1:
@@ -207,7 +256,11 @@ def main(argv: list[str] | None = None) -> str:
     x_train, x_test, y_train, y_test = (
         jnp.asarray(array)
         for array in train_test_split(
-            np.float32(images / 16), labels, test_size=0.2, random_state=0, stratify=labels
+            np.float32(images / 16),
+            labels,
+            test_size=0.2,
+            random_state=0,
+            stratify=labels,
         )
     )
     data = ((x_train, y_train), (x_test, y_test))
@@ -217,7 +270,10 @@ def main(argv: list[str] | None = None) -> str:
         for name, (tx, dtype) in optimizers(num_steps).items()
     }
     text = table(results)
-    print(f"\nseeds: {arguments.seeds}, epochs: {arguments.epochs}, steps: {num_steps}\n{text}")
+    print(
+        f"\nseeds: {arguments.seeds}, epochs: {arguments.epochs}, steps: "
+        f"{num_steps}\n{text}"
+    )
     draw(results, arguments.picture)
     print(f"\nLoss curves: {arguments.picture}")
     return text

@@ -1,16 +1,17 @@
-"""nanoGPT on Tiny Shakespeare or any text, at 4 bytes a parameter: one file, to read and to fork.
+"""nanoGPT on Tiny Shakespeare or any text, at 4 bytes a parameter: one file, to read
+and to fork.
 
     pip install '.[examples]' && python examples/language_model.py
 
-Trains the GPT that the README of nanoGPT (https://github.com/karpathy/nanoGPT) has for a CPU, with
-bfloat16 params and `spa_adamw`, on characters: 2,000 steps of 12 texts of 64. nanoGPT's AdamW has a
-validation loss of 1.88 there. The command downloads the text (1 MB) into the folder `data`. `--text
-FILE` trains on a file instead, whose last tenth is held out. `--steps 20` only shows that
-everything runs.
+Trains the GPT that the README of nanoGPT (https://github.com/karpathy/nanoGPT) has for
+a CPU, with bfloat16 params and `spa_adamw`, on characters: 2,000 steps of 12 texts of
+64. nanoGPT's AdamW has a validation loss of 1.88 there. The command downloads the text
+(1 MB) into the folder `data`. `--text FILE` trains on a file instead, whose last tenth
+is held out. `--steps 20` only shows that everything runs.
 
-The folder --out gets checkpoints, the losses and the gauge of momentum in `log.csv`, and a picture
-of both. If a run was stopped, the same command with `--resume` finishes it, and gets the numbers of
-a run that was not.
+The folder --out gets checkpoints, the losses and the gauge of momentum in `log.csv`,
+and a picture of both. If a run was stopped, the same command with `--resume` finishes
+it, and gets the numbers of a run that was not.
 """
 
 import argparse
@@ -38,24 +39,35 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 WIDTH, HEADS, LAYERS = 128, 4, 4
 LENGTH, BATCH = 64, 12  # characters of a text, texts of a step
-COMPUTE_DTYPE = jnp.float32  # of activations; a GPU or TPU is faster in bfloat16, a CPU slower
+COMPUTE_DTYPE = (
+    jnp.float32
+)  # of activations; a GPU or TPU is faster in bfloat16, a CPU slower
 WARM_UP = 100  # steps
 NUM_REPORTS = 20  # in a run: losses, gauge and checkpoint
 VALIDATION_BATCHES = 64
 SEED = 0
 
 
-# -------------------------------------------------------------------------------------- optimizers
+# --------------------------------------------------------------------------------------
+# optimizers
 
 
 def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransformation]]:
-    """For bfloat16 params. `stochastic_rounding` and `primal_averaging` take any other as well."""
+    """For bfloat16 params. `stochastic_rounding` and `primal_averaging` take any other
+    as well.
+    """
     key, bf16 = jax.random.key(SEED), jnp.bfloat16
     rate = lambda peak: optax.warmup_cosine_decay_schedule(
-        peak / WARM_UP, peak, min(WARM_UP, num_steps // 2), num_steps, end_value=peak / 10
+        peak / WARM_UP,
+        peak,
+        min(WARM_UP, num_steps // 2),
+        num_steps,
+        end_value=peak / 10,
     )
     recipe: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1, "mask": is_matrix}
-    gauge = functools.partial(track_momentum, decay=0.95, every=max(1, num_steps // 500))
+    gauge = functools.partial(
+        track_momentum, decay=0.95, every=max(1, num_steps // 500)
+    )
     return {
         "spa_adamw": lambda: gauge(  # 4 bytes: params and z
             spa_optax.spa_adamw(
@@ -86,19 +98,28 @@ def is_matrix(params: Any) -> Any:
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """For the kernels of layers, with NAdam for the rest. Needs optax 0.2.7 or newer."""
+    """For the kernels of layers, with NAdam for the rest. Needs optax 0.2.7 or
+    newer.
+    """
     dimensions = optax.contrib.MuonDimensionNumbers
     numbers = lambda path, _: dimensions() if path[-1].key == "kernel" else None
     kernels = functools.partial(jax.tree_util.tree_map_with_path, numbers)
-    options = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": kernels, "adam_b2": 0.99}
+    options = {
+        "consistent_rms": 0.2,
+        "muon_weight_dimension_numbers": kernels,
+        "adam_b2": 0.99,
+    }
     return optax.contrib.muon(rate, weight_decay=0.1, mu_dtype=jnp.bfloat16, **options)
 
 
-# -------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------
+# text
 
 
 class Text(NamedTuple):
-    """A text as numbers of its characters: all but the last tenth to train on, and that."""
+    """A text as numbers of its characters: all but the last tenth to train on, and
+    that.
+    """
 
     num_characters: int
     training: np.ndarray
@@ -112,16 +133,21 @@ def download(folder: Path) -> Path:
 def read(path: Path) -> Text:
     characters = np.array(list(path.read_text(encoding="utf-8")))
     vocabulary, text = np.unique(characters, return_inverse=True)
-    return Text(len(vocabulary), *np.split(text.astype(np.int32), [len(text) * 9 // 10]))
+    return Text(
+        len(vocabulary), *np.split(text.astype(np.int32), [len(text) * 9 // 10])
+    )
 
 
 def batch(text: np.ndarray, index: int) -> np.ndarray:
     """Random parts of a text, (BATCH, LENGTH + 1), which the index determines."""
-    starts = np.random.default_rng((SEED, index)).integers(0, len(text) - LENGTH, (BATCH, 1))
+    starts = np.random.default_rng((SEED, index)).integers(
+        0, len(text) - LENGTH, (BATCH, 1)
+    )
     return text[starts + np.arange(LENGTH + 1)]
 
 
-# ----------------------------------------------------------------------------------------- network
+# --------------------------------------------------------------------------------------
+# network
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float = 0.02) -> nnx.Linear:
@@ -135,11 +161,15 @@ def norm(rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 def embed(number: int, rngs: nnx.Rngs) -> nnx.Embed:
     initial = nnx.initializers.normal(0.02)
-    return nnx.Embed(number, WIDTH, dtype=COMPUTE_DTYPE, embedding_init=initial, rngs=rngs)
+    return nnx.Embed(
+        number, WIDTH, dtype=COMPUTE_DTYPE, embedding_init=initial, rngs=rngs
+    )
 
 
 class Block(nnx.Module):
-    """Attention to the characters before, then a perceptron, each behind a LayerNorm."""
+    """Attention to the characters before, then a perceptron, each behind a
+    LayerNorm.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         std = 0.02 / (2 * LAYERS) ** 0.5  # of what is added to the residual stream
@@ -151,8 +181,12 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """From (n, length, WIDTH) to the same."""
-        heads = self.queries_keys_values(self.norm_1(x)).reshape(*x.shape[:2], 3, HEADS, -1)
-        attended = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0), is_causal=True)
+        heads = self.queries_keys_values(self.norm_1(x)).reshape(
+            *x.shape[:2], 3, HEADS, -1
+        )
+        attended = jax.nn.dot_product_attention(
+            *jnp.moveaxis(heads, 2, 0), is_causal=True
+        )
         x += self.join(attended.reshape(x.shape))
         return x + self.narrow(nnx.gelu(self.widen(self.norm_2(x)), approximate=False))
 
@@ -171,24 +205,36 @@ class GPT(nnx.Module):
         return self.characters.attend(self.norm(self.blocks(x)))
 
 
-# ---------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------
+# training
 
 
 def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, float]]:
-    """Trains from the last checkpoint in `out`, if there is one; the rows of `log.csv`."""
+    """Trains from the last checkpoint in `out`, if there is one; the rows of
+    `log.csv`.
+    """
     num_characters, training, validation = text
     tx = optax.chain(optax.clip_by_global_norm(1.0), optimizers(num_steps)[name]())
     graphdef, start = nnx.split(GPT(num_characters, nnx.Rngs(SEED)))
     params = optax.tree.cast(nnx.to_pure_dict(start), jnp.bfloat16)
-    run = {"params": params, "opt_state": tx.init(params), "num_steps": jnp.asarray(num_steps)}
+    run = {
+        "params": params,
+        "opt_state": tx.init(params),
+        "num_steps": jnp.asarray(num_steps),
+    }
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in run.values()]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{num_params:,} params, {sum(sizes) / num_params:.1f} bytes each with their state")
+    print(
+        f"{num_params:,} params, {sum(sizes) / num_params:.1f} bytes each "
+        f"with their state"
+    )
 
     @jax.jit
     def loss(params: Any, text: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, params)(text[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, text[:, 1:]
+        ).mean()
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(run: Any, text: jax.Array) -> Any:
@@ -203,19 +249,27 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
         if optax.tree.get(opt_state, "z") is not None:  # train at y, evaluate at x
             params = spa_optax.eval_params(opt_state, params)
         unseen = [loss(params, batch(validation, i)) for i in range(VALIDATION_BATCHES)]
-        row = {"step": step, "training loss": np.mean(losses), "validation loss": np.mean(unseen)}
+        row = {
+            "step": step,
+            "training loss": np.mean(losses),
+            "validation loss": np.mean(unseen),
+        }
         if optax.tree.get(opt_state, "gauge") is not None:
             momentum: Any = momentum_report(opt_state)
             row["gain / noise level"] = momentum.gain / momentum.noise_level
         return {key: float(value) for key, value in row.items()}
 
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
-    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as manager:
+    with ocp.CheckpointManager(
+        (out / "checkpoints").absolute(), options=options
+    ) as manager:
         first, rows, losses = manager.latest_step() or 0, [], []
         if first:
             run = manager.restore(first, args=ocp.args.StandardRestore(run))
             if run["num_steps"] != num_steps:  # the rate of a step depends on it
-                raise SystemExit(f"--steps must be {run['num_steps']}, as before, got {num_steps}")
+                raise SystemExit(
+                    f"--steps must be {run['num_steps']}, as before, got {num_steps}"
+                )
             rows = [row for row in read_log(out / "log.csv") if row["step"] <= first]
         bar = tqdm(range(first + 1, num_steps + 1), initial=first, total=num_steps)
         for step in bar:
@@ -231,7 +285,10 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
 
 def read_log(path: Path) -> list[dict[str, float]]:
     with path.open(newline="") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+        return [
+            {key: float(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def write_log(path: Path, rows: list[dict[str, float]]) -> None:
@@ -267,10 +324,20 @@ def main(argv: list[str] | None = None) -> None:
     )
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--text", type=Path, help="a file to train on (default: Tiny Shakespeare)")
-    add("--data-dir", type=Path, default=Path("data"), help=f"of Tiny Shakespeare {default}")
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help=f"of Tiny Shakespeare {default}",
+    )
     add("--optimizer", choices=optimizers(1), default="spa_adamw", help=default)
     add("--steps", type=int, default=2_000, help=f"how many {default}")
-    add("--out", type=Path, default=Path("results/language_model"), help=f"folder {default}")
+    add(
+        "--out",
+        type=Path,
+        default=Path("results/language_model"),
+        help=f"folder {default}",
+    )
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     options = parser.parse_args(argv)
     if (options.out / "checkpoints").exists() and not options.resume:
@@ -279,11 +346,15 @@ def main(argv: list[str] | None = None) -> None:
 
     text = read(options.text or download(options.data_dir))
     rows = train(options.optimizer, text, options.steps, options.out)
-    print(f"Validation loss: {rows[-1]['validation loss']:.4f} nats a character, in {options.out}")
+    print(
+        f"Validation loss: {rows[-1]['validation loss']:.4f} nats a "
+        f"character, in {options.out}"
+    )
     draw(rows, options.out / "language_model.png")
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a segmentation fault.
+    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a
+    # segmentation fault.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

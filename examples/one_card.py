@@ -1,20 +1,22 @@
-"""Trains as large a language model as one card holds: each layer is updated in the backward pass.
+"""Trains as large a language model as one card holds: each layer is updated in the
+backward pass.
 
     pip install '.[examples]' && python examples/one_card.py
 
-Trains a small Llama on the modules of Python's own library, as bytes, with bfloat16 params and
-`spa_adamw`: 4 bytes a parameter with its state. No gradient of the whole model ever exists, as
-`update_in_backward` updates each layer as soon as its gradient is known. (LOMO: Lv et al., Full
-Parameter Fine-tuning for Large Language Models with Limited Resources, 2023, arXiv:2306.09782.)
-After 500 steps, two minutes on two CPU cores, the validation loss is 1.669 nats a byte (one seed).
+Trains a small Llama on the modules of Python's own library, as bytes, with bfloat16
+params and `spa_adamw`: 4 bytes a parameter with its state. No gradient of the whole
+model ever exists, as `update_in_backward` updates each layer as soon as its gradient is
+known. (LOMO: Lv et al., Full Parameter Fine-tuning for Large Language Models with
+Limited Resources, 2023, arXiv:2306.09782.) After 500 steps, two minutes on two CPU
+cores, the validation loss is 1.669 nats a byte (one seed).
 
-`--model 8B --batch 1 --length 2048` has the shapes of Llama 3 8B. By XLA's own figures a step takes
-33.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is 0.95. No card has run it
-yet. `--text FILE` trains on a file, whose last tenth is held out. To fork: replace `read_text` and
-`batch`; for checkpoints see `language_model.py`.
+`--model 8B --batch 1 --length 2048` has the shapes of Llama 3 8B. By XLA's own figures
+a step takes 33.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is
+0.95. No card has run it yet. `--text FILE` trains on a file, whose last tenth is held
+out. To fork: replace `read_text` and `batch`; for checkpoints see `language_model.py`.
 
-Gradients of several batches cannot be added up here, nor clipped by the norm of all of them. Clip
-in `optimizers`, by the norm of each layer.
+Gradients of several batches cannot be added up here, nor clipped by the norm of all of
+them. Clip in `optimizers`, by the norm of each layer.
 """
 
 import argparse
@@ -51,7 +53,8 @@ class Model(NamedTuple):
     head: int = 128
 
 
-MODELS = {  # 1B and 3B are Llama 3.2's layers, with a smaller vocabulary, not shared by the head
+# 1B and 3B are Llama 3.2's layers, with a smaller vocabulary, not shared by the head
+MODELS = {
     "tiny": Model(4, 128, 4, 4, 384, vocabulary=256, head=32),
     "1B": Model(16, 2_048, 32, 8, 8_192, vocabulary=32_000, head=64),
     "3B": Model(28, 3_072, 24, 8, 8_192, vocabulary=32_000),
@@ -59,11 +62,14 @@ MODELS = {  # 1B and 3B are Llama 3.2's layers, with a smaller vocabulary, not s
 }
 
 
-# -------------------------------------------------------------------------------------- optimizers
+# --------------------------------------------------------------------------------------
+# optimizers
 
 
 def optimizers(rate: Any) -> dict[str, Callable[[Any], optax.GradientTransformation]]:
-    """For bfloat16 params: from the place of a layer to its optimizer, with a key of its own."""
+    """For bfloat16 params: from the place of a layer to its optimizer, with a key of
+    its own.
+    """
     bf16 = jnp.bfloat16
     key_of = functools.partial(jax.random.fold_in, jax.random.key(SEED))
     options: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1}
@@ -87,7 +93,8 @@ def optimizers(rate: Any) -> dict[str, Callable[[Any], optax.GradientTransformat
     }
 
 
-# ----------------------------------------------------------------------------------------- decoder
+# --------------------------------------------------------------------------------------
+# decoder
 
 
 def shapes(model: Model) -> dict[str, Any]:
@@ -105,7 +112,11 @@ def shapes(model: Model) -> dict[str, Any]:
         "up": (n, d, f),
         "down": (n, f, d),
     }
-    return {"embedding": (v, d), "layers": layers, "top": {"norm": (d,), "head": (d, v)}}
+    return {
+        "embedding": (v, d),
+        "layers": layers,
+        "top": {"norm": (d,), "head": (d, v)},
+    }
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -123,11 +134,15 @@ def rotated(x: jax.Array) -> jax.Array:
 
 
 def in_chunks(function: Any, chunk: int, *arrays: jax.Array) -> Any:
-    """`function` of some of the tokens (axis 1) at a time, recomputed for the gradient."""
+    """`function` of some of the tokens (axis 1) at a time, recomputed for the
+    gradient.
+    """
     b, length = arrays[0].shape[:2]
     chunk = math.gcd(chunk, length)
     split = lambda x: x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
-    return jax.lax.map(lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays)))
+    return jax.lax.map(
+        lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays))
+    )
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -144,7 +159,9 @@ def layer(x: jax.Array, w: dict[str, jax.Array], head: int) -> jax.Array:
     """From (batch, length, width) to the same, with heads of that size."""
     heads = lambda x: x.reshape(*x.shape[:2], -1, head)
     h = rms_norm(x, w["attention_norm"])
-    h = attention(rotated(heads(h @ w["q"])), rotated(heads(h @ w["k"])), heads(h @ w["v"]))
+    h = attention(
+        rotated(heads(h @ w["q"])), rotated(heads(h @ w["k"])), heads(h @ w["v"])
+    )
     x += h.reshape(*x.shape[:2], -1) @ w["o"]
     h = rms_norm(x, w["norm"])
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
@@ -153,22 +170,34 @@ def layer(x: jax.Array, w: dict[str, jax.Array], head: int) -> jax.Array:
 def cross_entropy(
     x: jax.Array, top: Any, labels: jax.Array, place: Any = lambda x, *axes: x
 ) -> jax.Array:
-    """The mean over all tokens. `place` may split an array over devices, by the mesh's axes."""
+    """The mean over all tokens. `place` may split an array over devices, by the mesh's
+    axes.
+    """
 
     def of_chunk(x: jax.Array, labels: jax.Array) -> jax.Array:
-        # Of all sequences, for a part of the vocabulary on each device: the head stays split.
-        logits = place((place(x) @ top["head"]).astype(jnp.float32), None, None, "devices")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, place(labels)).sum()
+        # Of all sequences, for a part of the vocabulary on each device: the head stays
+        # split.
+        logits = place(
+            (place(x) @ top["head"]).astype(jnp.float32), None, None, "devices"
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, place(labels)
+        ).sum()
 
     x = rms_norm(x, top["norm"])
-    return in_chunks(of_chunk, min(CHUNK, 2_048 // len(x)), x, labels).sum() / labels.size
+    return (
+        in_chunks(of_chunk, min(CHUNK, 2_048 // len(x)), x, labels).sum() / labels.size
+    )
 
 
-# ---------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------
+# training
 
 
 class ScannedLayers(NamedTuple):
-    """The functions of `update_in_backward`. L layers are stacked along the arrays' first axis."""
+    """The functions of `update_in_backward`. L layers are stacked along the arrays'
+    first axis.
+    """
 
     init: Callable[[Any], Any]  # layers → state
     forward: Callable[[Any, Any], tuple[Any, Any]]  # layers, x → y, inputs
@@ -177,32 +206,40 @@ class ScannedLayers(NamedTuple):
 
 
 def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
-    """Trains layers that are scanned over, each updated as soon as its gradient is known.
+    """Trains layers that are scanned over, each updated as soon as its gradient is
+    known.
 
-    Layer i = 0, …, L − 1 maps x_i to x_{i+1} with the params w_i. From the last to the first,
+    Layer i = 0, …, L − 1 maps x_i to x_{i+1} with the params w_i. From the last to the
+    first,
 
         g_i, h_i = ∂(h_{i+1} · layer(x_i, w_i)) / ∂(w_i, x_i)        h_L = ∂loss/∂y
         w_i ← w_i + u_i, where u_i is the update of `make_tx(i)` for g_i
 
-    These are the numbers of an ordinary step in which each layer has its own optimizer. But only
-    one gradient g_i is in memory at a time, and of the forward pass only the inputs x_i. Do not put
-    `optax.MultiSteps`, `optax.apply_if_finite` or `optax.contrib.sam` into `make_tx`.
+    These are the numbers of an ordinary step in which each layer has its own optimizer.
+    But only one gradient g_i is in memory at a time, and of the forward pass only the
+    inputs x_i. Do not put `optax.MultiSteps`, `optax.apply_if_finite` or
+    `optax.contrib.sam` into `make_tx`.
     """
 
     def num_layers(layers: Any) -> int:
         return len(jax.tree.leaves(layers)[0])
 
     def init(layers: Any) -> Any:
-        return jax.vmap(lambda i, w: make_tx(i).init(w))(jnp.arange(num_layers(layers)), layers)
+        return jax.vmap(lambda i, w: make_tx(i).init(w))(
+            jnp.arange(num_layers(layers)), layers
+        )
 
     def forward(layers: Any, x: Any) -> tuple[Any, Any]:
         return jax.lax.scan(lambda x, w: (layer(x, w), x), x, layers)
 
     def backward(layers: Any, state: Any, inputs: Any, dy: Any) -> tuple[Any, Any, Any]:
-        # Params and state are carried, not scanned over: XLA then writes each layer in its place.
+        # Params and state are carried, not scanned over: XLA then writes each layer in
+        # its place.
         def step(carry: Any, place: Any) -> tuple[Any, None]:
             (dy, stacked), (i, x) = carry, place
-            w, of_tx = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), stacked)
+            w, of_tx = jax.tree.map(
+                lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), stacked
+            )
             dx, g = jax.vjp(layer, x, w)[1](dy)
             u, of_tx = make_tx(i).update(g, of_tx, w)
             new = optax.apply_updates(w, u), of_tx
@@ -210,7 +247,9 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
             return (dx, jax.tree.map(put, stacked, new)), None
 
         carry, places = (dy, (layers, state)), jnp.arange(num_layers(layers))
-        (dx, (layers, state)), _ = jax.lax.scan(step, carry, (places, inputs), reverse=True)
+        (dx, (layers, state)), _ = jax.lax.scan(
+            step, carry, (places, inputs), reverse=True
+        )
         return layers, state, dx
 
     return ScannedLayers(init, forward, backward)
@@ -220,13 +259,19 @@ class Trainer(NamedTuple):
     """The two functions of `make_trainer`."""
 
     init: Callable[[Any], Any]  # params → state
-    step: Callable[[Any, Any, jax.Array, jax.Array], Any]  # params, state, … → params, state, loss
+    step: Callable[
+        [Any, Any, jax.Array, jax.Array], Any
+    ]  # params, state, … → params, state, loss
 
 
-def make_trainer(num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: Any) -> Trainer:
-    """One step: forward, the head's update, back through the layers, the embedding's update.
+def make_trainer(
+    num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: Any
+) -> Trainer:
+    """One step: forward, the head's update, back through the layers, the embedding's
+    update.
 
-    `embed(embedding, tokens)` is x, `layer(x, w)` the next x, `loss(x, top, labels)` a number.
+    `embed(embedding, tokens)` is x, `layer(x, w)` the next x, `loss(x, top, labels)` a
+    number.
     """
     layers = update_in_backward(layer, make_tx)
     place = {"top": num_layers, "embedding": num_layers + 1}
@@ -246,7 +291,10 @@ def make_trainer(num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: An
         new = {"top": updated("top", g, params, state)}
         *of_layers, dx = layers.backward(params["layers"], state["layers"], inputs, dy)
         (g,) = back_to_embedding(dx)
-        new |= {"layers": of_layers, "embedding": updated("embedding", g, params, state)}
+        new |= {
+            "layers": of_layers,
+            "embedding": updated("embedding", g, params, state),
+        }
         params, state = ({name: pair[i] for name, pair in new.items()} for i in (0, 1))
         return params, state, value
 
@@ -254,7 +302,9 @@ def make_trainer(num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: An
 
 
 def start(model: Model) -> Any:
-    """Params in bfloat16: normal, scaled by the number of inputs; scales of norms are 1."""
+    """Params in bfloat16: normal, scaled by the number of inputs; scales of norms are
+    1.
+    """
     is_shape = lambda node: isinstance(node, tuple)
     leaves, structure = jax.tree.flatten(shapes(model), is_leaf=is_shape)
     vectors = {shapes(model)["layers"]["norm"], (model.width,)}
@@ -270,18 +320,31 @@ def start(model: Model) -> Any:
 
 
 def read_text(path: Path | None) -> list[np.ndarray]:
-    """Bytes to train on, and those held out: the last tenth of a file, or an eighth of Python's."""
+    """Bytes to train on, and those held out: the last tenth of a file, or an eighth of
+    Python's.
+    """
     if path:
         text = np.frombuffer(path.read_bytes(), np.uint8)
         return np.split(text, [len(text) * 9 // 10])
-    files = [file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    files = [
+        file.read_bytes()
+        for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    ]
     training = [file for i, file in enumerate(files) if i % 8]
-    return [np.frombuffer(b"\0".join(part), np.uint8) for part in (training, files[::8])]
+    return [
+        np.frombuffer(b"\0".join(part), np.uint8) for part in (training, files[::8])
+    ]
 
 
-def batch(text: np.ndarray, index: int, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random parts of a text and, as labels, the bytes that follow each; by the index alone."""
-    starts = np.random.default_rng((SEED, index)).integers(0, len(text) - length, (size, 1))
+def batch(
+    text: np.ndarray, index: int, size: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random parts of a text and, as labels, the bytes that follow each; by the index
+    alone.
+    """
+    starts = np.random.default_rng((SEED, index)).integers(
+        0, len(text) - length, (size, 1)
+    )
     part = text[starts + np.arange(length + 1)].astype(np.int32)
     return part[:, :-1], part[:, 1:]
 
@@ -289,7 +352,9 @@ def batch(text: np.ndarray, index: int, size: int, length: int) -> tuple[np.ndar
 def train(options: argparse.Namespace) -> float:
     """Trains, and returns the validation loss."""
     model = MODELS[options.model]
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, options.steps // 10, options.steps)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.rate, options.steps // 10, options.steps
+    )
     of_layer = functools.partial(layer, head=model.head)
     embed = lambda embedding, tokens: embedding[tokens]
     make_tx = optimizers(rate)[options.optimizer]
@@ -304,14 +369,25 @@ def train(options: argparse.Namespace) -> float:
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
     memory: Any = step.memory_analysis()
-    print(f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with their state")
-    print(f"{num_bytes / 2**30:.3f} GiB, and {memory.temp_size_in_bytes / 2**30:.3f} for a step")
+    print(
+        f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with "
+        f"their state"
+    )
+    print(
+        f"{num_bytes / 2**30:.3f} GiB, and "
+        f"{memory.temp_size_in_bytes / 2**30:.3f} for a step"
+    )
 
     @jax.jit
-    def validate(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    def validate(
+        params: Any, state: Any, tokens: jax.Array, labels: jax.Array
+    ) -> jax.Array:
         if optax.tree.get_all_with_path(state, "z"):  # train at y, evaluate at x
             at_x = jax.vmap(eval_params)(state["layers"], params["layers"])
-            others = {name: eval_params(state[name], params[name]) for name in ("embedding", "top")}
+            others = {
+                name: eval_params(state[name], params[name])
+                for name in ("embedding", "top")
+            }
             params = {"layers": at_x, **others}
         x = embed(params["embedding"], tokens)
         x, _ = jax.lax.scan(lambda x, w: (of_layer(x, w), None), x, params["layers"])
@@ -336,7 +412,9 @@ def main(argv: list[str] | None = None) -> float:
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--model", choices=MODELS, default="tiny", help=f"its size {default}")
     add("--optimizer", choices=optimizers(1.0), default="spa_adamw", help=default)
-    add("--rate", type=float, default=0.008, help=f"learning rate at its peak {default}")
+    add(
+        "--rate", type=float, default=0.008, help=f"learning rate at its peak {default}"
+    )
     add("--batch", type=int, default=8, help=f"texts of a step {default}")
     add("--length", type=int, default=128, help=f"bytes of a text {default}")
     add("--steps", type=int, default=500, help=f"how many {default}")
@@ -347,6 +425,7 @@ def main(argv: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a segmentation fault.
+    # Ctrl-C ends at once. As an exception, while XLA compiles, it may end in a
+    # segmentation fault.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

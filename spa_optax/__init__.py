@@ -1,7 +1,11 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
 from spa_optax import diagnostics, theory
-from spa_optax._adam import scale_by_factored_second_moment, scale_by_second_moment, spa_adamw
+from spa_optax._adam import (
+    scale_by_factored_second_moment,
+    scale_by_second_moment,
+    spa_adamw,
+)
 from spa_optax._convert import convert
 from spa_optax._core import SPAState
 from spa_optax._evaluate import eval_params, reanchor
@@ -13,7 +17,12 @@ from spa_optax._schedules import (
     schedule_free_averaging,
     stagewise,
 )
-from spa_optax._wrappers import float8_momentum, in_float32, primal_averaging, stochastic_rounding
+from spa_optax._wrappers import (
+    float8_momentum,
+    in_float32,
+    primal_averaging,
+    stochastic_rounding,
+)
 
 __all__ = [
     "SPAState",

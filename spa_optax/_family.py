@@ -19,42 +19,49 @@ def spa(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum via primal averaging (SPA), and with an interpolation below 1 generalized (GPA).
+    """Momentum via primal averaging (SPA), and with an interpolation below 1
+    generalized (GPA).
 
-    With y_k the params, g_k the gradient at y_k and z_0 = x_0 = y_0, step k = 0, 1, 2, … is
+    With y_k the params, g_k the gradient at y_k and z_0 = x_0 = y_0, step k = 0, 1, 2,
+    … is
 
         z_{k+1} = z_k − η_k g_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    At μ_y = 1 the params are x, the point to evaluate and to save. For constants the iterates are
-    then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see `hyperparams_to_sgdm`. Below 1
-    evaluate and save x, from `eval_params(opt_state, params)`: y and z are stored, x is not.
+    At μ_y = 1 the params are x, the point to evaluate and to save. For constants the
+    iterates are then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see
+    `hyperparams_to_sgdm`. Below 1 evaluate and save x, from `eval_params(opt_state,
+    params)`: y and z are stored, x is not.
 
-    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a chain. A
-    finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb, and nothing warns: use
-    `primal_averaging`. Do not modify the update after `spa` or around it (`optax.lookahead`): z
-    would not follow, and would pull x back. After editing params call `reanchor`.
+    Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a
+    chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
+    and nothing warns: use `primal_averaging`. Do not modify the update after `spa` or
+    around it (`optax.lookahead`): z would not follow, and would pull x back. After
+    editing params call `reanchor`.
 
-    Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 − β).
-      averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count k.
-      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}. The fraction
-        1 − μ_y (1 − c) of each step moves y at once. x has y's rounding error, divided by μ_y.
-      state_dtype: dtype of z. None means the params' dtype, but float32 for params of 16 bits or
-        fewer: z is then also their master copy. In 16 bits or fewer the state holds z − params, in
-        a node of its own, clipped at 255 in float16, 1.75 in float8_e4m3fn and 224 in float8_e5m2
-        (counted by `diagnostics.momentum_report`). 8 bits need a `rounding_key`, and steps like
-        Adam's at rates of 2e-5, e5m2 5e-5, with float32 params 1e-6. To change it in mid-run use
-        `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
-      rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are stored at
-        lower precision. None rounds to nearest; complex values always are. The bits do not depend
-        on the sharding under `jax.jit`. Optimizers in `optax.partition`, replicas under `jax.vmap`
-        and shards in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the
-        key, but never along an axis on which params are replicated.
+    Args: learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M,
+      α/(1 − β). averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of
+      the count k. interpolation: μ_y in (0, 1], a scalar or a schedule of the count k,
+      for y_{k+1}. The fraction
+        1 − μ_y (1 − c) of each step moves y at once. x has y's rounding error, divided
+        by μ_y.
+      state_dtype: dtype of z. None means the params' dtype, but float32 for params of
+        16 bits or fewer: z is then also their master copy. In 16 bits or fewer the
+        state holds z − params, in a node of its own, clipped at 255 in float16, 1.75 in
+        float8_e4m3fn and 224 in float8_e5m2 (counted by `diagnostics.momentum_report`).
+        8 bits need a `rounding_key`, and steps like Adam's at rates of 2e-5, e5m2 5e-5,
+        with float32 params 1e-6. To change it in mid-run use `convert`. Under
+        `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+      rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are
+        stored at lower precision. None rounds to nearest; complex values always are.
+        The bits do not depend on the sharding under `jax.jit`. Optimizers in
+        `optax.partition`, replicas under `jax.vmap` and shards in `jax.shard_map` need
+        different keys: fold `jax.lax.axis_index(axis)` into the key, but never along an
+        axis on which params are replicated.
 
-    Returns:
-      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
+    Returns: A transformation whose state is an `SPAState`. `update` needs `params`, and
+      keeps their dtype.
 
     Raises:
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
@@ -62,28 +69,34 @@ def spa(
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import eval_params, spa
-      >>> tx, y = spa(learning_rate=1.0, averaging=0.5, interpolation=0.5), jnp.array(10.0)
+      >>> tx = spa(learning_rate=1.0, averaging=0.5, interpolation=0.5)
+      >>> y = jnp.array(10.0)
       >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
       >>> y += updates
-      >>> print(state.z, eval_params(state, y), y)  # x is halfway to z, and y between the two
+      >>> # x is halfway to z, and y between the two
+      >>> print(state.z, eval_params(state, y), y)
       8.0 9.0 8.5
 
-    References:
-      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio et al.,
-      Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et al., The Road Less
-      Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic momentum, arXiv:1810.06801.
+    References: Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section
+      2. Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
+      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
+      Quasi-hyperbolic momentum, arXiv:1810.06801.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.AVERAGING.check(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_above_0("interpolation", interpolation)
-    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+    eta_at, c_at = (
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+    )
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 
     def rule(state: SPAState, _: PyTree) -> Scalars:
         eta, c = eta_at(state.count), c_at(state.count)
-        # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were constant.
+        # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were
+        # constant.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(state.count))
 
@@ -105,30 +118,32 @@ def spa_from_sgdm(
 
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
-    through z_k = x_k − w_k m_k, the point at which x would come to rest if every later gradient
-    were zero. It is that of `spa` with
+    through z_k = x_k − w_k m_k, the point at which x would come to rest if every later
+    gradient were zero. It is that of `spa` with
 
-        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i     η_k = α_k + w_{k+1}     c_{k+1} = α_k / η_k
 
     For constants, and β > 0, η = α/(1 − β) and c = 1 − β.
 
-    Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule edited before
-    a run is resumed), z − x is rescaled. The iterates are unchanged, but z need not be the resting
-    point, and if the rate rises 2,896-fold (bfloat16: 11-fold) momentum restarts from zero.
+    Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
+    edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
+    z need not be the resting point, and if the rate rises 2,896-fold (bfloat16:
+    11-fold) momentum restarts from zero.
 
-    Args:
-      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is evaluated under
+    Args: learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
+      evaluated under
         `jax.vmap` at later counts, where NaN and negative values count as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
-      horizon: how many steps to look ahead, at least 1. None means, for a number β, until
-        β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99. If it is too
-        short, z is rescaled. Under `optax.inject_hyperparams` put it into `static_args`.
+      horizon: how many steps to look ahead, at least 1. None means, for a number β,
+        until β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99.
+        If it is too short, z is rescaled. Under `optax.inject_hyperparams` put it into
+        `static_args`.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
-    Returns:
-      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps their dtype.
+    Returns: A transformation whose state is an `SPAState`. `update` needs `params`, and
+      keeps their dtype.
 
     Raises:
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
@@ -154,7 +169,11 @@ def spa_from_sgdm(
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state: SPAState, params: PyTree) -> Scalars:
-        ahead = look_ahead(learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon)
-        return sgdm_scalars(ahead, state.w, is_master=has_narrow(params), nesterov=nesterov)
+        ahead = look_ahead(
+            learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
+        )
+        return sgdm_scalars(
+            ahead, state.w, is_master=has_narrow(params), nesterov=nesterov
+        )
 
     return transformation(rule, state_dtype, rounding_key)

@@ -1,4 +1,6 @@
-"""Schedules: of the paper's theory, of Schedule-Free, and to and from SGD with momentum."""
+"""Schedules: of the paper's theory, of Schedule-Free, and to and from SGD with
+momentum.
+"""
 
 import itertools
 import math
@@ -17,14 +19,19 @@ from spa_optax._lookahead import eta_and_c, look_ahead
 
 
 def hyperparams_from_sgdm(
-    learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, *, horizon: int | None = None
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule,
+    *,
+    horizon: int | None = None,
 ) -> SPAHyperparams:
-    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M (arXiv:2010.00406).
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M
+    (arXiv:2010.00406).
 
-        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i      η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i     η_k = α_k + w_{k+1}     c_{k+1} = α_k / η_k
 
-    For constants, η = α/(1 − β) and c = 1 − β. Unlike `theory.forward_recursion`, this solution of
-    Theorem 1 is bounded. For Nesterov momentum and injected numbers use `spa_from_sgdm`.
+    For constants, η = α/(1 − β) and c = 1 − β. Unlike `theory.forward_recursion`, this
+    solution of Theorem 1 is bounded. For Nesterov momentum and injected numbers use
+    `spa_from_sgdm`.
 
     Args:
       learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
@@ -41,7 +48,8 @@ def hyperparams_from_sgdm(
       >>> from spa_optax import hyperparams_from_sgdm, stagewise
       >>> alpha, _ = stagewise(4.0, 0.5, [2], factor=4.0)  # 4, 4, 1, 1, …
       >>> eta, c = hyperparams_from_sgdm(alpha, 0.5)
-      >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])  # η_1 = 4 + ½ + ¼ + … = 5
+      >>> # η_1 = 4 + ½ + ¼ + … = 5
+      >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
       ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
     checks.RATE.check(learning_rate=learning_rate)
@@ -51,17 +59,21 @@ def hyperparams_from_sgdm(
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
     at = lambda k: eta_and_c(look_ahead(learning_rate, momentum, k, horizon=horizon))
     sgdm = SGDMHyperparams(learning_rate, momentum)
-    return SPAHyperparams(Schedule(lambda k: at(k)[0], sgdm), Schedule(lambda k: at(k)[1], sgdm))
+    return SPAHyperparams(
+        Schedule(lambda k: at(k)[0], sgdm), Schedule(lambda k: at(k)[1], sgdm)
+    )
 
 
 def hyperparams_to_sgdm(
     learning_rate: ScalarOrSchedule, averaging: ScalarOrSchedule
 ) -> SGDMHyperparams:
-    """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406, Theorem 1).
+    """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406,
+    Theorem 1).
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
 
-    β_0 is free: 1 − c_1. β_k may exceed 1 where η falls fast; where η_k = 0 < η_{k−1} it is inf.
+    β_0 is free: 1 − c_1. β_k may exceed 1 where η falls fast; where η_k = 0 < η_{k−1}
+    it is inf.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
@@ -75,15 +87,20 @@ def hyperparams_to_sgdm(
 
     Examples:
       >>> from spa_optax import hyperparams_to_sgdm, stagewise
-      >>> alpha, beta = hyperparams_to_sgdm(*stagewise(10.0, 0.1, [2], averaging_rule="constant"))
-      >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])  # β spikes to 10 · 0.9
+      >>> eta, c = stagewise(10.0, 0.1, [2], averaging_rule="constant")
+      >>> alpha, beta = hyperparams_to_sgdm(eta, c)
+      >>> # β spikes to 10 · 0.9
+      >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.AVERAGING.check(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
-    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+    eta_at, c_at = (
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+    )
 
     def beta(k: Array) -> Float[Array, ""]:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -103,34 +120,35 @@ def stagewise(
     averaging_rule: Literal["constant", "scale", "balance"] = "scale",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections 5 and 6).
+    """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections
+    5 and 6).
 
-    At boundary b the paper's η_b and c_b change first: `learning_rate` at count b, and `averaging`,
-    which is c_{k+1}, at count b − 1. With the initial η and c:
+    At boundary b the paper's η_b and c_b change first: `learning_rate` at count b, and
+    `averaging`, which is c_{k+1}, at count b − 1. With the initial η and c:
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
-        balance    1/c_k − 1 = (1/c − 1) η_k/η     (Insight 2: R_k's first coefficient stays 0)
+        balance  1/c_k − 1 = (1/c − 1) η_k/η  (R_k's first coefficient stays 0)
 
-    Args:
-      learning_rate: η ≥ 0 of the first stage.
-      averaging: c in [0, 1] of the first stage.
-      boundaries: the steps b ≥ 1 at which a stage begins, ascending.
-      factor: the divisor of η at every boundary, > 1.
-      averaging_rule: "constant", "scale" or "balance".
-      step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage) takes n steps to reach
-        it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then spikes (Insight 3).
+    Args: learning_rate: η ≥ 0 of the first stage. averaging: c in [0, 1] of the first
+      stage. boundaries: the steps b ≥ 1 at which a stage begins, ascending. factor: the
+      divisor of η at every boundary, > 1. averaging_rule: "constant", "scale" or
+      "balance". step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage)
+      takes n steps to reach
+        it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then spikes (Insight
+        3).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
 
-    Raises:
-      ValueError: if an argument is out of range, or a transition too long for its stage.
+    Raises: ValueError: if an argument is out of range, or a transition too long for its
+      stage.
 
     Examples:
       >>> from spa_optax import stagewise
       >>> eta, c = stagewise(1.0, 0.1, [2], step_factor=2.0)
-      >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])  # until η is divided by 10
+      >>> # until η is divided by 10
+      >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])
       ['1.000 0.1', '1.000 0.2', '0.500 0.4', '0.250 0.8', '0.125 1.0']
     """
     checks.RATE._replace(kind=checks.SCALAR).check(learning_rate=learning_rate)
@@ -138,21 +156,34 @@ def stagewise(
     checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
     checks.ABOVE_1.check(factor=factor)
     checks.ABOVE_1.optional().check(step_factor=step_factor)
-    is_sequence = lambda steps: not isinstance(steps, Mapping) and iter(steps)  # Optax has mappings
-    checks.Rule("a sequence of steps, with one `factor`", is_sequence).check(boundaries=boundaries)
+    is_sequence = lambda steps: (
+        not isinstance(steps, Mapping) and iter(steps)
+    )  # Optax has mappings
+    checks.Rule("a sequence of steps, with one `factor`", is_sequence).check(
+        boundaries=boundaries
+    )
     for b in (steps := list(boundaries)):
         checks.POSITIVE_INTEGER.check(boundaries=b)
-    shortest = min((after - b for b, after in itertools.pairwise(steps)), default=math.inf)
+    shortest = min(
+        (after - b for b, after in itertools.pairwise(steps)), default=math.inf
+    )
     checks.Rule("ascending", lambda _: shortest > 0).check(boundaries=steps)
     least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
     rule = f"at least {math.ceil(1e6 * least) / 1e6}, to end before the next boundary"
     checks.Rule(rule, lambda s: s >= least).optional().check(step_factor=step_factor)
-    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+    eta_at, c_at = (
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+    )
 
     def decay(k: Array) -> Float[Array, ""]:
-        """log(η/η_k): each stage that has begun adds log(s) per step, up to log(factor)."""
+        """log(η/η_k): each stage that has begun adds log(s) per step, up to
+        log(factor).
+        """
         most, per_step = math.log(factor), math.log(step_factor or factor)
-        of_stages = (jnp.clip((k - b + 1).astype(float) * per_step, 0, most) for b in steps)
+        of_stages = (
+            jnp.clip((k - b + 1).astype(float) * per_step, 0, most) for b in steps
+        )
         return sum(of_stages, jnp.zeros([], float))
 
     def c(k: Array) -> Float[Array, ""]:
@@ -161,9 +192,13 @@ def stagewise(
             return c
         if averaging_rule == "scale":
             return _scaled_up_to_1(c, log_ratio)
-        return jnp.where(c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0)
+        return jnp.where(
+            c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0
+        )
 
-    return SPAHyperparams(Schedule(lambda k: eta_at(k) * jnp.exp(-decay(k))), Schedule(c))
+    return SPAHyperparams(
+        Schedule(lambda k: eta_at(k) * jnp.exp(-decay(k))), Schedule(c)
+    )
 
 
 def momentum_drop(
@@ -174,14 +209,14 @@ def momentum_drop(
     hold: Literal["eta", "alpha"] = "eta",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Raises c to 1 from a step on, which removes momentum: x_k = z_k (arXiv:2010.00406, Figure 3).
+    """Raises c to 1 from a step on, which removes momentum: x_k = z_k
+    (arXiv:2010.00406, Figure 3).
 
-    Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
-      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      step: the first k ≥ 1 at which c_k is 1; with a `step_factor`, at which it has risen.
-      hold: "eta", and α = ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η falls by c.
-      step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
+    Args: learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. averaging:
+      c_{k+1} in [0, 1], a scalar or a schedule of the count k. step: the first k ≥ 1 at
+      which c_k is 1; with a `step_factor`, at which it has risen. hold: "eta", and α =
+      ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η falls by c. step_factor:
+      of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
 
     Returns:
       Two schedules: `spa(*momentum_drop(...))`.
@@ -200,7 +235,10 @@ def momentum_drop(
     checks.POSITIVE_INTEGER.check(step=step)
     checks.one_of("eta", "alpha").check(hold=hold)
     checks.ABOVE_1.optional().check(step_factor=step_factor)
-    eta_at, c_at = at_count("learning_rate", learning_rate), at_count("averaging", averaging)
+    eta_at, c_at = (
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+    )
 
     def c(k: Array) -> Float[Array, ""]:
         num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
@@ -210,13 +248,19 @@ def momentum_drop(
 
     def eta_for_alpha(k: Array) -> Float[Array, ""]:
         before, now = c_at(k), c(k)
-        return eta_at(k) * jnp.where(before == now, 1, before / jnp.where(now > 0, now, 1))
+        return eta_at(k) * jnp.where(
+            before == now, 1, before / jnp.where(now > 0, now, 1)
+        )
 
-    return SPAHyperparams(Schedule(eta_at if hold == "eta" else eta_for_alpha), Schedule(c))
+    return SPAHyperparams(
+        Schedule(eta_at if hold == "eta" else eta_for_alpha), Schedule(c)
+    )
 
 
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
-    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 · inf."""
+    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 ·
+    inf.
+    """
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
@@ -229,95 +273,116 @@ def schedule_free_averaging(
     count_power: float = 0.0,
     num_unaveraged_steps: int = 0,
 ) -> Schedule:
-    """The averaging that makes `spa` Schedule-Free: x is a weighted mean of the z so far.
+    """The averaging that makes `spa` Schedule-Free: x is a weighted mean of the z so
+    far.
 
         w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
     `optax.contrib.schedule_free` is `lambda k: rate(k + 1)` here, and `rate` in `spa`.
 
-    Args:
-      learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number γ, taken
+    Args: learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a
+      number γ, taken
         to warm up as γ (k + 1)/`num_warmup_steps`.
-      num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are checked.
+      num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
+        checked.
       weight_power: p ≥ 0.
       count_power: r in [0, 4]. ScheduleFree+ has up to 2, for long runs.
-      num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins after them.
+      num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins
+        after them.
 
     Returns:
       c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
 
-    Raises:
-      ValueError: if an argument is out of range, or the schedule is traced or rises later.
+    Raises: ValueError: if an argument is out of range, or the schedule is traced or
+      rises later.
 
     Examples:
       >>> from spa_optax import schedule_free_averaging
       >>> c = schedule_free_averaging(0.1, num_warmup_steps=2)
-      >>> print([f"{c(k):.3f}" for k in range(4)])  # weights 1/4, 1, 1, …; c 1, 1/1.25, 1/2.25, …
+      >>> # weights 1/4, 1, 1, …; c 1, 1/1.25, 1/2.25, …
+      >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
 
-    References:
-      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4. ScheduleFree+,
-      2026, arXiv:2605.19095, adds r and the steps without averaging.
+    References: Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section
+      4. ScheduleFree+, 2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
     checks.RATE.check(learning_rate=learning_rate)
     end, start, r = num_warmup_steps, num_unaveraged_steps, count_power
     checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=end, num_unaveraged_steps=start)
     checks.NOT_NEGATIVE.check(weight_power=weight_power)
     checks.Rule("in [0, 4]", lambda r: 0 <= r <= 4, checks.NUMBER).check(count_power=r)
-    rates = np.minimum(np.arange(1, end + 2) / max(end, 1), 1)  # of a number, over that number
+    rates = np.minimum(
+        np.arange(1, end + 2) / max(end, 1), 1
+    )  # of a number, over that number
     if callable(learning_rate):
-        has_risen = lambda rates, later: (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
+        has_risen = lambda rates, later: (
+            (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
+        )
         rule = f"> 0 and largest by count {end} (`num_warmup_steps`)"
-        rates = _values_until("learning_rate", learning_rate, end, checks.RATE, rule, has_risen)
+        rates = _values_until(
+            "learning_rate", learning_rate, end, checks.RATE, rule, has_risen
+        )
     # 1/c, in float64; inf as long as weights are 0.
     last = max(end, start, 100)  # from here on the expansion below is exact to 1e-13
     n = np.arange(1.0, last + 2)
     largest = np.pad(np.maximum.accumulate(rates), (0, last - end), mode="edge")
     w = np.where(n > int(start), n**r * (largest / largest[-1]) ** weight_power, 0)
-    inverse = np.divide(np.cumsum(w), w, np.where(n > int(start), np.inf, 1), where=w > 0)
+    inverse = np.divide(
+        np.cumsum(w), w, np.where(n > int(start), np.inf, 1), where=w > 0
+    )
     # Afterwards Σ j^r grows as Euler and Maclaurin have it, from where the table ends.
-    power_sum = lambda n: n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
+    power_sum = lambda n: (
+        n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
+    )
     constant = inverse[-1] - power_sum(n[-1])
 
     def c(k: Array) -> Float[Array, ""]:
         n_k = jnp.maximum(k + 1, last + 1).astype(float)
         later = power_sum(n_k) + constant * (n_k / n[-1]) ** -r
-        return 1 / jnp.where(k > last, later, jnp.asarray(inverse, float)[jnp.minimum(k, last)])
+        return 1 / jnp.where(
+            k > last, later, jnp.asarray(inverse, float)[jnp.minimum(k, last)]
+        )
 
     return Schedule(c)
 
 
 def ema_nesterov(
-    learning_rate: ScalarOrSchedule, decay: float, lookahead: ScalarOrSchedule, num_steps: int = 0
+    learning_rate: ScalarOrSchedule,
+    decay: float,
+    lookahead: ScalarOrSchedule,
+    num_steps: int = 0,
 ) -> tuple[Schedule, Schedule, Schedule]:
     """EMA-Nesterov (arXiv:2605.25395) as primal averaging.
 
-        y_k = θ_k + β_k m_k     θ_{k+1} = y_k + u_k     m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
-        η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}     c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
+        y_k = θ_k + β_k m_k     θ_{k+1} = y_k + u_k
+        m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
+        η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}
+        c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
 
-    The first line is EMA-Nesterov, with u_k a base optimizer's update at the params y_k. The second
-    gives the same y at the base's rate times η_k, with the μ_y of y_k; x averages θ. A constant β
-    gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β. If all later β are 0, so is μ_y: x is lost.
+    The first line is EMA-Nesterov, with u_k a base optimizer's update at the params
+    y_k. The second gives the same y at the base's rate times η_k, with the μ_y of y_k;
+    x averages θ. A constant β gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β. If all
+    later β are 0, so is μ_y: x is lost.
 
-    Args:
-      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
-      decay: γ in [0, 1), of the moving average m.
-      lookahead: β_k in [0, 1), a number, or a schedule of the count k that can be vmapped.
-      num_steps: the count ≥ 0 from which a schedule of β is constant.
+    Args: learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
+      decay: γ in [0, 1), of the moving average m. lookahead: β_k in [0, 1), a number,
+      or a schedule of the count k that can be vmapped. num_steps: the count ≥ 0 from
+      which a schedule of β is constant.
 
-    Returns:
-      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a finished optimizer and a
-      learning rate of 1, `primal_averaging(chain(optimizer, scale_by_schedule(eta)), c, mu_y)`.
+    Returns: Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a
+      finished optimizer and a learning rate of 1, `primal_averaging(chain(optimizer,
+      scale_by_schedule(eta)), c, mu_y)`.
 
-    Raises:
-      ValueError: if an argument is out of range, or the schedule is traced or changes later.
+    Raises: ValueError: if an argument is out of range, or the schedule is traced or
+      changes later.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import ema_nesterov
       >>> beta = lambda k: jnp.where(k == 2, 0.5, 0.0)
       >>> eta, c, mu_y = ema_nesterov(1.0, decay=0.5, lookahead=beta, num_steps=3)
-      >>> print([f"{eta(k):.3f} {c(k):.3f}" for k in range(3)])  # η_1 = ½ + ¾, η_0 = ½ + ½ η_1
+      >>> # η_1 = ½ + ¾, η_0 = ½ + ½ η_1
+      >>> print([f"{eta(k):.3f} {c(k):.3f}" for k in range(3)])
       ['1.125 0.444', '1.250 0.400', '1.000 0.500']
     """
     checks.RATE.check(learning_rate=learning_rate)
@@ -326,23 +391,40 @@ def ema_nesterov(
     checks.NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
     has_changed = lambda beta, later: np.abs(later - beta[-1]) > 1e-6
     rule = f"constant from count {num_steps}, `num_steps`"
-    beta = _values_until("lookahead", lookahead, num_steps, checks.MOMENTUM, rule, has_changed)
+    beta = _values_until(
+        "lookahead", lookahead, num_steps, checks.MOMENTUM, rule, has_changed
+    )
     # η_k − 1, in float64, from the last to the first.
     excess = np.full(num_steps + 1, beta[-1] / (1 - beta[-1]))
     for k in reversed(range(num_steps)):
-        excess[k] = (1 - decay) * beta[k + 1] + (decay + (1 - decay) * beta[k + 1]) * excess[k + 1]
-    excess[: np.max(np.flatnonzero(excess), initial=0)] += 1e-30  # before β rises, μ_y is not 0
+        excess[k] = (1 - decay) * beta[k + 1] + (
+            decay + (1 - decay) * beta[k + 1]
+        ) * excess[k + 1]
+    excess[: np.max(np.flatnonzero(excess), initial=0)] += (
+        1e-30  # before β rises, μ_y is not 0
+    )
     at = lambda values, k: jnp.asarray(values, float)[jnp.minimum(k, num_steps)]
     alpha_at = at_count("learning_rate", learning_rate)
     eta, c, mu_y = 1 + excess, (1 - decay) / (1 + excess), excess / (1 + excess)
     rate_at = lambda k: alpha_at(k) * at(eta, k)
-    return Schedule(rate_at), Schedule(lambda k: at(c, k)), Schedule(lambda k: at(mu_y, k + 1))
+    return (
+        Schedule(rate_at),
+        Schedule(lambda k: at(c, k)),
+        Schedule(lambda k: at(mu_y, k + 1)),
+    )
 
 
 def _values_until(
-    name: str, schedule: Any, count: int, allowed: checks.Rule, rule: str, is_bad: Callable
+    name: str,
+    schedule: Any,
+    count: int,
+    allowed: checks.Rule,
+    rule: str,
+    is_bad: Callable,
 ) -> np.ndarray:
-    """The values up to a count, in float64. They must be allowed, and those later not bad."""
+    """The values up to a count, in float64. They must be allowed, and those later not
+    bad.
+    """
     ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(count + 1), count + ahead)
     try:
@@ -355,5 +437,7 @@ def _values_until(
         allowed.check(**{name: float(extreme)})
     if (bad := is_bad(first, later)).any():  # NaN, as past its end, is not
         k = np.argmax(bad)
-        raise ValueError(f"`{name}` must be {rule}, got {later[k]:g} at {count + ahead[k]}")
+        raise ValueError(
+            f"`{name}` must be {rule}, got {later[k]:g} at {count + ahead[k]}"
+        )
     return first

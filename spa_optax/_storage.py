@@ -1,7 +1,9 @@
-"""How z is kept in a state: itself, or in 16 bits or fewer as its difference from the params.
+"""How z is kept in a state: itself, or in 16 bits or fewer as its difference from the
+params.
 
-The form is the type of a node. So the structure of a state, and of its checkpoints, says what the
-arrays hold, and a cast changes only their precision. The update computes in 32 bits or more.
+The form is the type of a node. So the structure of a state, and of its checkpoints,
+says what the arrays hold, and a cast changes only their precision. The update computes
+in 32 bits or more.
 """
 
 from collections import namedtuple
@@ -21,14 +23,22 @@ class OutOfRange(NamedTuple):
     """How many elements of a stored difference are not in its dtype's normal range."""
 
     saturated: Float[Array, "*n"] | float = 0.0  # at the limit of what can be stored
-    subnormal: Float[Array, "*n"] | float = 0.0  # below, where spacing is constant, but not 0
-    nonzero: Float[Array, "*n"] | float = 0.0  # all but zeros; 0 where none can be subnormal
+    subnormal: Float[Array, "*n"] | float = (
+        0.0  # below, where spacing is constant, but not 0
+    )
+    nonzero: Float[Array, "*n"] | float = (
+        0.0  # all but zeros; 0 where none can be subnormal
+    )
 
 
 class Form(NamedTuple):
-    """How the z of a parameter y is kept: itself, or z − y in units, which saturates."""
+    """How the z of a parameter y is kept: itself, or z − y in units, which
+    saturates.
+    """
 
-    node: Callable[[PyTree], PyTree]  # the type of its node in the state; z itself has none
+    node: Callable[
+        [PyTree], PyTree
+    ]  # the type of its node in the state; z itself has none
     unit: float | None = None  # of z − y; None: z itself
 
     @property
@@ -37,7 +47,9 @@ class Form(NamedTuple):
         return self.unit is not None
 
     def start(self, y: Any, dtype: Any) -> Array:
-        """z_0 = y_0, without sharing a buffer, so that both can be donated; sharded like y."""
+        """z_0 = y_0, without sharing a buffer, so that both can be donated; sharded
+        like y.
+        """
         if self.unit is None:
             return jnp.array(y, dtype=dtype, copy=True)
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
@@ -58,7 +70,9 @@ class Form(NamedTuple):
         if self.unit is None:
             return rounded(z, old.dtype, seed)
         # Where z is NaN, y is, so any number will do.
-        return rounded((z - y.astype(z.dtype)) / self.unit, old.dtype, seed, saturates=True)
+        return rounded(
+            (z - y.astype(z.dtype)) / self.unit, old.dtype, seed, saturates=True
+        )
 
     def eps(self, stored: Array) -> float:
         """The relative precision of what is stored."""
@@ -68,8 +82,13 @@ class Form(NamedTuple):
         """How many elements are too large or too small."""
         if self.unit is None:
             return OutOfRange()
-        size, narrow = jnp.abs(stored.astype(wide_dtype(stored))), jnp.finfo(stored.dtype)
-        rows = lambda where: jnp.sum(jnp.atleast_1d(where), -1, jnp.int32)  # all may be over 2^31
+        size, narrow = (
+            jnp.abs(stored.astype(wide_dtype(stored))),
+            jnp.finfo(stored.dtype),
+        )
+        rows = lambda where: jnp.sum(
+            jnp.atleast_1d(where), -1, jnp.int32
+        )  # all may be over 2^31
         count = lambda where: jnp.sum(rows(where).astype(jnp.float32))
         saturated, tiny = count(size == float(narrow.max)), float(narrow.tiny)
         if narrow.minexp == jnp.finfo(size.dtype).minexp:  # bfloat16
@@ -77,7 +96,8 @@ class Form(NamedTuple):
         return OutOfRange(saturated, count((size > 0) & (size < tiny)), count(size > 0))
 
 
-# Each dtype has a node and a field of its own: checkpoints hold names, and cast what they restore.
+# Each dtype has a node and a field of its own: checkpoints hold names, and cast what
+# they restore.
 BFloat16Difference = namedtuple("BFloat16Difference", "bfloat16")
 Float16Difference = namedtuple("Float16Difference", "float16")
 E4M3Difference = namedtuple("E4M3Difference", "float8_e4m3fn")
@@ -91,8 +111,12 @@ for _node in (Float16Difference, E4M3Difference, E5M2Difference):
 
 
 def form_for(state_dtype: Any) -> Form:
-    """The form that a `state_dtype` asks for: the difference in 16 bits or fewer, otherwise z."""
-    return next((form for n, form in FORMS.items() if n._fields == (str(state_dtype),)), ITSELF)
+    """The form that a `state_dtype` asks for: the difference in 16 bits or fewer,
+    otherwise z.
+    """
+    return next(
+        (form for n, form in FORMS.items() if n._fields == (str(state_dtype),)), ITSELF
+    )
 
 
 def dtype_for(state_dtype: Any, y: Any) -> Any:
@@ -101,7 +125,9 @@ def dtype_for(state_dtype: Any, y: Any) -> Any:
         return wide_dtype(y)
     if not jnp.iscomplexobj(y):
         return state_dtype
-    return jnp.dtype(jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64)
+    return jnp.dtype(
+        jnp.complex128 if jnp.finfo(state_dtype).bits == 64 else jnp.complex64
+    )
 
 
 def form_of(z: PyTree) -> Form:
@@ -119,25 +145,33 @@ def init(params: PyTree, state_dtype: Any) -> PyTree:
     form = form_for(state_dtype)
 
     def start(y: Any) -> Array:
-        if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first update takes it
+        if isinstance(
+            y, jax.ShapeDtypeStruct
+        ):  # no value yet: the first update takes it
             y = jnp.zeros(y.shape, y.dtype)
-        return form.start(y, dtype_for(state_dtype, y)) if is_trained(y) else jnp.array(y)
+        return (
+            form.start(y, dtype_for(state_dtype, y)) if is_trained(y) else jnp.array(y)
+        )
 
     return form.node(jax.tree.map(start, params))
 
 
 def encode(z: PyTree, params: PyTree, seeds: PyTree, old: PyTree) -> PyTree:
-    """Stores z in the form and the dtypes of an old one. Integers and leaves without z stay."""
+    """Stores z in the form and the dtypes of an old one. Integers and leaves without z
+    stay.
+    """
     form = form_of(old)
     leaf = lambda y, z, seed, old: old if z is None else form.encode(z, y, seed, old)
-    return form.node(jax.tree.map(leaf, params, z, seeds, tree_of(old), is_leaf=is_none))
+    return form.node(
+        jax.tree.map(leaf, params, z, seeds, tree_of(old), is_leaf=is_none)
+    )
 
 
 def check_stored(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -> None:
     """Raises ValueError unless z has the form and dtypes that a `state_dtype` asks for.
 
-    With None dtypes may be wider, since params may have been cast afterwards. With ANY only arrays
-    that were cast to a dtype which their form never has are refused.
+    With None dtypes may be wider, since params may have been cast afterwards. With ANY
+    only arrays that were cast to a dtype which their form never has are refused.
     """
     form, by_name = form_of(z), by_path(params)
     kind = lambda form: "z itself" if form is ITSELF else f"a `{form.node.__name__}`"
@@ -147,9 +181,14 @@ def check_stored(name: str, z: PyTree, params: PyTree, state_dtype: Any = ANY) -
         if state_dtype is ANY:
             asked, rule = form_for(leaf.dtype), "a `state_dtype` asks for"
             is_complex = jnp.iscomplexobj(leaf)
-            fits = is_complex if jnp.iscomplexobj(y) else form is asked and not is_complex
+            fits = (
+                is_complex if jnp.iscomplexobj(y) else form is asked and not is_complex
+            )
         else:
-            asked, dtype = form_for(state_dtype), jnp.result_type(dtype_for(state_dtype, y))
+            asked, dtype = (
+                form_for(state_dtype),
+                jnp.result_type(dtype_for(state_dtype, y)),
+            )
             is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
             fits = form is asked and (leaf.dtype == dtype or is_wider)
             rule = f"`state_dtype={state_dtype}` asks for, {kind(asked)} in {dtype}"

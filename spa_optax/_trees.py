@@ -18,12 +18,16 @@ def is_array(x: Any) -> bool:
 
 
 def is_trained(x: Any) -> bool:
-    """Whether a leaf is a real or complex floating-point array; other leaves are not trained."""
+    """Whether a leaf is a real or complex floating-point array; other leaves are not
+    trained.
+    """
     return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def map_trained(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """`jax.tree.map` over floating-point leaves that all other trees have too; None elsewhere."""
+    """`jax.tree.map` over floating-point leaves that all other trees have too; None
+    elsewhere.
+    """
     has_all = lambda first, *rest: is_trained(first) and not any(map(is_none, rest))
     leaf = lambda *leaves: function(*leaves) if has_all(*leaves) else None
     return jax.tree.map(leaf, tree, *trees, is_leaf=is_none)
@@ -42,7 +46,9 @@ def scalar_of(value: PyTree) -> Array:
 
 def copy(state: PyTree) -> PyTree:
     """A state that shares no buffer with another, so that both can be donated."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
+    return jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state
+    )
 
 
 def find(state: PyTree, kinds: Any) -> list[Any]:
@@ -56,7 +62,9 @@ def find_one(state: PyTree, name: str, *kinds: Any) -> Any:
     found = next(filter(None, (find(state, kind) for kind in kinds)), [])
     if len(found) != 1:
         names = " or ".join(f"`{kind.__name__}`" for kind in jax.tree.leaves(kinds))
-        raise ValueError(f"`{name}` must hold one {names}, got {len(found) or kinds_of(state)}")
+        raise ValueError(
+            f"`{name}` must hold one {names}, got {len(found) or kinds_of(state)}"
+        )
     return found[0]
 
 
@@ -74,12 +82,18 @@ def kinds_of(state: PyTree) -> str:
 
 
 def check_kind(name: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state is of a type and not cast: in bfloat16 256 + 1 is 256."""
+    """Raises ValueError unless a state is of a type and not cast: in bfloat16 256 + 1
+    is 256.
+    """
     if not isinstance(state, kind):
-        raise ValueError(f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}")
+        raise ValueError(
+            f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}"
+        )
     dtype = scalar_of(state._asdict().get("count", 0)).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"`{name}.count` must be an integer, whatever the params, got {dtype}")
+        raise ValueError(
+            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
+        )
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
@@ -91,14 +105,20 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, by their paths; numbers as arrays."""
     leaves = ((path, leaf) for path, leaf in leaves_with_path(tree) if leaf is not None)
-    return {path: jnp.asarray(leaf) if is_array(leaf) else leaf for path, leaf in leaves}
+    return {
+        path: jnp.asarray(leaf) if is_array(leaf) else leaf for path, leaf in leaves
+    }
 
 
 def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
-    """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a node."""
+    """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a
+    node.
+    """
 
     def cast(leaf: Any, old: Any) -> Any:
-        if not is_array(old) or jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
+        if not is_array(old) or jnp.issubdtype(
+            jnp.result_type(old), jax.dtypes.prng_key
+        ):
             return leaf
         leaf = leaf if jnp.iscomplexobj(old) else jnp.real(leaf)
         return jnp.asarray(leaf, jnp.asarray(old).dtype)
@@ -108,11 +128,17 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
-    """Raises ValueError unless each leaf's path occurs once, and in `params`, with its shape."""
+    """Raises ValueError unless each leaf's path occurs once, and in `params`, with its
+    shape.
+    """
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
     for key, leaf in (item for tree in trees for item in by_path(tree).items()):
         if shapes.pop(key, None) != np.shape(leaf):
-            hint = "; `params` are `nnx.state(model, nnx.Param)`" if key.endswith(".value") else ""
+            hint = (
+                "; `params` are `nnx.state(model, nnx.Param)`"
+                if key.endswith(".value")
+                else ""
+            )
             rule = "leaves of the paths and shapes of `params`, or of some, each once"
             got = f"{np.shape(leaf)} at {key or 'its root'}{hint}"
             raise ValueError(f"`{name}` must have {rule}, got {got}")
@@ -121,20 +147,28 @@ def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
 def check_same_tree(
     name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
 ) -> None:
-    """Raises ValueError, naming what differs, unless two trees agree in structure and shapes.
+    """Raises ValueError, naming what differs, unless two trees agree in structure and
+    shapes.
 
-    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ, as in nnx.
+    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
+    as in nnx.
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
     nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
-    in_both = [p for p, leaf in leaves.items() if leaf is not None and others.get(p) is not None]
+    in_both = [
+        p
+        for p, leaf in leaves.items()
+        if leaf is not None and others.get(p) is not None
+    ]
     rule = "structure"
     if odd := sorted(leaves.keys() ^ others.keys()):
         owner = name if odd[0] in leaves else like_name
         found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
     elif same_nodes and nodes != other_nodes:
         found = _first_difference(nodes, other_nodes)
-    elif odd := [path for path in in_both if np.shape(leaves[path]) != np.shape(others[path])]:
+    elif odd := [
+        path for path in in_both if np.shape(leaves[path]) != np.shape(others[path])
+    ]:
         shapes = f"{np.shape(leaves[odd[0]])} against {np.shape(others[odd[0]])}"
         rule, found = "shapes", f"{shapes} at {odd[0] or 'its root'}"
     else:
@@ -143,7 +177,9 @@ def check_same_tree(
 
 
 def _first_difference(nodes: Any, others: Any) -> str:
-    """The first node that differs between two trees whose leaves have the same paths."""
+    """The first node that differs between two trees whose leaves have the same
+    paths.
+    """
     (kind, kept), (other_kind, other_kept) = nodes.node_data(), others.node_data()
     if kind is not other_kind:
         return f"a {kind.__name__} against a {other_kind.__name__}"
@@ -151,4 +187,6 @@ def _first_difference(nodes: Any, others: Any) -> str:
         for pair in zip(nodes.children(), others.children(), strict=False):
             if pair[0] != pair[1]:
                 return _first_difference(*pair)
-    return f"{reprlib.repr(kept)} against {reprlib.repr(other_kept)} in a {kind.__name__}"
+    return (
+        f"{reprlib.repr(kept)} against {reprlib.repr(other_kept)} in a {kind.__name__}"
+    )

@@ -47,32 +47,59 @@ _REFUSED: list[tuple[Any, str, str]] = [
     (StochasticRoundingState, "round", "pass `rounding_key` instead"),
     (SKIPS_UPDATES, "skip updates", "put it around this"),
     (optax.ApplyEvery, "skip updates", "put `optax.MultiSteps` around this"),
-    (states("ScaleByBacktrackingLinesearch ScaleByZoomLinesearch"), "search", "use it alone"),
+    (
+        states("ScaleByBacktrackingLinesearch ScaleByZoomLinesearch"),
+        "search",
+        "use it alone",
+    ),
     (optax.LookaheadState, "move params back", "average instead"),
-    (getattr(optax.contrib, "MadgradState", ()), "average", "use it alone"),  # not in optax 0.2.5
+    (
+        getattr(optax.contrib, "MadgradState", ()),
+        "average",
+        "use it alone",
+    ),  # not in optax 0.2.5
     (optax.contrib.SAMState, "move params aside", "set `opaque_mode=True`"),
-    (_BY_DISTANCE, "find its rate by how far params went", "it cannot see z: use another base"),
+    (
+        _BY_DISTANCE,
+        "find its rate by how far params went",
+        "it cannot see z: use another base",
+    ),
 ]
-_REFUSED_AT_Y = (_BY_FIRST, "compare params with the first ones", 'set `params_of_base="z"`')
+_REFUSED_AT_Y = (
+    _BY_FIRST,
+    "compare params with the first ones",
+    'set `params_of_base="z"`',
+)
 _OF_PAIRS = (optax.ScaleByLBFGSState, *states("Momo MomoAdam", optax.contrib))
-_REFUSED_AT_Z = (_OF_PAIRS, "relate params to gradients", 'set `params_of_base="params"`')
+_REFUSED_AT_Z = (
+    _OF_PAIRS,
+    "relate params to gradients",
+    'set `params_of_base="params"`',
+)
 
 
 def _refuse(state: PyTree, *refused: tuple[Any, str, str]) -> None:
-    found = ((node, *why) for kinds, *why in refused for node in trees.find(state, kinds))
+    found = (
+        (node, *why) for kinds, *why in refused for node in trees.find(state, kinds)
+    )
     for node, does, instead in found:
         if not is_opaque_sam(node):
-            raise ValueError(f"`base` must not {does}, got a `{type(node).__name__}`: {instead}")
+            raise ValueError(
+                f"`base` must not {does}, got a `{type(node).__name__}`: {instead}"
+            )
 
 
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation in float32 for 16-bit params: in bfloat16 a β₂ of 0.999 would be 1.
+def in_float32(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation in float32 for 16-bit params: in bfloat16 a β₂ of 0.999
+    would be 1.
 
     Args:
       inner: any transformation, such as a direction in a chain before `spa`.
 
-    Returns:
-      A transformation with the state and updates of `inner` for float32 params. Integers stay.
+    Returns: A transformation with the state and updates of `inner` for float32 params.
+      Integers stay.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
@@ -81,20 +108,27 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import in_float32
-      >>> print(in_float32(optax.scale_by_adam()).init(jnp.ones(3, jnp.bfloat16)).nu.dtype)
+      >>> tx, params = in_float32(optax.scale_by_adam()), jnp.ones(3, jnp.bfloat16)
+      >>> print(tx.init(params).nu.dtype)
       float32
     """
     checks.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
-    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         if params is not None:
             trees.check_same_tree("updates", updates, "params", params)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises β₂ to the power of an integer
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax raises β₂ to the power of an integer
             u, state = tx.update(widen(updates), state, widen(params), **extra)
         return trees.fill_none(u, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(widen(params)), update_fn)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(widen(params)), update_fn
+    )
 
 
 def primal_averaging(
@@ -106,46 +140,58 @@ def primal_averaging(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Primal averaging (arXiv:2512.17131) around an optimizer, whose update replaces −η g in `spa`.
+    """Primal averaging (arXiv:2512.17131) around an optimizer, whose update replaces −η
+    g in `spa`.
 
     `base` runs in float32, as in `in_float32`. Wrappers that skip updates go around.
 
-    Args:
-      base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`, `optax.contrib.muon(0.02)`.
-      averaging: c_{k+1} in [0, 1], as for `spa`.
-      interpolation: μ_y in (0, 1], as for `spa`.
-      params_of_base: "params" if `base` sees y_k, "z" if z_k (and so decays it).
-      state_dtype: dtype of z, as for `spa`.
+    Args: base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
+      `optax.contrib.muon(0.02)`. averaging: c_{k+1} in [0, 1], as for `spa`.
+      interpolation: μ_y in (0, 1], as for `spa`. params_of_base: "params" if `base`
+      sees y_k, "z" if z_k (and so decays it). state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
 
-    Returns:
-      A transformation with `base` and `average`, an `SPAState`, in its state. `update` needs
-      `params`, and passes extra arguments on to `base`.
+    Returns: A transformation with `base` and `average`, an `SPAState`, in its state.
+      `update` needs `params`, and passes extra arguments on to `base`.
 
-    Raises:
-      ValueError: if an argument is out of range, or `base` averages, rounds, skips or undoes steps.
+    Raises: ValueError: if an argument is out of range, or `base` averages, rounds,
+      skips or undoes steps.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from spa_optax import eval_params, primal_averaging
-      >>> tx, y = primal_averaging(optax.sgd(2.0), 0.5, interpolation=0.5), jnp.array(10.0)
+      >>> tx = primal_averaging(optax.sgd(2.0), 0.5, interpolation=0.5)
+      >>> y = jnp.array(10.0)
       >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
       >>> y += updates
-      >>> print(state.average.z, eval_params(state, y), y)  # x is halfway to z, y midway
+      >>> # x is halfway to z, y midway
+      >>> print(state.average.z, eval_params(state, y), y)
       6.0 8.0 7.0
     """
     checks.TRANSFORMATION.check(base=base)
     checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    average = spa(1.0, averaging, interpolation, state_dtype=state_dtype, rounding_key=rounding_key)
+    average = spa(
+        1.0,
+        averaging,
+        interpolation,
+        state_dtype=state_dtype,
+        rounding_key=rounding_key,
+    )
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         state = tx.init(params)
-        _refuse(state, *_REFUSED, _REFUSED_AT_Y if params_of_base == "params" else _REFUSED_AT_Z)
+        _refuse(
+            state,
+            *_REFUSED,
+            _REFUSED_AT_Y if params_of_base == "params" else _REFUSED_AT_Z,
+        )
         return PrimalAveragingState(state, average.init(params))  # pyright: ignore[reportArgumentType]
 
-    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         trees.check_kind("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # the step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
@@ -160,11 +206,13 @@ def primal_averaging(
 def stochastic_rounding(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains params of 16 bits or fewer by any optimizer, with no master copy (arXiv:1502.02551).
+    """Trains params of 16 bits or fewer by any optimizer, with no master copy
+    (arXiv:1502.02551).
 
         x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
 
-    `base` runs in float32, as in `in_float32`. Wider params are trained as by `base` alone.
+    `base` runs in float32, as in `in_float32`. Wider params are trained as by `base`
+    alone.
 
     Args:
       base: a finished optimizer, as for `primal_averaging`.
@@ -173,8 +221,8 @@ def stochastic_rounding(
     Returns:
       A transformation with `count` and `base` in its state. `update` needs `params`.
 
-    Raises:
-      ValueError: if an argument is of the wrong kind, the trees differ, or `base` averages.
+    Raises: ValueError: if an argument is of the wrong kind, the trees differ, or `base`
+      averages.
 
     Examples:
       >>> import jax
@@ -183,7 +231,8 @@ def stochastic_rounding(
       >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
       >>> params = jax.numpy.ones(100_000, "bfloat16")
       >>> updates, _ = tx.update(params / -512, tx.init(params), params)
-      >>> print(set(updates.tolist()), f"{(updates > 0).mean():.2f}")  # 1/512 in the mean
+      >>> # 1/512 in the mean
+      >>> print(set(updates.tolist()), f"{(updates > 0).mean():.2f}")
       {0.0, 0.0078125} 0.25
     """
     checks.TRANSFORMATION.check(base=base)
@@ -195,12 +244,16 @@ def stochastic_rounding(
         _refuse(state, _REFUSED[0])
         return StochasticRoundingState(jnp.zeros([], jnp.int32), state)
 
-    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
         trees.check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra)
-        seeds = seeds_like(key, count := jnp.asarray(state.count), u, Stream.PARAMS_AND_Z)
+        seeds = seeds_like(
+            key, count := jnp.asarray(state.count), u, Stream.PARAMS_AND_Z
+        )
 
         def leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None or not trees.is_trained(x):
@@ -208,7 +261,9 @@ def stochastic_rounding(
             return round_update(jnp.asarray(u), jnp.asarray(x), seed)
 
         u = jax.tree.map(leaf, u, params, seeds, is_leaf=trees.is_none)
-        return u, StochasticRoundingState(jnp.asarray(optax.safe_increment(count)), of_base)
+        return u, StochasticRoundingState(
+            jnp.asarray(optax.safe_increment(count)), of_base
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -216,23 +271,26 @@ def stochastic_rounding(
 def float8_momentum(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the momentum of Optax's optimizers in 8 bits, float8_e4m3fn (as in arXiv:2110.02861).
+    """Stores the momentum of Optax's optimizers in 8 bits, float8_e4m3fn (as in
+    arXiv:2110.02861).
 
         m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
 
-    s is a power of two for each array, with which max |q| is from 224 to 448. Under Adam, m / √ν is
-    stored. With bfloat16 params put this into `stochastic_rounding` or `primal_averaging`.
+    s is a power of two for each array, with which max |q| is from 224 to 448. Under
+    Adam, m / √ν is stored. With bfloat16 params put this into `stochastic_rounding` or
+    `primal_averaging`.
 
-    Args:
-      base: an optimizer with the momentum of Optax's SGD, Adam, Lion, Muon or Adafactor, or its
+    Args: base: an optimizer with the momentum of Optax's SGD, Adam, Lion, Muon or
+      Adafactor, or its
         `ema`. Put `diagnostics.track_momentum` directly around it.
-      key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may have the same.
+      key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may
+        have the same.
 
-    Returns:
-      A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in its state.
+    Returns: A transformation with `count`, `base` (whose momentum is q) and `scales`
+      (s) in its state.
 
-    Raises:
-      ValueError: unless `base` holds such momentum, real and below 64 bits, and does not average.
+    Raises: ValueError: unless `base` holds such momentum, real and below 64 bits, and
+      does not average.
 
     Examples:
       >>> import jax
@@ -252,7 +310,9 @@ def float8_momentum(
         arrays = jax.tree.map(jnp.divide, *_momentum_and_units(of_base))
         scales = list(map(_scale, arrays))
         seeds = seeds_like(key, count, arrays, Stream.MOMENTUM)
-        q = jax.tree.map(lambda m, s, seed: rounded(m / s, _FLOAT8, seed), arrays, scales, seeds)
+        q = jax.tree.map(
+            lambda m, s, seed: rounded(m / s, _FLOAT8, seed), arrays, scales, seeds
+        )
         of_base = _with_momentum(of_base, q)
         return Float8MomentumState(count, of_base, jnp.array(scales, jnp.float32))
 
@@ -261,25 +321,35 @@ def float8_momentum(
         _refuse(of_base, _REFUSED[0])
         if not trees.find(of_base, tuple(MOMENTUM)):
             names = ", ".join(kind.__name__ for kind in MOMENTUM)
-            raise ValueError(f"`base` must hold one of {names}, got {trees.kinds_of(of_base)}")
+            raise ValueError(
+                f"`base` must hold one of {names}, got {trees.kinds_of(of_base)}"
+            )
         return pack(of_base, jnp.zeros([], jnp.int32))
 
-    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         trees.check_kind("state", state, Float8MomentumState)
         q, units = _momentum_and_units(state.base)
         m = jax.tree.map(lambda q, s, unit: q * s * unit, q, list(state.scales), units)
         u, of_base = tx.update(updates, _with_momentum(state.base, m), params, **extra)
         inputs = (updates,) if params is None else (updates, params)
         cast = lambda u, *of: u.astype(jnp.result_type(*of))
-        with jax.numpy_dtype_promotion("standard"):  # as from a momentum in the params' dtype
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # as from a momentum in the params' dtype
             u = trees.fill_none(trees.map_trained(cast, u, *inputs), u)
-        return u, pack(of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count))))
+        return u, pack(
+            of_base, jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
-    """The arrays of momentum in float32, and the unit of each: √ν under Adam, else 1."""
+    """The arrays of momentum in float32, and the unit of each: √ν under Adam, else
+    1.
+    """
     arrays, units = [], []
     for node in trees.find(state, tuple(MOMENTUM)):
         arrays += map(jnp.asarray, jax.tree.leaves(getattr(node, MOMENTUM[type(node)])))
@@ -288,14 +358,20 @@ def _momentum_and_units(state: PyTree) -> tuple[list[Array], list[Array]]:
         units += [jnp.ones([], jnp.float32)] * (len(arrays) - len(units))
     for m in arrays:
         if jnp.iscomplexobj(m) or m.itemsize > 4:
-            raise ValueError(f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}")
+            raise ValueError(
+                f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
+            )
     return [m.astype(jnp.float32) for m in arrays], units
 
 
 def _root(nu: Array) -> Array:
-    """√ν in float32, neither 0 nor inf, so that m stays finite. A ν that underflows is not 0."""
+    """√ν in float32, neither 0 nor inf, so that m stays finite. A ν that underflows is
+    not 0.
+    """
     wide, least = jnp.finfo(jnp.float32), float(jnp.finfo(nu.dtype).tiny)
-    return jnp.sqrt(jnp.clip(nu.astype(jnp.float32), max(least, float(wide.tiny)), wide.max))
+    return jnp.sqrt(
+        jnp.clip(nu.astype(jnp.float32), max(least, float(wide.tiny)), wide.max)
+    )
 
 
 def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
@@ -304,7 +380,9 @@ def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
 
     def new(node: Any) -> Any:
         field = MOMENTUM[type(node)]
-        return node._replace(**{field: jax.tree.map(lambda _: next(rest), getattr(node, field))})
+        return node._replace(
+            **{field: jax.tree.map(lambda _: next(rest), getattr(node, field))}
+        )
 
     return trees.replace(state, tuple(MOMENTUM), new)
 
@@ -312,5 +390,7 @@ def _with_momentum(state: PyTree, arrays: Iterable[Array]) -> PyTree:
 def _scale(m: Array) -> Float[Array, ""]:
     """The smallest power of two s with which |m| / s fits into float8."""
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
-    least = jnp.maximum(largest / float(jnp.finfo(_FLOAT8).max), jnp.finfo(m.dtype).tiny)
+    least = jnp.maximum(
+        largest / float(jnp.finfo(_FLOAT8).max), jnp.finfo(m.dtype).tiny
+    )
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from xla_flags import with_ours
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit them
-    os.environ["XLA_FLAGS"] = with_ours(os.environ.get("XLA_FLAGS", ""))  # before jax is imported
+    os.environ["XLA_FLAGS"] = with_ours(
+        os.environ.get("XLA_FLAGS", "")
+    )  # before jax is imported
 os.environ.setdefault("MPLBACKEND", "agg")
 # What takes a second to compile is compiled once, by whichever process comes first.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -32,9 +34,17 @@ def standard_promotion() -> Iterator[None]:
 
 @functools.cache
 def compiles_float16() -> bool:
-    if jax.__version_info__ < (0, 7):  # XLA aborts where it can't, so in a process of its own
+    if jax.__version_info__ < (
+        0,
+        7,
+    ):  # XLA aborts where it can't, so in a process of its own
         program = "import jax; jax.jit(lambda x: x.astype(jax.numpy.float16))(1.0)"
-        return subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
+        return (
+            subprocess.run(
+                [sys.executable, "-c", program], capture_output=True
+            ).returncode
+            == 0
+        )
     try:
         jax.jit(lambda x: x.astype(jax.numpy.float16))(1.0)
     except jax.errors.JaxRuntimeError:

@@ -1,4 +1,5 @@
-"""What several test files share: a real convex problem, oracles, and hyper-parameters that hurt."""
+"""What several test files share: a real convex problem, oracles, and hyper-parameters
+that hurt."""
 
 import contextlib
 import functools
@@ -21,7 +22,8 @@ from sklearn.datasets import load_digits
 from spa_optax import SPAState, _storage
 from spa_optax._trees import map_trained
 
-# As parameters of a test: without float16 instructions XLA's CPU compiler may lack them.
+# As parameters of a test: without float16 instructions XLA's CPU compiler may lack
+# them.
 FLOAT16, *FLOAT8 = (
     pytest.param(dtype, marks=pytest.mark.float16)
     for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -31,21 +33,27 @@ long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Names: one for each way through the code; the others are slow, for they are many."""
+    """Names: one for each way through the code; the others are slow, for they are
+    many."""
     return [(pytest.param if name in chosen else slow)(name) for name in names]
 
 
 # For long runs: these tests compile without optimization, which is no gain there.
-optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+optimized = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 3}
+)
 NUM_STEPS = 2_000
 MEAN = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
 BATCH = 64
 # In compiled programs.
-COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all")
+COLLECTIVE = re.compile(
+    r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+)
 
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the package as users have it, without the type checker of these tests."""
+    """A function of the package as users have it, without the type checker of these
+    tests."""
     return inspect.unwrap(function)
 
 
@@ -79,13 +87,15 @@ def x64(enabled: bool = True) -> Iterator[None]:
 
 
 def sgdm(learning_rate: Any, momentum: Any, nesterov: bool = False) -> Any:
-    """The oracle: optax's own SGD with momentum, with schedules for both hyper-parameters."""
+    """The oracle: optax's own SGD with momentum, with schedules for both
+    hyper-parameters."""
     factory = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
     return factory(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov)
 
 
 def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
-    """The params and the state after an update for each gradient, from a state or from `init`."""
+    """The params and the state after an update for each gradient, from a state or from
+    `init`."""
     state = tx.init(params) if state is None else state
     update = jax.jit(tx.update)  # once: a method of optax's would be traced again
     # A parameter without an update stays.
@@ -97,9 +107,14 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any,
 
 
 def trained(
-    tx: Any, gradient: Callable[..., PyTree], params: PyTree, items: Any, state: Any = None
+    tx: Any,
+    gradient: Callable[..., PyTree],
+    params: PyTree,
+    items: Any,
+    state: Any = None,
 ) -> tuple[Any, Any]:
-    """The params and the state after a step of gradient(params, item) for each item of an array."""
+    """The params and the state after a step of gradient(params, item) for each item of
+    an array."""
 
     def step(carry: Any, item: Any) -> Any:
         params, state = carry
@@ -125,7 +140,8 @@ def z_of(state: Any, params: Any) -> Any:
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Real handwritten digits with a bias column, float64 (1797, 65), and one-hot labels."""
+    """Real handwritten digits with a bias column, float64 (1797, 65), and one-hot
+    labels."""
     images, labels = load_digits(return_X_y=True)
     return np.hstack([images / 16, np.ones((len(images), 1))]), np.eye(10)[labels]
 
@@ -133,7 +149,9 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def batches(num_steps: int = NUM_STEPS) -> np.ndarray:
     """The minibatches of a run: indices (num_steps, BATCH)."""
-    return np.random.default_rng(0).integers(0, len(digits()[0]), (num_steps, BATCH), np.int32)
+    return np.random.default_rng(0).integers(
+        0, len(digits()[0]), (num_steps, BATCH), np.int32
+    )
 
 
 def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
@@ -147,8 +165,11 @@ def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
     return loss
 
 
-def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tuple[Any, Any]:
-    """The params and what is evaluated, after each of `num_steps` steps of a convex problem."""
+def trajectory(
+    tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300
+) -> tuple[Any, Any]:
+    """The params and what is evaluated, after each of `num_steps` steps of a convex
+    problem."""
     loss = logistic_regression(dtype)
 
     def step(carry: Any, batch: Any) -> Any:
@@ -159,7 +180,9 @@ def trajectory(tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300) -> tupl
         return (params, state), (params, evaluate(state, params))
 
     params = jnp.full((65, 10), 0.1, dtype)
-    return optimized(lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1])()
+    return optimized(
+        lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1]
+    )()
 
 
 def compiled_step(tx: Any, params: Any) -> Any:
@@ -169,23 +192,35 @@ def compiled_step(tx: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params).compile()
+    return (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(params, tx.init(params), params)
+        .compile()
+    )
 
 
 def relative_difference(x: PyTree, reference: PyTree) -> float:
-    """The L2 norm of the difference over that of the reference, worked out in float64."""
+    """The L2 norm of the difference over that of the reference, worked out in
+    float64."""
     x, reference = (
-        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        np.concatenate(
+            [np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)]
+        )
         for tree in (x, reference)
     )
     return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
 
 
 def rounding_noise(ulps: float = 1.0) -> optax.GradientTransformation:
-    """For the end of a chain: moves every parameter by some `ulps` of it, at random, every step."""
+    """For the end of a chain: moves every parameter by some `ulps` of it, at random,
+    every step."""
 
-    def update(updates: PyTree, count: Array, params: Any = None) -> tuple[PyTree, Array]:
-        noise = optax.tree.random_like(jax.random.fold_in(jax.random.key(0), count), params)
+    def update(
+        updates: PyTree, count: Array, params: Any = None
+    ) -> tuple[PyTree, Array]:
+        noise = optax.tree.random_like(
+            jax.random.fold_in(jax.random.key(0), count), params
+        )
         nudge = lambda u, n, p: u + ulps * float(jnp.finfo(p.dtype).eps) * n * p
         return jax.tree.map(nudge, updates, noise, params), count + 1
 
@@ -193,21 +228,28 @@ def rounding_noise(ulps: float = 1.0) -> optax.GradientTransformation:
 
 
 def assert_apart_by_rounding(
-    x: PyTree, reference: PyTree, noisy: PyTree, *, multiple: float = 10.0, at_most: float
+    x: PyTree,
+    reference: PyTree,
+    noisy: PyTree,
+    *,
+    multiple: float = 10.0,
+    at_most: float,
 ) -> None:
-    """Two ways to compute one run differ by `multiple` times what noise does to it, or less.
+    """Two ways to compute one run differ by `multiple` times what noise does to it, or
+    less.
 
-    Networks amplify rounding, and how much depends on the processor. So the growth is measured:
-    `noisy` is the reference with `rounding_noise`. `at_most` limits the tolerance itself, so that
-    a run in which noise grows without bound does not pass for a comparison.
-    """
+    Networks amplify rounding, and how much depends on the processor. So the growth is
+    measured: `noisy` is the reference with `rounding_noise`. `at_most` limits the
+    tolerance itself, so that a run in which noise grows without bound does not pass for
+    a comparison."""
     tolerance = multiple * relative_difference(noisy, reference)
     assert 0 < tolerance < at_most
     assert relative_difference(x, reference) < tolerance
 
 
 def lenient(schedule: optax.Schedule) -> optax.Schedule:
-    """Optax's schedules, which the strict promotion of these tests is too strict for."""
+    """Optax's schedules, which the strict promotion of these tests is too strict
+    for."""
 
     def evaluate(count: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -217,30 +259,41 @@ def lenient(schedule: optax.Schedule) -> optax.Schedule:
 
 
 def table(values: Any) -> Callable[[Any], Array]:
-    """A schedule that reads its values from an array; its last value goes on for ever."""
+    """A schedule that reads its values from an array; its last value goes on for
+    ever."""
     return lambda count: jnp.asarray(values)[jnp.minimum(count, len(values) - 1)]
 
 
-def evaluated(schedule: optax.Schedule, num_steps: int = NUM_STEPS) -> Callable[[Any], Array]:
+def evaluated(
+    schedule: optax.Schedule, num_steps: int = NUM_STEPS
+) -> Callable[[Any], Array]:
     """A schedule of Optax, evaluated once and for all.
 
-    It computes in float32. Compiled into two transforms that a test compares, it may be rounded
-    differently in each, and a network amplifies that.
-    """
-    return table(np.asarray(jax.vmap(lenient(schedule))(jnp.arange(num_steps + 1)), np.float64))
+    It computes in float32. Compiled into two transforms that a test compares, it may be
+    rounded differently in each, and a network amplifies that."""
+    return table(
+        np.asarray(jax.vmap(lenient(schedule))(jnp.arange(num_steps + 1)), np.float64)
+    )
 
 
 WARMUP_COSINE = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))
 
 
-# Learning rates and momenta as functions of an array of counts. Past NUM_STEPS they are out of use.
+# Learning rates and momenta as functions of an array of counts. Past NUM_STEPS they are
+# out of use.
 RATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "constant": lambda k: np.full(len(k), 0.1),
-    "warm-up from 0, cosine to 0": lambda k: np.asarray(jax.vmap(WARMUP_COSINE)(jnp.asarray(k))),
+    "warm-up from 0, cosine to 0": lambda k: np.asarray(
+        jax.vmap(WARMUP_COSINE)(jnp.asarray(k))
+    ),
     "gap of 0": lambda k: np.where((k >= 500) & (k < 800), 0.0, 0.2),
     "drop by 100": lambda k: np.where(k < 700, 0.3, 0.003),
-    "random over 3 decades": lambda k: 10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k)),
-    "NaN past its end": lambda k: 0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan)),
+    "random over 3 decades": lambda k: (
+        10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
+    ),
+    "NaN past its end": lambda k: (
+        0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan))
+    ),
     "negative past its end": lambda k: 0.3 * (1 - k / NUM_STEPS),
     "cosine with warm restarts": lambda k: 0.15 * (1 + np.cos(np.pi * (k % 400) / 400)),
 }

@@ -30,8 +30,11 @@ KEY = jax.random.key(0)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_temporary_of_parameter_size(dtype: Any) -> None:
-    """(Below μ_y = 1 there is, on CPU: the direction, which z and y need. So has Schedule-Free.)"""
-    compiled = compiled_step(spa_adamw(0.1), [jnp.ones((64, 64, 3, 3), dtype) for _ in range(4)])
+    """(Below μ_y = 1 there is, on CPU: the direction, which z and y need. So has
+    Schedule-Free.)"""
+    compiled = compiled_step(
+        spa_adamw(0.1), [jnp.ones((64, 64, 3, 3), dtype) for _ in range(4)]
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 4_000
 
 
@@ -41,21 +44,27 @@ def test_without_averaging_it_is_optax_adamw_without_first_moment() -> None:
     with x64():
         expected, _ = trajectory(optax.adamw(0.01, b1=0, **ADAMW), itself, jnp.float64)
         for alias in ALIASES.values():
-            _, x = trajectory(alias(0.01, averaging=1.0, **ADAMW), eval_params, jnp.float64)
+            _, x = trajectory(
+                alias(0.01, averaging=1.0, **ADAMW), eval_params, jnp.float64
+            )
             np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
 
 @both_aliases
 @pytest.mark.parametrize("second_moment", ["full", "bfloat16", "factored"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_an_alias_is_a_chain_of_the_pieces(alias: Any, second_moment: str, dtype: Any) -> None:
+def test_an_alias_is_a_chain_of_the_pieces(
+    alias: Any, second_moment: str, dtype: Any
+) -> None:
     """To the bit, state and all, as the docstring writes it."""
     params = {"w": jnp.linspace(-1, 1, 130 * 140).reshape(130, 140), "b": jnp.ones(3)}
     params, mask = optax.tree.cast(params, dtype), {"w": True, "b": False}
     grads = jax.tree.map(jnp.cos, params)
     direction = {
         "full": scale_by_second_moment(0.98, 1e-6),
-        "bfloat16": scale_by_second_moment(0.98, 1e-6, dtype=jnp.bfloat16, rounding_key=KEY),
+        "bfloat16": scale_by_second_moment(
+            0.98, 1e-6, dtype=jnp.bfloat16, rounding_key=KEY
+        ),
         "factored": scale_by_factored_second_moment(0.98, 1e-6),
     }[second_moment]
     key = KEY if second_moment == "bfloat16" else None
@@ -63,24 +72,33 @@ def test_an_alias_is_a_chain_of_the_pieces(alias: Any, second_moment: str, dtype
     pieces = optax.chain(direction, optax.add_decayed_weights(0.1, mask))
     expected = run(optax.chain(in_float32(pieces), average), params, [grads] * 3)
     full = functools.partial(alias, 0.1, averaging=0.2, mask=mask, **ADAMW)
-    found = run(full(second_moment=second_moment, rounding_key=key), params, [grads] * 3)
+    found = run(
+        full(second_moment=second_moment, rounding_key=key), params, [grads] * 3
+    )
     chex.assert_trees_all_equal(found, expected)
     # In less memory ν is another.
     if second_moment != "full":
-        assert not np.array_equal(found[0]["w"], run(full(), params, [grads] * 3)[0]["w"])
+        assert not np.array_equal(
+            found[0]["w"], run(full(), params, [grads] * 3)[0]["w"]
+        )
 
 
 @both_aliases
 def test_masks(alias: Any) -> None:
-    """A tree of booleans, a function, and an Equinox module of booleans, which is callable."""
-    model = equinox.filter(equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), equinox.is_array)
+    """A tree of booleans, a function, and an Equinox module of booleans, which is
+    callable."""
+    model = equinox.filter(
+        equinox.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), equinox.is_array
+    )
     mask = jax.tree.map(lambda x: x.ndim > 1, model)
     assert callable(mask)
     leaves = jax.tree.leaves(model)
     for params, given in ((model, mask), (leaves, lambda ps: [p.ndim > 1 for p in ps])):
         zeros = jax.tree.map(jnp.zeros_like, params)
         after, _ = run(alias(0.1, weight_decay=0.5, mask=given), params, [zeros])
-        moved = jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.any(x != y)), params, after))
+        moved = jax.tree.leaves(
+            jax.tree.map(lambda x, y: bool(jnp.any(x != y)), params, after)
+        )
         assert moved == jax.tree.leaves(mask)
 
 
@@ -97,17 +115,22 @@ BYTES = {
 def test_bytes_a_parameter(alias: Any, expected: int) -> None:
     params = {"w": jnp.zeros((1_000, 1_000), jnp.bfloat16)}
     state = jax.eval_shape(alias(0.1, **BYTES[expected], rounding_key=KEY).init, params)
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
+    num_bytes = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
+    )
     assert expected <= num_bytes / 1e6 < expected + 0.01
 
 
 @pytest.mark.parametrize("mu_y", [1.0, 0.9])
 def test_decay_of_z(mu_y: float) -> None:
-    """It is z_0 that decays first: params replaced after `init`, or the master copy of narrow ones.
+    """It is z_0 that decays first: params replaced after `init`, or the master copy of
+    narrow ones.
 
     x goes half of the way to z, and y is at μ_y x + (1 − μ_y) z.
     """
-    base = optax.chain(scale_by_second_moment(), optax.add_decayed_weights(0.5), optax.scale(-0.1))
+    base = optax.chain(
+        scale_by_second_moment(), optax.add_decayed_weights(0.5), optax.scale(-0.1)
+    )
     tx = primal_averaging(base, 0.5, mu_y, params_of_base="z")
     master = {"w": jnp.array([1.001, 2.003]), "integers": jnp.arange(2)}
     zeros = jax.tree.map(jnp.zeros_like, master)
@@ -119,4 +142,6 @@ def test_decay_of_z(mu_y: float) -> None:
     state = tx.init(master)
     for factor in (0.95, 0.95**2):
         _, state = tx.update(jax.tree.map(jnp.zeros_like, narrow), state, narrow)
-        np.testing.assert_allclose(state.average.z["w"], factor * master["w"], rtol=1e-6)
+        np.testing.assert_allclose(
+            state.average.z["w"], factor * master["w"], rtol=1e-6
+        )

@@ -54,7 +54,12 @@ def test_arrays_are_what_they_say() -> None:
         schedules = table(jnp.asarray(etas)), table(jnp.asarray(cs))
         audit = theory.audit(*schedules, 40, smoothness=3.0)
         alpha, beta = values(spa_optax.hyperparams_to_sgdm(*schedules), np.arange(40))
-        known: Any = {"eta": etas[k], "eta_prev": etas[k - 1], "c": cs[k - 1], "smoothness": 3.0}
+        known: Any = {
+            "eta": etas[k],
+            "eta_prev": etas[k - 1],
+            "c": cs[k - 1],
+            "smoothness": 3.0,
+        }
         of_x, of_z = theory.remainder(*np.eye(2)[:, :, None], c_prev=cs[k - 2], **known)
         expected = {
             "eta": etas[k],
@@ -75,12 +80,17 @@ def test_arrays_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
 def test_recipes_of_sgdm(momentum: float) -> None:
-    """The backward recursion over all steps is the look-ahead at each; `audit_sgdm` is the same."""
-    schedule = lambda k: jnp.where(k < 10, k.astype(float) / 100, 0.1 * 0.99 ** k.astype(float))
+    """The backward recursion over all steps is the look-ahead at each; `audit_sgdm` is
+    the same."""
+    schedule = lambda k: jnp.where(
+        k < 10, k.astype(float) / 100, 0.1 * 0.99 ** k.astype(float)
+    )
     with x64():
         hyperparams = hyperparams_from_sgdm(schedule, momentum)
         audit = theory.audit(*hyperparams, 60, smoothness=5.0)
-        np.testing.assert_allclose(audit[:2], values(hyperparams, np.arange(60)), rtol=1e-7)
+        np.testing.assert_allclose(
+            audit[:2], values(hyperparams, np.arange(60)), rtol=1e-7
+        )
         np.testing.assert_allclose(audit.beta, momentum)
         again = theory.audit_sgdm(schedule, momentum, 60, smoothness=5.0)
         for value, same in zip(audit, again, strict=True):
@@ -96,10 +106,14 @@ def test_nesterov_momentum() -> None:
         tx, x = spa_from_sgdm(rate, 0.9, nesterov=True), jnp.ones(1)
         step = lambda state, _: (new := tx.update(x, state, x)[1], (new.eta, new.c))
         eta, c = jax.lax.scan(step, tx.init(x), None, 100)[1]
-    np.testing.assert_allclose((found.eta[:-1], found.c[:-1]), (eta[:-1], c[:-1]), rtol=1e-4)
+    np.testing.assert_allclose(
+        (found.eta[:-1], found.c[:-1]), (eta[:-1], c[:-1]), rtol=1e-4
+    )
     assert verdict(found).startswith("Nothing to change")
     without = theory.audit_sgdm(0.1, 0.0, 10, nesterov=True)
-    np.testing.assert_allclose((without.eta, without.c), [[0.1] * 10, [1.0] * 10], rtol=1e-6)
+    np.testing.assert_allclose(
+        (without.eta, without.c), [[0.1] * 10, [1.0] * 10], rtol=1e-6
+    )
 
 
 def test_breaches_of_figure_1() -> None:
@@ -116,7 +130,9 @@ def test_breaches_of_figure_1() -> None:
     np.testing.assert_array_equal(audit.remainder_x, 0)
     assert not steps_of(audit, FIRST)
     # η falling by 10 where 1.06 is allowed; above the limit for constants, and at it.
-    audit = theory.audit(*stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1)
+    audit = theory.audit(
+        *stagewise(1.0, 0.1, [20], averaging_rule="constant"), 100, smoothness=0.1
+    )
     assert (steps_of(audit, WEIGHT), steps_of(audit, LIMIT)) == ([20], [])
     audit = theory.audit(1.0, 0.1, 10, smoothness=1.0)
     assert steps_of(audit, WEIGHT) == steps_of(audit, LIMIT) == list(range(10))
@@ -137,10 +153,17 @@ def test_breaches_of_figure_1() -> None:
         (theory.audit_sgdm, (0.1, step_at(97, 0.9, -0.5)), 97, 2),
         # The look-ahead counts what lies past the end of a schedule as 0.
         (theory.audit_sgdm, (line((0, 0.1), (121, -0.1)), 0.9), 61, 38),
-        (theory.audit_sgdm, (lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 60.5), 0.9), 61, 38),
+        (
+            theory.audit_sgdm,
+            (lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 60.5), 0.9),
+            61,
+            38,
+        ),
     ],
 )
-def test_nan_and_out_of_range(make: Any, hyperparams: Any, first: int, others: int) -> None:
+def test_nan_and_out_of_range(
+    make: Any, hyperparams: Any, first: int, others: int
+) -> None:
     audit = make(*hyperparams, 100, smoothness=1.0)
     assert [(f.kind, f.steps[0], len(f.steps) - 1) for f in audit.findings()] == [
         ("range", first, others)
@@ -152,16 +175,23 @@ def test_nan_and_out_of_range(make: Any, hyperparams: Any, first: int, others: i
         np.testing.assert_allclose(audit[:2], values(recipe, np.arange(100)), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("averaging", "num_steps"), [(0.0033, 300), (0.0033, 1_000), (0.05, 80)])
+@pytest.mark.parametrize(
+    ("averaging", "num_steps"), [(0.0033, 300), (0.0033, 1_000), (0.05, 80)]
+)
 def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     """x_n holds x_0 with the weight that a gradient of 0 at x_0 = 1, z = 0 leaves."""
-    weight, report = (1 - averaging) ** num_steps, theory.audit(1.0, averaging, num_steps).report()
+    weight, report = (
+        (1 - averaging) ** num_steps,
+        theory.audit(1.0, averaging, num_steps).report(),
+    )
     assert f"x ends with {100 * weight:.2g} % of x_0." in report
     enough = float(report.split("constant c of ")[1].split()[0])
     assert 0.003 < (1 - enough) ** num_steps < 0.01
     for c in (enough, spa_optax.schedule_free_averaging(1.0)):
         assert "average" not in kinds(theory.audit(1.0, c, num_steps))
-    assert "average" in kinds(theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps))
+    assert "average" in kinds(
+        theory.audit_sgdm(1.0, lambda k: 1 - averaging, num_steps)
+    )
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -177,7 +207,10 @@ def test_bad_input() -> None:
     of_smoothness = lambda value: lambda: loose(1.0, 0.1, 9, smoothness=value)
     for call, name in (
         *((lambda n=n: loose(1.0, 0.1, n), "num_steps") for n in (0, 2.5)),
-        *((of_smoothness(value), "smoothness") for value in (0.0, np.nan, "a", np.ones(2), True)),
+        *(
+            (of_smoothness(value), "smoothness")
+            for value in (0.0, np.nan, "a", np.ones(2), True)
+        ),
         (nesterov, "smoothness"),
         (lambda: audit(-1.0, 0.1, 9), "learning_rate"),
         (lambda: audit(1.0, 1.1, 9), "averaging"),
@@ -191,8 +224,12 @@ def test_bad_input() -> None:
 
 
 def test_schedules_say_which_recipe_they_were_made_from() -> None:
-    """The audit uses the recipe of both schedules if it is one, and the schedules otherwise."""
-    rates = [lambda k: 0.1 / (k + 1).astype(float), lambda k: 0.2 / (k + 1).astype(float)]
+    """The audit uses the recipe of both schedules if it is one, and the schedules
+    otherwise."""
+    rates = [
+        lambda k: 0.1 / (k + 1).astype(float),
+        lambda k: 0.2 / (k + 1).astype(float),
+    ]
     one, other = (hyperparams_from_sgdm(rate, 0.5) for rate in rates)
     assert [h.sgdm for h in one] == [SGDMHyperparams(rates[0], 0.5)] * 2
     assert theory.audit(*one, 3).beta[0] == 0.5
@@ -211,14 +248,22 @@ RECIPES: dict[str, Any] = {
     "one-cycle, momentum the other way round": optax.cosine_onecycle_schedule(N, 0.1),
     "linear decay": optax.linear_schedule(0.1, 0.0, N),
     "warm-up, stable, decay": line((0, 0), (500, 0.1), (8_000, 0.1), (N, 0)),
-    "inverse square root": lambda k: 0.1 * jnp.minimum((k + 1) / 500, jnp.sqrt(500 / (k + 1))),
-    "cosine with restarts": lambda k: 0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500)),
+    "inverse square root": lambda k: (
+        0.1 * jnp.minimum((k + 1) / 500, jnp.sqrt(500 / (k + 1)))
+    ),
+    "cosine with restarts": lambda k: (
+        0.05 * (1 + jnp.cos(jnp.pi * (k % 2_500) / 2_500))
+    ),
     "halved on a plateau": lambda k: 0.1 * 0.5 ** (k // 1_500).astype(float),
     "triangle, as airbench": line((0, 0.02), (2_000, 0.1), (N, 0.007)),
-    "cosine to a tenth, as GPT-3": optax.warmup_cosine_decay_schedule(0.0, 6e-4, 375, 9_000, 6e-5),
+    "cosine to a tenth, as GPT-3": optax.warmup_cosine_decay_schedule(
+        0.0, 6e-4, 375, 9_000, 6e-5
+    ),
 }
 MOMENTA = {  # of the others 0.9
-    "one-cycle, momentum the other way round": line((0, 0.95), (3_000, 0.85), (N, 0.95)),
+    "one-cycle, momentum the other way round": line(
+        (0, 0.95), (3_000, 0.85), (N, 0.95)
+    ),
     "triangle, as airbench": 0.85,
 }
 JUMPS = {  # of the others neither α nor α/(1 − β) jumps
@@ -238,7 +283,9 @@ def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("c", [0.0125, 0.05, 0.1])
-@pytest.mark.parametrize("name", ["linear decay", "warm-up and cosine", "warm-up, stable, decay"])
+@pytest.mark.parametrize(
+    "name", ["linear decay", "warm-up and cosine", "warm-up, stable, decay"]
+)
 def test_the_verdict_on_lr_decay_at_a_constant_averaging(name: str, c: float) -> None:
     """In the end η falls by more than c per step, and β is over 1."""
     with jax.numpy_dtype_promotion("standard"):
@@ -256,10 +303,16 @@ def test_the_remedy_helps() -> None:
     } | {"hold": functools.partial(momentum_drop, 10.0, 0.1, 200, hold="alpha")}
     for name, schedule in schedules.items():
         abrupt = theory.audit(*schedule(), 400)
-        expected = {"scale": ["spike"], "balance": ["beta", "spike"]}.get(name, ["beta"])
+        expected = {"scale": ["spike"], "balance": ["beta", "spike"]}.get(
+            name, ["beta"]
+        )
         assert needs_change(abrupt) == expected
-        assert "Let η fall by less than c per step (the `step_factor`" in verdict(abrupt)
-        assert not needs_change(theory.audit(*schedule(step_factor=1 / (1 - 0.099)), 400))
+        assert "Let η fall by less than c per step (the `step_factor`" in verdict(
+            abrupt
+        )
+        assert not needs_change(
+            theory.audit(*schedule(step_factor=1 / (1 - 0.099)), 400)
+        )
     assert not needs_change(theory.audit_sgdm(step_at(200, 0.1, 0.01), 0.9, 400))
     # To change c a step earlier makes the spike two steps long.
     eta, c = stagewise(10.0, 0.1, [200])
@@ -269,7 +322,9 @@ def test_the_remedy_helps() -> None:
 
 
 def test_the_reports_of_the_docs() -> None:
-    docs = (Path(__file__).parent.parent / "docs/schedules.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parent.parent / "docs/schedules.md").read_text(
+        encoding="utf-8"
+    )
     for audit in (
         theory.audit(*stagewise(10.0, 0.1, [200]), 400),
         theory.audit(step_at(200, 1.0, 0.1), 0.1, 400),
@@ -283,7 +338,10 @@ def test_the_reports_of_the_docs() -> None:
 PAIRS: dict[str, tuple[Any, Any]] = {
     "α": (theory.audit_sgdm, lambda f: ((0.1 / f, 0.9), (0.1, 0.9))),
     "β": (theory.audit_sgdm, lambda f: ((0.1, 0.5), (0.1, 1 - 0.5 / f))),
-    "α/(1 − β)": (theory.audit_sgdm, lambda f: ((0.1, 0.5), (0.1 * f**0.5, 1 - 0.5 / f**0.5))),
+    "α/(1 − β)": (
+        theory.audit_sgdm,
+        lambda f: ((0.1, 0.5), (0.1 * f**0.5, 1 - 0.5 / f**0.5)),
+    ),
     "η": (theory.audit, lambda f: ((0.1 / f, 0.1), (0.1, 0.1))),
     "c": (theory.audit, lambda f: ((0.1, 0.5 / f), (0.1, 0.5))),
 }
@@ -296,19 +354,26 @@ def test_every_jump_is_found(of: str, factor: float) -> None:
     make, pairs = PAIRS[of]
     for start, sign in itertools.product((1, 50, 99), (1, -1)):
         before, after = pairs(factor)[::sign]
-        audit = make(*(step_at(start, *of) for of in zip(before, after, strict=True)), 100)
+        audit = make(
+            *(step_at(start, *of) for of in zip(before, after, strict=True)), 100
+        )
         found = [finding for finding in audit.findings() if finding.kind != "average"]
         falls = ["beta", "drop"] if of == "η" else ["drop"]  # at a constant c
         expected = ["rise"] if sign > 0 else falls
-        assert [finding.kind for finding in found if finding.steps == [start]] == expected
+        assert [
+            finding.kind for finding in found if finding.steps == [start]
+        ] == expected
         nothing = verdict(audit).startswith("Nothing to change")
         assert nothing == (expected == ["drop"] and found == audit.findings())
 
 
 @pytest.mark.slow
 def test_jumps_ramps_and_spikes_of_recipes() -> None:
-    jumps = lambda rate: bool(set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"})
-    # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny rates.
+    jumps = lambda rate: bool(
+        set(kinds(theory.audit_sgdm(rate, 0.9, 100))) & {"rise", "drop"}
+    )
+    # A ramp over five steps or more is no jump, nor is a small change, nor one of tiny
+    # rates.
     for length, low, high in itertools.product((4, 5, 30), (0, 0.1), (0, 0.1)):
         ramp = line((0, low), (10, low), (10 + length, high), (99, high))
         assert low == high or jumps(ramp) == (length < 5)

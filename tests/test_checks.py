@@ -44,15 +44,31 @@ WRAPPERS = (primal_averaging, stochastic_rounding, float8_momentum)
 OF_A_RATE = (*SCHEDULES, hyperparams_from_sgdm, schedule_free_averaging)
 NO_SCALARS = [None, "a", [0.5], np.ones(1), jnp.ones(1), 1j, True]
 NO_KEYS = [0, jnp.ones(2), jnp.zeros(5, jnp.uint32), jax.random.split(KEY)]
-NO_STATE_DTYPES = ["floaty", int, jnp.complex64, jnp.float8_e8m0fnu, jnp.float8_e5m2fnuz]
+NO_STATE_DTYPES = [
+    "floaty",
+    int,
+    jnp.complex64,
+    jnp.float8_e8m0fnu,
+    jnp.float8_e5m2fnuz,
+]
 NO_STATE_DTYPES += [jnp.ones(3)]
 NO_COUNTS = [-1, True, 3.0, "3", jnp.ones(1, int), jnp.array(1.0), 2**31, 10**5_000]
 
 
 def call(function: Any, **arguments: Any) -> Any:
     """With some value for each argument that must be given."""
-    some = {"learning_rate": 0.1, "averaging": 0.1, "momentum": 0.9, "boundaries": [5, 9]}
-    some |= {"step": 5, "base": optax.sgd(0.1, 0.9), "key": KEY, "inner": optax.sgd(0.1)}
+    some = {
+        "learning_rate": 0.1,
+        "averaging": 0.1,
+        "momentum": 0.9,
+        "boundaries": [5, 9],
+    }
+    some |= {
+        "step": 5,
+        "base": optax.sgd(0.1, 0.9),
+        "key": KEY,
+        "inner": optax.sgd(0.1),
+    }
     some |= {"old_state": STATE, "params": jnp.ones(3), "into": STATE}
     parameters = inspect.signature(function).parameters.values()
     needed = {p.name: some[p.name] for p in parameters if p.default is p.empty}
@@ -62,50 +78,127 @@ def call(function: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("functions", "argument", "rule", "bad"),
     [
-        (MEMBERS, "learning_rate", "finite and >= 0", [-0.1, NAN, INF, np.float64(-1), 10**400]),
-        (MEMBERS, "learning_rate", "finite and >= 0", [jnp.array(-1.0), jnp.array(INF)]),
+        (
+            MEMBERS,
+            "learning_rate",
+            "finite and >= 0",
+            [-0.1, NAN, INF, np.float64(-1), 10**400],
+        ),
+        (
+            MEMBERS,
+            "learning_rate",
+            "finite and >= 0",
+            [jnp.array(-1.0), jnp.array(INF)],
+        ),
         ([spa, spa_from_sgdm], "learning_rate", "a scalar or a schedule", NO_SCALARS),
         ([spa_adamw], "interpolation", "a scalar or a schedule", [True]),
         (OF_A_RATE, "learning_rate", "finite and >= 0", [-0.1]),
         (AVERAGES, "averaging", "in [0, 1]", [-0.5, 1.5, NAN]),
         (SCHEDULES, "averaging", "in [0, 1]", [1.5]),
         (AVERAGES, "interpolation", "in (0, 1]", [0.0, 1e-46, 1.1, NAN]),
-        ([spa_from_sgdm, hyperparams_from_sgdm], "momentum", "in [0, 1)", [-0.1, 1.0, NAN]),
-        ([*MEMBERS, primal_averaging], "state_dtype", "a floating-point dtype", NO_STATE_DTYPES),
-        ([spa, spa_from_sgdm, full], "rounding_key", "one key of `jax.random`", NO_KEYS),
-        ([stochastic_rounding, float8_momentum], "key", "one key of `jax.random`", NO_KEYS),
+        (
+            [spa_from_sgdm, hyperparams_from_sgdm],
+            "momentum",
+            "in [0, 1)",
+            [-0.1, 1.0, NAN],
+        ),
+        (
+            [*MEMBERS, primal_averaging],
+            "state_dtype",
+            "a floating-point dtype",
+            NO_STATE_DTYPES,
+        ),
+        (
+            [spa, spa_from_sgdm, full],
+            "rounding_key",
+            "one key of `jax.random`",
+            NO_KEYS,
+        ),
+        (
+            [stochastic_rounding, float8_momentum],
+            "key",
+            "one key of `jax.random`",
+            NO_KEYS,
+        ),
         (WRAPPERS, "base", "a gradient transformation", [0.1, optax.sgd]),
         ([in_float32], "inner", "a gradient transformation", [0.1]),
-        ([spa_from_sgdm, hyperparams_from_sgdm], "horizon", "a concrete integer >= 1", [0]),
+        (
+            [spa_from_sgdm, hyperparams_from_sgdm],
+            "horizon",
+            "a concrete integer >= 1",
+            [0],
+        ),
         ([spa_from_sgdm, convert], "nesterov", "True or False", ["no", 1, None, KEY]),
-        ([spa_adamw, full, factored], "b2", "in [0, 1) as float32", [-0.1, -1e-50, 1.0, 1 - 2e-8]),
+        (
+            [spa_adamw, full, factored],
+            "b2",
+            "in [0, 1) as float32",
+            [-0.1, -1e-50, 1.0, 1 - 2e-8],
+        ),
         ([full, factored], "b2", "in [0, 1) as float32", [jnp.array(1.0)]),
         ([full, factored], "b2", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
         ([spa_adamw, full, factored], "eps", "finite and >= 0", [-1e-8, INF]),
         ([full, factored], "eps", "a scalar", [lambda k: 0.5, *NO_SCALARS]),
         ([spa_adamw], "weight_decay", "finite and >= 0", [-1]),
-        ([spa_adamw], "second_moment", "one of ('full', 'bfloat16', 'factored')", ["row"]),
+        (
+            [spa_adamw],
+            "second_moment",
+            "one of ('full', 'bfloat16', 'factored')",
+            ["row"],
+        ),
         ([full], "dtype", "one of (", [jnp.float16]),
         ([factored], "power", "in (0, 1]", [0.0, 1.1]),
-        ([factored], "min_dim_size_to_factor", "a concrete integer >= 1", [0, *NO_COUNTS]),
+        (
+            [factored],
+            "min_dim_size_to_factor",
+            "a concrete integer >= 1",
+            [0, *NO_COUNTS],
+        ),
         ([primal_averaging], "params_of_base", "one of ('params', 'z')", ["x"]),
-        ([stagewise], "boundaries", "a concrete integer >= 1", [[0], "5", [2.5], [10**5_000]]),
+        (
+            [stagewise],
+            "boundaries",
+            "a concrete integer >= 1",
+            [[0], "5", [2.5], [10**5_000]],
+        ),
         ([stagewise], "boundaries", "ascending", [[9, 5], [5, 5]]),
         ([stagewise], "boundaries", "a sequence of steps", [5, {5: 0.1, 9: 0.5}]),
         ([stagewise], "factor", "finite and > 1", [1, 1.0, INF, 10**400]),
         ([stagewise, momentum_drop], "step_factor", "finite and > 1", [1.0]),
-        ([stagewise], "step_factor", "at least 1.77828, to end before the next boundary", [1.7]),
-        ([stagewise], "averaging_rule", "one of ('constant', 'scale', 'balance')", ["x"]),
+        (
+            [stagewise],
+            "step_factor",
+            "at least 1.77828, to end before the next boundary",
+            [1.7],
+        ),
+        (
+            [stagewise],
+            "averaging_rule",
+            "one of ('constant', 'scale', 'balance')",
+            ["x"],
+        ),
         ([stagewise], "learning_rate", "a scalar", [lambda k: 0.1]),
         ([stagewise], "averaging", "a scalar", [lambda k: 0.1]),
         ([momentum_drop], "step", "a concrete integer >= 1", [0]),
         ([momentum_drop], "hold", "one of ('eta', 'alpha')", ["x"]),
-        ([schedule_free_averaging], "num_warmup_steps", "a concrete integer >= 0", NO_COUNTS),
-        ([schedule_free_averaging], "weight_power", "finite and >= 0", [-1.0, jnp.array(1.0)]),
+        (
+            [schedule_free_averaging],
+            "num_warmup_steps",
+            "a concrete integer >= 0",
+            NO_COUNTS,
+        ),
+        (
+            [schedule_free_averaging],
+            "weight_power",
+            "finite and >= 0",
+            [-1.0, jnp.array(1.0)],
+        ),
         ([schedule_free_averaging], "count_power", "in [0, 4]", [-1, 4.1]),
     ],
 )
-def test_bad_arguments(functions: Any, argument: str, rule: str, bad: list[Any]) -> None:
+def test_bad_arguments(
+    functions: Any, argument: str, rule: str, bad: list[Any]
+) -> None:
     match = re.escape(f"`{argument}` must be {rule}") + ".*, got "
     for function, value in itertools.product(functions, bad):
         with pytest.raises(ValueError, match=match):
@@ -115,7 +208,11 @@ def test_bad_arguments(functions: Any, argument: str, rule: str, bad: list[Any])
 @pytest.mark.parametrize(
     ("functions", "argument", "good"),
     [
-        (MEMBERS, "learning_rate", [0, 1e30, np.float64(0.1), lambda k: 0.1, jnp.array(1.0)]),
+        (
+            MEMBERS,
+            "learning_rate",
+            [0, 1e30, np.float64(0.1), lambda k: 0.1, jnp.array(1.0)],
+        ),
         (AVERAGES, "averaging", [0, 0.5, 1]),
         (AVERAGES, "interpolation", [1e-45, 1]),
         ([spa_from_sgdm], "horizon", [None, 1, np.int64(3), jnp.array(3), 2**31 - 1]),
@@ -132,21 +229,29 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
     for function, value in itertools.product(functions, good):
         call(function, **{argument: value})
         if isinstance(value, jax.Array) and value.dtype == float:
-            jax.jit(lambda v, make=function: [call(make, **{argument: v}), v][1])(-9 * value)
+            jax.jit(lambda v, make=function: [call(make, **{argument: v}), v][1])(
+                -9 * value
+            )
 
 
 @pytest.mark.parametrize(
     ("function", "match"),
     [
         (lambda: spa(10**400), "got an integer of 1329 bits"),
-        (lambda: call(spa, learning_rate=stagewise(1.0, 0.1, [5])), "got a pair .*: unpack it"),
+        (
+            lambda: call(spa, learning_rate=stagewise(1.0, 0.1, [5])),
+            "got a pair .*: unpack it",
+        ),
         (
             lambda: call(primal_averaging, base=optax.MultiSteps(optax.sgd(0.1), 2)),
             "got `optax.MultiSteps`: put its `gradient_transformation",
         ),
         (
-            lambda: optax.inject_hyperparams(spa)(1.0, state_dtype=jnp.bfloat16).init(jnp.ones(3)),
-            "`state_dtype` must .* in `optax.inject_hyperparams`, name it in `static_args`",
+            lambda: optax.inject_hyperparams(spa)(1.0, state_dtype=jnp.bfloat16).init(
+                jnp.ones(3)
+            ),
+            "`state_dtype` must .* in `optax.inject_hyperparams`, name it in "
+            "`static_args`",
         ),
         (  # numbers are cast to the params' dtype, and in bfloat16 0.999 is 1
             lambda: optax.inject_hyperparams(spa_adamw)(0.1).init(PARAMS16),
@@ -157,10 +262,19 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             "`momentum` must be in .0, 1., got .* `hyperparam_dtype=jnp.float32`",
         ),
         (lambda: spa(0.1).init(3), "`params` must be floating-point .*, got .*int"),
-        (lambda: spa_adamw(0.1, second_moment="bfloat16"), "`rounding_key` must be given with"),
+        (
+            lambda: spa_adamw(0.1, second_moment="bfloat16"),
+            "`rounding_key` must be given with",
+        ),
         (lambda: theory.max_learning_rate(2.0, 1.0), "`c` must be in"),
-        (lambda: theory.noise_weight(np.nan, 0.1, 1.0), r"`eta` must be in \[0, inf\], got nan"),
-        (lambda: theory.forward_recursion(1.0, 0.9), r"`alphas` must have .* got \(\) and \(\)"),
+        (
+            lambda: theory.noise_weight(np.nan, 0.1, 1.0),
+            r"`eta` must be in \[0, inf\], got nan",
+        ),
+        (
+            lambda: theory.forward_recursion(1.0, 0.9),
+            r"`alphas` must have .* got \(\) and \(\)",
+        ),
     ],
 )
 def test_hints(function: Any, match: str) -> None:
@@ -171,7 +285,9 @@ def test_hints(function: Any, match: str) -> None:
 def test_injected_as_the_hints_say() -> None:
     x = jnp.ones((4, 4), jnp.bfloat16)
     kwargs: Any = {"horizon": 5, "state_dtype": jnp.bfloat16, "rounding_key": KEY}
-    static = optax.inject_hyperparams(spa_from_sgdm, static_args=tuple(kwargs))(0.1, 0.9, **kwargs)
+    static = optax.inject_hyperparams(spa_from_sgdm, static_args=tuple(kwargs))(
+        0.1, 0.9, **kwargs
+    )
     wide: Any = optax.inject_hyperparams(spa_adamw, hyperparam_dtype=jnp.float32)
     flag: Any = optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9, nesterov=True)
     with jax.numpy_dtype_promotion("standard"):
@@ -188,13 +304,20 @@ def test_storage_without_a_key(make: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(0.1).init(jnp.ones(3))
-        make(0.1, state_dtype=jnp.bfloat16, rounding_key=KEY).init(jnp.ones(3, jnp.float16))
+        make(0.1, state_dtype=jnp.bfloat16, rounding_key=KEY).init(
+            jnp.ones(3, jnp.float16)
+        )
         for dtype in (jnp.bfloat16, jnp.float16):
             narrow = jax.ShapeDtypeStruct((3,), dtype)
-            for tx, x in ((make(0.1, state_dtype=dtype), jnp.ones(3)), (make(0.1), narrow)):
+            for tx, x in (
+                (make(0.1, state_dtype=dtype), jnp.ones(3)),
+                (make(0.1), narrow),
+            ):
                 with pytest.raises(UserWarning, match="`rounding_key` should be given"):
                     tx.init(x)
-    with pytest.raises(ValueError, match="`rounding_key` must be given with a `state_dtype` of 8"):
+    with pytest.raises(
+        ValueError, match="`rounding_key` must be given with a `state_dtype` of 8"
+    ):
         make(0.1, state_dtype=jnp.float8_e4m3fn)
 
 
@@ -212,10 +335,15 @@ def test_storage_without_a_key(make: Any) -> None:
 def test_schedules_of_arrays_or_with_python(make: Any, name: str) -> None:
     """A rate for each column would train, and change the shapes of the state."""
     traced = "a schedule that can be traced, .*, got a Tracer"
-    step = lambda tx: jax.eval_shape(lambda x: tx.update(x, tx.init(x), x)[0], jnp.ones((4, 3)))
+    step = lambda tx: jax.eval_shape(
+        lambda x: tx.update(x, tx.init(x), x)[0], jnp.ones((4, 3))
+    )
     for schedule, match in (
         (lambda k: jnp.full(3, 0.1), r"a scalar or .*, got an array of shape \(3,\)"),
-        (lambda k: jnp.full((1, 1), 0.1), r"a scalar or .*, got an array of shape \(1, 1\)"),
+        (
+            lambda k: jnp.full((1, 1), 0.1),
+            r"a scalar or .*, got an array of shape \(1, 1\)",
+        ),
         (lambda k: 0.1 if k < 3 else 0.01, traced),
         (lambda k: [0.1, 0.2][k], traced),
         (lambda k: np.cos(k) ** 2, traced),
@@ -243,13 +371,16 @@ def test_a_tracer_that_leaked_is_not_the_schedules_fault() -> None:
 def test_interpolation_that_reaches_0(schedule: Any, got: str) -> None:
     """And rises again: the params would be z, which does not tell x."""
     for function in (spa, spa_adamw, primal_averaging):
-        with pytest.raises(ValueError, match=f"`interpolation` must be > 0 at every .*, {got}"):
+        with pytest.raises(
+            ValueError, match=f"`interpolation` must be > 0 at every .*, {got}"
+        ):
             call(function, interpolation=schedule)
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_interpolation_that_cannot_be_seen() -> None:
-    """Traced, NaN or 0 past its end, with a Python `if`, or above 0 for ever: left alone."""
+    """Traced, NaN or 0 past its end, with a Python `if`, or above 0 for ever: left
+    alone."""
     x = jnp.ones(2)
     for schedule in (
         lambda k: 0.9 * jnp.sqrt(1 - k / 1_000.5),
@@ -258,7 +389,9 @@ def test_interpolation_that_cannot_be_seen() -> None:
         optax.exponential_decay(0.9, 1_000, 0.9),
     ):
         spa(0.1, 0.1, schedule)
-    jax.jit(lambda end: [spa(0.1, 0.1, lambda k: jnp.where(k < 5, 0.9, end)), end][1])(0.0)
+    jax.jit(lambda end: [spa(0.1, 0.1, lambda k: jnp.where(k < 5, 0.9, end)), end][1])(
+        0.0
+    )
     tx = spa(0.1, 0.1, optax.linear_schedule(0.9, 0.0, 2))
     _, state = run(tx, x, [x])
     assert jnp.isfinite(eval_params(state, x)).all()
@@ -276,17 +409,43 @@ MANY = {f"layer {i}": {"kernel": jnp.ones(2)} for i in range(300)}
 @pytest.mark.parametrize(
     ("params", "grads", "message"),
     [
-        (PARAMS, {"layer": {"kernel": 1}}, "only `params` has a leaf at ['layer']['bias']"),
-        (PARAMS, {"layer": LAYER | {"a": 1}}, "only `updates` has a leaf at ['layer']['a']"),
-        (PARAMS, SHORT, "have the shapes of `params`: (1,) against (3,) at ['layer']['bias']"),
-        (MANY, flax.core.freeze(MANY), "structure of `params`: a FrozenDict against a dict"),
-        (PARAMS, {"layer": flax.core.freeze(LAYER)}, "`params`: a FrozenDict against a dict"),
-        (MANY, nnx.State(dict(list(MANY.items())[::-1])), "structure of `params`: a State against"),
+        (
+            PARAMS,
+            {"layer": {"kernel": 1}},
+            "only `params` has a leaf at ['layer']['bias']",
+        ),
+        (
+            PARAMS,
+            {"layer": LAYER | {"a": 1}},
+            "only `updates` has a leaf at ['layer']['a']",
+        ),
+        (
+            PARAMS,
+            SHORT,
+            "have the shapes of `params`: (1,) against (3,) at ['layer']['bias']",
+        ),
+        (
+            MANY,
+            flax.core.freeze(MANY),
+            "structure of `params`: a FrozenDict against a dict",
+        ),
+        (
+            PARAMS,
+            {"layer": flax.core.freeze(LAYER)},
+            "`params`: a FrozenDict against a dict",
+        ),
+        (
+            MANY,
+            nnx.State(dict(list(MANY.items())[::-1])),
+            "structure of `params`: a State against",
+        ),
     ],
 )
 def test_trees_that_differ(params: Any, grads: Any, message: str) -> None:
     tx = spa(0.1)
-    with pytest.raises(ValueError, match=f"`updates` must.*{re.escape(message)}") as error:
+    with pytest.raises(
+        ValueError, match=f"`updates` must.*{re.escape(message)}"
+    ) as error:
         tx.update(grads, tx.init(params), params)
     assert len(str(error.value)) < 300
 
@@ -298,23 +457,68 @@ def test_states_and_params_of_others() -> None:
     narrow = full().init(PARAMS)._replace(nu=cast(PARAMS))
     for tx, state, params, match in (
         (spa(0.1), spa(0.1).init(PARAMS), None, "`params` must be passed to `update`"),
-        (spa(0.1), spa(0.1).init(small), PARAMS, "`state.z` must have the shapes of `params`"),
+        (
+            spa(0.1),
+            spa(0.1).init(small),
+            PARAMS,
+            "`state.z` must have the shapes of `params`",
+        ),
         (spa(0.1), STATE, PARAMS, "`state` must be of type `SPAState`, got tuple"),
-        (spa(0.1), spa(0.1).init(late), PARAMS, "`updates` must be None where `state.z` .*'bias'"),
-        (spa(0.1), spa(0.1).init(PARAMS)._replace(rule_state=(0.0,)), PARAMS, r"rule_state` must"),
-        (full(), narrow, PARAMS, "`rounding_key` must be given where `state.nu` has 16 bits"),
+        (
+            spa(0.1),
+            spa(0.1).init(late),
+            PARAMS,
+            "`updates` must be None where `state.z` .*'bias'",
+        ),
+        (
+            spa(0.1),
+            spa(0.1).init(PARAMS)._replace(rule_state=(0.0,)),
+            PARAMS,
+            r"rule_state` must",
+        ),
+        (
+            full(),
+            narrow,
+            PARAMS,
+            "`rounding_key` must be given where `state.nu` has 16 bits",
+        ),
         (full(), cast(full().init(PARAMS)), PARAMS, "`state.count` must be an integer"),
         (factored(), cast(factored_state), PARAMS, "`state.count` must be an integer"),
         (full(), factored_state, PARAMS, "`state` must be of type `ScaleByRms"),
-        (factored(), optax.EmptyState(), PARAMS, r"`state` must be of type `\w+State`, got Empty"),
-        (full(), full().init(small), PARAMS, f"`state.* must have the shapes of .* {of}"),
-        (factored(), factored().init(small), PARAMS, f"`state.* must have the shapes of .* {of}"),
+        (
+            factored(),
+            optax.EmptyState(),
+            PARAMS,
+            r"`state` must be of type `\w+State`, got Empty",
+        ),
+        (
+            full(),
+            full().init(small),
+            PARAMS,
+            f"`state.* must have the shapes of .* {of}",
+        ),
+        (
+            factored(),
+            factored().init(small),
+            PARAMS,
+            f"`state.* must have the shapes of .* {of}",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             tx.update(PARAMS, state, params)
     for make, leaf in itertools.product((full, factored), (jnp.arange(3), 1.0, "x")):
-        with pytest.raises(ValueError, match=r"`params` must be floating-point arrays.*\['a'\]"):
+        with pytest.raises(
+            ValueError, match=r"`params` must be floating-point arrays.*\['a'\]"
+        ):
             make().init({"a": leaf} | PARAMS)
-    for mask in ({"w": 1}, {"w": jnp.ones(3, bool)}, {"v": True}, [True], lambda params: params):
-        with pytest.raises(ValueError, match="`mask` must be a tree of booleans like `params`: "):
+    for mask in (
+        {"w": 1},
+        {"w": jnp.ones(3, bool)},
+        {"v": True},
+        [True],
+        lambda params: params,
+    ):
+        with pytest.raises(
+            ValueError, match="`mask` must be a tree of booleans like `params`: "
+        ):
             spa_adamw(0.1, mask=mask).init({"w": jnp.ones(3)})

@@ -1,4 +1,5 @@
-"""What XLA for TPUs makes of every transform, by benchmarks/compiled.py; without a TPU."""
+"""What XLA for TPUs makes of every transform, by benchmarks/compiled.py; without a
+TPU."""
 
 import importlib.util
 import math
@@ -11,15 +12,28 @@ import optax
 import pytest
 from test_optax_contract import FACTORIES
 
-from spa_optax import primal_averaging, spa, spa_adamw, spa_from_sgdm, stochastic_rounding
+from spa_optax import (
+    primal_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 has_cuda = importlib.util.find_spec("jax_cuda12_plugin") is not None
-for_tpus = pytest.mark.skipif(not has_libtpu, reason="needs XLA for TPUs: pip install libtpu")
-for_cards = pytest.mark.skipif(not has_cuda, reason="needs XLA for NVIDIA: jax-cuda12-plugin")
+for_tpus = pytest.mark.skipif(
+    not has_libtpu, reason="needs XLA for TPUs: pip install libtpu"
+)
+for_cards = pytest.mark.skipif(
+    not has_cuda, reason="needs XLA for NVIDIA: jax-cuda12-plugin"
+)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+NARROW: dict[str, Any] = {
+    "state_dtype": jnp.bfloat16,
+    "rounding_key": jax.random.key(0),
+}
 EIGHT = NARROW | {"state_dtype": jnp.float8_e4m3fn}
 SHAPES = [(1024, 768), (3, 3, 256, 512)]
 SIZE = sum(map(math.prod, SHAPES))
@@ -38,7 +52,8 @@ def program(
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @every_transform
 def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> None:
-    """Gradients are read; params and state are read and written in place; nothing else is."""
+    """Gradients are read; params and state are read and written in place; nothing else
+    is."""
     tx = FACTORIES[name]()
     found = program(tx, dtype)
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
@@ -46,15 +61,21 @@ def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> N
     size_of_state = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
     must_move = 3 * SIZE * dtype.dtype.itemsize + 2 * size_of_state
     num_kernels, at_most = len(SHAPES), must_move
-    if name == "tracked" and dtype == jnp.bfloat16:  # a sum beside bfloat16 takes a second kernel
+    if (
+        name == "tracked" and dtype == jnp.bfloat16
+    ):  # a sum beside bfloat16 takes a second kernel
         num_kernels, at_most = 2 * num_kernels, must_move + (2 + 2 + 4) * SIZE
-    elif name == "watched":  # what the branch that measures reads of g, x, z and ν, when it does
+    elif (
+        name == "watched"
+    ):  # what the branch that measures reads of g, x, z and ν, when it does
         at_most = must_move + (2 * dtype.dtype.itemsize + 8) * SIZE
     elif name == "factored":  # means of g² first, then the update: g is read twice
         num_kernels, at_most = 2 * num_kernels, must_move + dtype.dtype.itemsize * SIZE
     # Small ones compute the look-ahead of a schedule, and random words.
     assert len([size for size in found.kernels if size > 100_000]) == num_kernels
-    assert must_move <= found.num_bytes + 100  # XLA leaves out scalars that are not read
+    assert (
+        must_move <= found.num_bytes + 100
+    )  # XLA leaves out scalars that are not read
     assert found.num_bytes <= 1.001 * at_most
     assert found.temporary <= 0.001 * SIZE
     assert found.aliased > 0.999
@@ -64,7 +85,9 @@ def test_one_kernel_a_leaf_that_moves_what_must_move(name: str, dtype: Any) -> N
 def test_gpa_at_4_bytes_takes_no_longer_than_spa() -> None:
     """With one scalar more a kernel it did: XLA then took smaller windows."""
     of_spa, of_gpa = (
-        program(spa_adamw(1e-3, 0.1, mu_y, second_moment="factored", **NARROW), jnp.bfloat16)
+        program(
+            spa_adamw(1e-3, 0.1, mu_y, second_moment="factored", **NARROW), jnp.bfloat16
+        )
         for mu_y in (1.0, 0.9)
     )
     assert of_gpa.cycles < 1.05 * of_spa.cycles
@@ -75,11 +98,13 @@ def test_gpa_at_4_bytes_takes_no_longer_than_spa() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "num_bytes", "target"),
     [
-        # If the direction took ν before it is rounded, rounding would be a second kernel: 18 bytes.
+        # If the direction took ν before it is rounded, rounding would be a second
+        # kernel: 18 bytes.
         (spa_adamw, {"second_moment": "bfloat16", **NARROW}, 14, "v5e"),
         # With a number 1.0 in place of an array they were two, at 1.5 times the cycles.
         (spa_adamw, NARROW, 18, "7x"),
-        # From z − y_{k+1}, which takes y_{k+1}; from the update of y XLA makes two kernels.
+        # From z − y_{k+1}, which takes y_{k+1}; from the update of y XLA makes two
+        # kernels.
         (spa, EIGHT, 8, "v5e"),
     ],
     ids=["6 bytes", "8 bytes", "8 bits"],
@@ -92,7 +117,9 @@ def test_one_kernel_a_leaf(
     assert found.num_bytes <= 1.001 * num_bytes * SIZE
     assert found.temporary <= 0.001 * SIZE
     if make is spa:
-        assert found.cycles < program(spa(1e-3, 0.1, mu_y, **NARROW), jnp.bfloat16).cycles
+        assert (
+            found.cycles < program(spa(1e-3, 0.1, mu_y, **NARROW), jnp.bfloat16).cycles
+        )
 
 
 @for_tpus
@@ -101,7 +128,9 @@ def test_a_second_kernel_is_seen() -> None:
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         norm = optax.tree.norm(updates)
-        return jax.tree.map(lambda g: -g / norm, updates), jax.tree.map(jnp.add, state, updates)
+        return jax.tree.map(lambda g: -g / norm, updates), jax.tree.map(
+            jnp.add, state, updates
+        )
 
     found = program(optax.GradientTransformation(optax.tree.zeros_like, update))
     assert len(found.kernels) >= 2 * len(SHAPES)
@@ -112,7 +141,8 @@ def test_a_second_kernel_is_seen() -> None:
 @pytest.mark.parametrize("num_devices", [8, 256])
 @every_transform
 def test_no_collective(name: str, num_devices: int) -> None:
-    """But for the two squares of `track_momentum`, and for the means of a factored ν."""
+    """But for the two squares of `track_momentum`, and for the means of a factored
+    ν."""
     found = program(FACTORIES[name](), num_devices=num_devices)
     if name == "factored":  # of leaves that are split along a factored axis, each
         assert 0 < found.num_collectives <= 2 * len(SHAPES)
@@ -126,7 +156,10 @@ def test_no_collective(name: str, num_devices: int) -> None:
 def test_a_collective_is_seen(num_devices: int) -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), spa(1.0, 0.1))
     assert program(tx, num_devices=num_devices).num_collectives > 0
-    assert len({device.process_index for device in compiled.devices_of("v5e", pod=True)}) > 8
+    assert (
+        len({device.process_index for device in compiled.devices_of("v5e", pod=True)})
+        > 8
+    )
 
 
 OF_MANY_LEAVES = {
@@ -145,8 +178,13 @@ OF_MANY_LEAVES = {
 @for_cards
 @pytest.mark.parametrize("name", OF_MANY_LEAVES)
 def test_leaves_share_kernels_on_a_card(name: str) -> None:
-    """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for each leaf."""
-    dtype = jnp.bfloat16 if name in ("rounding", "8 bytes", "6 bytes", "8 bits") else jnp.float32
+    """Up to 96 arrays a kernel; small ones compute scalars. `optax.sgd` takes one for
+    each leaf."""
+    dtype = (
+        jnp.bfloat16
+        if name in ("rounding", "8 bytes", "6 bytes", "8 bits")
+        else jnp.float32
+    )
     of_30_leaves = lambda tx: compiled.analyse(
         compiled.compile_update(tx, [(64, 96)] * 30, dtype, compiled.devices_of("h100"))
     )

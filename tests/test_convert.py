@@ -1,4 +1,5 @@
-"""Runs of SGD with momentum and of the family that move, and what else states may hold."""
+"""Runs of SGD with momentum and of the family that move, and what else states may
+hold."""
 
 import re
 from typing import Any, NamedTuple
@@ -28,20 +29,39 @@ from spa_optax._core import Scalars, transformation
 
 KEY = jax.random.key(0)
 NUM_STEPS, BATCHES = 300, helpers.batches(300)
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # dtypes meet in `MultiSteps`
-# Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two runs.
-ALPHA = helpers.evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS)
+pytestmark = pytest.mark.usefixtures(
+    "standard_promotion"
+)  # dtypes meet in `MultiSteps`
+# Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two
+# runs.
+ALPHA = helpers.evaluated(
+    optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS
+)
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), slow("float32", 2e-6)])
-def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, tolerance: float) -> None:
-    """At a random step of warm-up and cosine, to SPA and, later on, back: as if never moved."""
-    there, back = sorted(np.random.default_rng(3).integers(20, NUM_STEPS - 20, 2).tolist())
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-13), slow("float32", 2e-6)]
+)
+def test_states_move_in_the_middle_of_a_run(
+    nesterov: bool, dtype: str, tolerance: float
+) -> None:
+    """At a random step of warm-up and cosine, to SPA and, later on, back: as if never
+    moved."""
+    there, back = sorted(
+        np.random.default_rng(3).integers(20, NUM_STEPS - 20, 2).tolist()
+    )
     with x64(dtype == "float64"):
-        sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov))
-        tx = optax.chain(optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov))
-        gradient, start = jax.grad(logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        sgd = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov)
+        )
+        tx = optax.chain(
+            optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov)
+        )
+        gradient, start = (
+            jax.grad(logistic_regression(dtype)),
+            jnp.zeros((65, 10), dtype),
+        )
         never_moved, _ = trained(sgd, gradient, start, BATCHES)
         params, sgd_state = trained(sgd, gradient, start, BATCHES[:there])
         sgdm: Any = {"learning_rate": ALPHA, "momentum": 0.9, "nesterov": nesterov}
@@ -55,10 +75,16 @@ def test_states_move_in_the_middle_of_a_run(nesterov: bool, dtype: str, toleranc
         assert helpers.relative_difference(params, never_moved) < tolerance
 
 
-@pytest.mark.parametrize("new", [optax.sgd(0.05, 0.9), spa_from_sgdm(0.05, 0.9), spa(0.5, 0.1)])
+@pytest.mark.parametrize(
+    "new", [optax.sgd(0.05, 0.9), spa_from_sgdm(0.05, 0.9), spa(0.5, 0.1)]
+)
 def test_sgdm_inside_a_wrapper_moves_out_of_it(new: Any) -> None:
     """Its updates have the rate in them, and the wrapper's η is 1."""
-    tx, x, grads = primal_averaging(optax.sgd(0.5), 0.1), jnp.ones(2), list(jnp.eye(2)) * 3
+    tx, x, grads = (
+        primal_averaging(optax.sgd(0.5), 0.1),
+        jnp.ones(2),
+        list(jnp.eye(2)) * 3,
+    )
     there, state = run(tx, x, grads)
     moved = convert(state, there, into=new.init(there), learning_rate=0.5)
     expected = run(tx, there, grads, state)[0]
@@ -74,12 +100,17 @@ def test_sgdm_inside_a_wrapper_moves_out_of_it(new: Any) -> None:
 def test_a_schedule_is_not_evaluated_before_count_0() -> None:
     noam = lambda k: 0.1 * jnp.minimum(k.astype(float) ** -0.5, k * 4**-1.5)
     sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)
-    state = convert(sgd.init(x), x, into=tx.init(x), learning_rate=noam, momentum=0.9, count=0)
-    chex.assert_trees_all_close(run(tx, x, [x] * 5, state)[0], run(sgd, x, [x] * 5)[0], rtol=1e-5)
+    state = convert(
+        sgd.init(x), x, into=tx.init(x), learning_rate=noam, momentum=0.9, count=0
+    )
+    chex.assert_trees_all_close(
+        run(tx, x, [x] * 5, state)[0], run(sgd, x, [x] * 5)[0], rtol=1e-5
+    )
 
 
 def test_a_state_from_sgdm_is_as_foreseen() -> None:
-    # The state that `spa_from_sgdm` would have had at the same step, and no re-anchoring.
+    # The state that `spa_from_sgdm` would have had at the same step, and no
+    # re-anchoring.
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
     gradient, start = jax.grad(logistic_regression("float32")), jnp.zeros((65, 10))
     _, native = trained(tx, gradient, start, BATCHES[:80])
@@ -129,16 +160,26 @@ def test_whole_states_move(name: str) -> None:
         (optax.adam(0.1), spa_adamw(0.1, 0.05, 0.9)),
         (optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1)),
         (spa_adamw(0.1), optax.contrib.schedule_free_adamw(0.1)),
-        (spa_adamw(0.1, 0.05, 0.905), optax.contrib.schedule_free_adamw(0.1)),  # whose b1 is 0.9
+        (
+            spa_adamw(0.1, 0.05, 0.905),
+            optax.contrib.schedule_free_adamw(0.1),
+        ),  # whose b1 is 0.9
     ],
 )
 def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
     """Traced, a μ_y cannot raise: z, or the momentum, is NaN."""
     y = jnp.ones(2)
     _, state = run(old, y, [jnp.array([1.0, -2.0])])
-    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1, "adam": optax.adam(0.1)}
+    kwargs: Any = {
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "count": 1,
+        "adam": optax.adam(0.1),
+    }
     move = lambda state, into: convert(state, y, into=into, **kwargs)
-    with pytest.raises(ValueError, match="`into` must have the `interpolation` of `old_state`"):
+    with pytest.raises(
+        ValueError, match="`into` must have the `interpolation` of `old_state`"
+    ):
         move(state, new.init(y))
     moved, fields = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
     assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in fields)
@@ -150,12 +191,16 @@ def test_a_member_keeps_the_scalars_of_its_rule() -> None:
         return Scalars(one, one / 4, one, rule_state=own)
 
     x = jnp.ones(2)
-    member = lambda dtype: transformation(rule, dtype, KEY, rule_state={"s": jnp.ones([])})
+    member = lambda dtype: transformation(
+        rule, dtype, KEY, rule_state={"s": jnp.ones([])}
+    )
     _, state = member(None).update(x, member(None).init(x), x)
     assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2}
     plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
     for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
-        with pytest.raises(ValueError, match=r"`into.rule_state` must have the structure of"):
+        with pytest.raises(
+            ValueError, match=r"`into.rule_state` must have the structure of"
+        ):
             convert(old, x, into=into, learning_rate=0.1, momentum=0.9, count=0)
 
 
@@ -167,16 +212,27 @@ def test_z_takes_the_dtype_of_another_member() -> None:
     moved = convert(state, x, into=tx.init(x))
     np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))
     chex.assert_trees_all_equal(moved._replace(z=state.z), state)
-    chex.assert_trees_all_equal(convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x)), state)
+    chex.assert_trees_all_equal(
+        convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x)), state
+    )
     back = convert(moved, x, into=old.init(x))
     np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
     """Both ways. The others train on as before."""
-    sgd, tx, label = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9), {"a": "trained", "b": "frozen"}
-    some = lambda tx: optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)
-    x, g = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
+    sgd, tx, label = (
+        optax.sgd(0.1, 0.9),
+        spa_from_sgdm(0.1, 0.9),
+        {"a": "trained", "b": "frozen"},
+    )
+    some = lambda tx: optax.partition(
+        {"trained": tx, "frozen": optax.set_to_zero()}, label
+    )
+    x, g = (
+        {"a": jnp.ones(2), "b": jnp.ones(3)},
+        {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)},
+    )
     x, old = run(sgd, x, [g])
     kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
     y, _ = run(some(tx), x, [g], convert(old, x, into=some(tx).init(x), **kwargs))
@@ -189,26 +245,40 @@ def test_the_new_optimizer_may_freeze_params() -> None:
 
 
 def test_a_count_that_no_state_holds_must_be_given() -> None:
-    """The new optimizer may have a schedule, which would start over at the count of 1."""
+    """The new optimizer may have a schedule, which would start over at the count of
+    1."""
     x, sgd, tx = jnp.ones(2), optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
     move = lambda state, into=tx, **kwargs: convert(
         state, x, into=into.init(x), **{"learning_rate": 0.5, "momentum": 0.5, **kwargs}
     )
     chex.assert_trees_all_equal(move(sgd.init(x)), tx.init(x))
     _, state = sgd.update(x, sgd.init(x))
-    for into in (tx, optax.sgd(lambda _: 0.5, 0.5), optax.inject_hyperparams(optax.sgd)(0.5, 0.5)):
+    for into in (
+        tx,
+        optax.sgd(lambda _: 0.5, 0.5),
+        optax.inject_hyperparams(optax.sgd)(0.5, 0.5),
+    ):
         for either in (move, jax.jit(move, static_argnums=1)):
-            with pytest.raises(ValueError, match="`count` must be given where `old_state`"):
+            with pytest.raises(
+                ValueError, match="`count` must be given where `old_state`"
+            ):
                 either(state, into)
     assert move(state, count=7).count == 7
     _, counted = run(optax.sgd(lambda _: 0.5, 0.5), x, [x] * 3)
     with pytest.raises(ValueError, match="or be one of several"):
         move(counted, count=7)
-    with pytest.raises(ValueError, match="`count` must be >= 1 where `old_state` holds momentum"):
+    with pytest.raises(
+        ValueError, match="`count` must be >= 1 where `old_state` holds momentum"
+    ):
         move(state, count=0)
-    chex.assert_trees_all_equal(move(state, sgd, count=7), state)  # where nothing counts
+    chex.assert_trees_all_equal(
+        move(state, sgd, count=7), state
+    )  # where nothing counts
     # Wrappers count too.
-    for wrap in (lambda tx: optax.MultiSteps(tx, 1), lambda tx: stochastic_rounding(tx, KEY)):
+    for wrap in (
+        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: stochastic_rounding(tx, KEY),
+    ):
         _, state = run(wrap(sgd), x, [x] * 3)
         assert move(state).count == 3
 
@@ -218,9 +288,16 @@ def test_counts_that_differ_are_refused() -> None:
     x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
     adam, tx = optax.adamw(rate), spa_adamw(rate)
     (*first, of_rate), (of_nu, of_spa) = (run(a, x, [x] * 9)[1] for a in (adam, tx))
-    for state in ((*first, of_rate._replace(count=0)), (of_nu, of_spa._replace(count=0))):
-        move = lambda state: convert(state, x, into=tx.init(x), adam=adam, learning_rate=rate)
-        with pytest.raises(ValueError, match=r"another must hold one, got \[[09], [09]\]"):
+    for state in (
+        (*first, of_rate._replace(count=0)),
+        (of_nu, of_spa._replace(count=0)),
+    ):
+        move = lambda state: convert(
+            state, x, into=tx.init(x), adam=adam, learning_rate=rate
+        )
+        with pytest.raises(
+            ValueError, match=r"another must hold one, got \[[09], [09]\]"
+        ):
             move(state)
         assert np.isnan(jax.jit(move)(state)[1].z).all()
     with pytest.raises(ValueError, match=r"another must hold one, got \[9, 9, 0\]"):
@@ -274,14 +351,18 @@ DIRECTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", DIRECTIONS)
 def test_directions_in_a_chain_are_kept(name: str) -> None:
     """The run goes on as if nothing had happened, or `convert` refuses."""
-    last = primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
+    last = (
+        primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
+    )
     tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones((3, 2))
     g = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]])
     x, state = run(tx, x, [g * (k + 1) for k in range(5)])
     moved = convert(state, x, into=tx.init(x))
     chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
     for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
-        with pytest.raises(ValueError, match=r"must have the other states of|second moment"):
+        with pytest.raises(
+            ValueError, match=r"must have the other states of|second moment"
+        ):
             convert(old, x, into=into)
 
 
@@ -296,7 +377,10 @@ of_init = lambda init: optax.GradientTransformation(init, lambda g, s, p=None: (
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "custom": (of_init(Custom), "`Custom` at [0]"),
     "bare array": (of_init(lambda params: params), "`ArrayImpl` at [0]"),
-    "named a base": (optax.named_chain(("my.base", of_init(Custom))), "`Custom` at [0]['my.base']"),
+    "named a base": (
+        optax.named_chain(("my.base", of_init(Custom))),
+        "`Custom` at [0]['my.base']",
+    ),
     "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
     "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
     "inside": (
@@ -313,7 +397,9 @@ def test_unknown_states_are_refused(name: str) -> None:
     params = optax.LookaheadParams(x, x) if name == "inside" else x
     full, plain = (unknown.init(params), spa(0.1).init(x)), spa(0.1).init(x)
     for old, into, which in ((full, full, "old_state"), (plain, full, "into")):
-        match = re.escape(f"`{which}` must hold only states that `convert` knows, got a {at}")
+        match = re.escape(
+            f"`{which}` must hold only states that `convert` knows, got a {at}"
+        )
         with pytest.raises(ValueError, match=match):
             convert(old, x, into=into)
     if name != "inside":
@@ -325,7 +411,9 @@ def test_unknown_states_are_refused(name: str) -> None:
         chex.assert_trees_all_equal(moved.base, base)
 
 
-ACCUMULATING = lambda step: jnp.where(step < 2, 1, 3)  # steps end at batches 1, 2, 5, 8, 11
+ACCUMULATING = lambda step: jnp.where(
+    step < 2, 1, 3
+)  # steps end at batches 1, 2, 5, 8, 11
 
 
 @pytest.mark.parametrize("there", [1, 5, 6, 7])
@@ -337,7 +425,9 @@ def test_accumulation_goes_on(there: int) -> None:
     kwargs: Any = {"learning_rate": rate, "momentum": 0.5}
     x, state = run(wrap(sgd), jnp.ones((3, 2)), GRADS[:there])
     expected, _ = run(wrap(sgd), x, GRADS[there:], state)
-    found, _ = run(wrap(tx), x, GRADS[there:], convert(state, x, into=wrap(tx).init(x), **kwargs))
+    found, _ = run(
+        wrap(tx), x, GRADS[there:], convert(state, x, into=wrap(tx).init(x), **kwargs)
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     move = lambda state: convert(state, x, into=tx.init(x), **kwargs)
     if there in (1, 5):  # between steps it may end, or begin

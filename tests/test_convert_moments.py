@@ -1,4 +1,5 @@
-"""Runs of AdamW, Schedule-Free and the family that move, against the same runs unmoved."""
+"""Runs of AdamW, Schedule-Free and the family that move, against the same runs
+unmoved."""
 
 import functools
 from collections.abc import Callable
@@ -44,7 +45,9 @@ def start(dtype: Any = jnp.float32) -> Any:
 
 def run(tx: Any, params: Any, state: Any, steps: slice) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # for optax's
-        return helpers.trained(tx, jax.grad(loss), params, helpers.batches()[steps], state)
+        return helpers.trained(
+            tx, jax.grad(loss), params, helpers.batches()[steps], state
+        )
 
 
 CLIP = optax.clip_by_global_norm(1.0)
@@ -52,7 +55,8 @@ ADAMW = optax.chain(CLIP, optax.adamw(RATE, **ADAM, weight_decay=0.01, mask=MASK
 
 
 def factored(rate: Any, weight_decay: float = 1e-4) -> Any:
-    """`spa_adamw` with a factored second moment, also of the small matrices of these tests."""
+    """`spa_adamw` with a factored second moment, also of the small matrices of these
+    tests."""
     scale = scale_by_factored_second_moment(**ADAM, min_dim_size_to_factor=10)
     add_decay = optax.add_decayed_weights(weight_decay)
     return optax.chain(in_float32(optax.chain(scale, add_decay)), spa(rate, 0.1))
@@ -61,22 +65,29 @@ def factored(rate: Any, weight_decay: float = 1e-4) -> Any:
 KEY = jax.random.key(0)
 FORMS: dict[str, Callable[..., Any]] = {
     "full": functools.partial(spa_adamw, **ADAM),
-    "16 bits": functools.partial(spa_adamw, **ADAM, second_moment="bfloat16", rounding_key=KEY),
+    "16 bits": functools.partial(
+        spa_adamw, **ADAM, second_moment="bfloat16", rounding_key=KEY
+    ),
     "factored": factored,
 }
 
 
 def moved(state: Any, params: Any, tx: Any, adam: Any = ADAMW) -> Any:
-    return convert(state, params, into=tx.init(params), adam=adam, learning_rate=RATE, **ADAM)
+    return convert(
+        state, params, into=tx.init(params), adam=adam, learning_rate=RATE, **ADAM
+    )
 
 
 @pytest.mark.parametrize("num_steps", [1, 50])
 def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
-    """Without a gradient that step is momentum alone. AdamW divides it by the next √ν̂."""
+    """Without a gradient that step is momentum alone. AdamW divides it by the next
+    √ν̂."""
     given: Any = {"learning_rate": 0.1, "b2": 0.99, "eps": 0.0}
     with x64(), jax.numpy_dtype_promotion("standard"):
         x, g = jnp.arange(5.0), jnp.array([1.0, -2.0, 0.5, 3.0, 4.0])
-        adam, tx = (make(**given, weight_decay=0.0) for make in (optax.adamw, spa_adamw))
+        adam, tx = (
+            make(**given, weight_decay=0.0) for make in (optax.adamw, spa_adamw)
+        )
         state = adam.init(x)
         for _ in range(num_steps):
             updates, state = adam.update(g, state, x)
@@ -90,16 +101,22 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
     np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("form", "ulp"), [("full", 1e-6), ("16 bits", 2**-8), ("factored", None)])
+@pytest.mark.parametrize(
+    ("form", "ulp"), [("full", 1e-6), ("16 bits", 2**-8), ("factored", None)]
+)
 def test_there_and_back(form: str, ulp: float | None) -> None:
     """The moments that AdamW had, but for what ν lost on the way."""
     params, state = run(ADAMW, start(), None, slice(300))
-    back = moved(moved(state, params, optax.chain(CLIP, FORMS[form](RATE))), params, ADAMW)
+    back = moved(
+        moved(state, params, optax.chain(CLIP, FORMS[form](RATE))), params, ADAMW
+    )
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
     old, new = (optax.tree.get(s, "nu") for s in (state, back))
     if ulp is None:  # the same means over rows and over columns
         for axis in (0, 1):
-            np.testing.assert_allclose(new["w"].mean(axis), old["w"].mean(axis), rtol=1e-3)
+            np.testing.assert_allclose(
+                new["w"].mean(axis), old["w"].mean(axis), rtol=1e-3
+            )
         return
     chex.assert_trees_all_close(new, old, rtol=ulp)
     old, new = (optax.tree.get(s, "mu") for s in (state, back))
@@ -145,14 +162,17 @@ def test_injected_hyperparams_and_jit() -> None:
     m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
     d = m / (1 - 0.9**21) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
     np.testing.assert_allclose(z, x - 9 * float(RATE(20)) * d, rtol=1e-4, atol=1e-6)
-    chex.assert_trees_all_close(jax.jit(move)(state, params), there, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(
+        jax.jit(move)(state, params), there, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
-    """z takes over from the float32 copy, and not from the params that it was rounded to.
+    """z takes over from the float32 copy, and not from the params that it was rounded
+    to.
 
-    In 16 bits it takes its distance from the params that go on, with the digits that these lost.
-    """
+    In 16 bits it takes its distance from the params that go on, with the digits that
+    these lost."""
     tx = optax.adamw(RATE, mu_dtype=jnp.bfloat16, **ADAM)
     master, state = run(tx, start(), None, slice(50))
     params = optax.tree.cast(master, jnp.bfloat16)
@@ -163,7 +183,10 @@ def test_a_first_moment_of_16_bits_and_a_master_copy() -> None:
         z = there[1].z.bfloat16 if kwargs else there[1].z
         y = params["w"].astype(jnp.float32)
         assert z["w"].dtype == (jnp.bfloat16 if kwargs else jnp.float32)
-        m, nu = (optax.tree.get(state, name)["w"].astype(jnp.float32) for name in ("mu", "nu"))
+        m, nu = (
+            optax.tree.get(state, name)["w"].astype(jnp.float32)
+            for name in ("mu", "nu")
+        )
         d = m / (1 - 0.9**51) / (np.sqrt(nu / (1 - 0.999**50)) + 1e-6)
         exact = master["w"] - 9 * float(RATE(50)) * d
         if kwargs:
@@ -177,7 +200,9 @@ def test_narrow_params_beside_wide_moments_warn(of_adam: bool) -> None:
     """They are probably rounded from a master copy, of which z should be made."""
     x, narrow = start(), start(jnp.bfloat16)
     tx = optax.adamw(RATE) if of_adam else optax.sgd(0.1, 0.9)
-    into = (spa_adamw if of_adam else spa_from_sgdm)(RATE, rounding_key=KEY).init(narrow)
+    into = (spa_adamw if of_adam else spa_from_sgdm)(RATE, rounding_key=KEY).init(
+        narrow
+    )
     given: Any = {"adam": tx} if of_adam else {"momentum": 0.9, "count": 0}
     for state, params, warns in (
         (tx.init(x), narrow, True),
@@ -259,10 +284,20 @@ def test_adam_is_accepted(name: str) -> None:
     convert(old, x, into=new, adam=IS_ADAM[name], learning_rate=0.1)
 
 
-@pytest.mark.parametrize(("b1", "b2", "eps"), [(0, 0.9, 1e-8), (0.99, 0.9, 0), (0.5, 0.99999, 1)])
-def test_adam_is_accepted_with_any_hyperparams(b1: float, b2: float, eps: float) -> None:
+@pytest.mark.parametrize(
+    ("b1", "b2", "eps"), [(0, 0.9, 1e-8), (0.99, 0.9, 0), (0.5, 0.99999, 1)]
+)
+def test_adam_is_accepted_with_any_hyperparams(
+    b1: float, b2: float, eps: float
+) -> None:
     x, adam, new = start(), optax.adamw(1e-5, b1, b2, eps), spa_adamw(0.1).init(start())
-    given: Any = {"learning_rate": 0.1, "averaging": 0.1, "b1": b1, "b2": b2, "eps": eps}
+    given: Any = {
+        "learning_rate": 0.1,
+        "averaging": 0.1,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+    }
     convert(adam.init(x), x, into=new, adam=adam, **given)
 
 
@@ -284,7 +319,9 @@ def test_states_of_nnx_move() -> None:
     expected = moved(without, params, new, old)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (there, expected)))
     back = convert(there, of_model, into=optimizer.opt_state, **given)
-    chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, moved(expected, params, old, old))))
+    chex.assert_trees_all_equal(
+        *map(jax.tree.leaves, (back, moved(expected, params, old, old)))
+    )
 
 
 def test_schedule_free_there_and_back() -> None:
@@ -292,7 +329,9 @@ def test_schedule_free_there_and_back() -> None:
     with x64():
         rate = evaluated(optax.warmup_constant_schedule(0.0, 0.01, 40))
         base = optax.chain(
-            optax.scale_by_rms(ADAM["b2"], ADAM["eps"], eps_in_sqrt=False, bias_correction=True),
+            optax.scale_by_rms(
+                ADAM["b2"], ADAM["eps"], eps_in_sqrt=False, bias_correction=True
+            ),
             optax.add_decayed_weights(0.1),
             optax.scale_by_learning_rate(rate),
         )
@@ -318,7 +357,8 @@ def test_schedule_free_there_and_back() -> None:
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
-    """The rate has fallen to a tenth. There and back, or to the same, as if it had never moved."""
+    """The rate has fallen to a tenth. There and back, or to the same, as if it had
+    never moved."""
     with x64():
         rate = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 40, 0.01), 60)
         base = optax.adamw(rate, b1=0.5, **ADAM, weight_decay=0.1)
@@ -331,12 +371,16 @@ def test_schedule_free_keeps_its_base_and_its_largest_rate() -> None:
         chex.assert_trees_all_equal(there.base, state.base_optimizer_state)
         chex.assert_trees_all_equal(there.average.z, state.z)
         assert (there.average.count, there.average.mu_y) == (40, 0.9)
-        np.testing.assert_allclose(there.average.w, there.average.eta * (1 - there.average.c), 1e-6)
+        np.testing.assert_allclose(
+            there.average.w, there.average.eta * (1 - there.average.c), 1e-6
+        )
         for move in (convert, jax.jit(convert, static_argnames="learning_rate")):
             back = move(there, y, into=old.init(y), learning_rate=rate)
             chex.assert_trees_all_close(back, state, rtol=1e-6)  # c and μ_y are float32
         for at in (1, 40):  # step k of Optax reads the rate of count k + 1
-            peak = lambda k, at=at: jnp.where((k < 1) | (k > 40), 4, jnp.where(k == at, 2, 1.0))
+            peak = lambda k, at=at: jnp.where(
+                (k < 1) | (k > 40), 4, jnp.where(k == at, 2, 1.0)
+            )
             assert convert(there, y, into=old.init(y), learning_rate=peak).max_lr == 2
 
 
@@ -361,18 +405,24 @@ def test_a_full_second_moment_becomes_factored() -> None:
     nu_hat = {key: np.asarray(v, np.float64) / (1 - 0.999**50) for key, v in nu.items()}
     found: Any = optax.tree.get(there, "FactoredState")
     assert found.count == 50
-    # ε² is 1e-12. β₂ as float32 is off by up to 3e-8, and 1 − β₂^50 = 0.05 by 50 times that.
+    # ε² is 1e-12. β₂ as float32 is off by up to 3e-8, and 1 − β₂^50 = 0.05 by 50 times
+    # that.
     rtol = 2 * 50 * 3e-8 / 0.05
     np.testing.assert_allclose(found.v_row["w"], nu_hat["w"].mean(0) + 1e-12, rtol=rtol)
     np.testing.assert_allclose(found.v_col["w"], nu_hat["w"].mean(1) + 1e-12, rtol=rtol)
-    np.testing.assert_allclose(found.v["b"], nu_hat["b"] + 1e-12, rtol=rtol)  # too short a side
+    np.testing.assert_allclose(
+        found.v["b"], nu_hat["b"] + 1e-12, rtol=rtol
+    )  # too short a side
     run(new, params, there, slice(50, 51))
 
 
 def test_before_the_first_step() -> None:
     x = start()
     new = spa_adamw(RATE).init(x)
-    old, kwargs = optax.adamw(RATE).init(x), {"adam": optax.adamw(RATE), "learning_rate": RATE}
+    old, kwargs = (
+        optax.adamw(RATE).init(x),
+        {"adam": optax.adamw(RATE), "learning_rate": RATE},
+    )
     chex.assert_trees_all_equal(convert(old, x, into=new, **kwargs), new)
     chex.assert_trees_all_equal(convert(new, x, into=old, **kwargs), old)
     replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
@@ -380,7 +430,9 @@ def test_before_the_first_step() -> None:
     narrow = spa_adamw(RATE, state_dtype=jnp.bfloat16, rounding_key=KEY).init(replaced)
     chex.assert_trees_all_equal(convert(new, replaced, into=narrow), narrow)
     wide = {"w": jnp.ones((128, 128))}
-    factored, full = (spa_adamw(RATE, second_moment=of).init(wide) for of in ("factored", "full"))
+    factored, full = (
+        spa_adamw(RATE, second_moment=of).init(wide) for of in ("factored", "full")
+    )
     chex.assert_trees_all_equal(convert(factored, wide, into=full), full)
 
 
@@ -389,7 +441,9 @@ def test_what_does_not_fit() -> None:
     new, at_y, sgd = spa_adamw(0.1), spa_adamw(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9)
     sf_adamw, two = optax.contrib.schedule_free_adamw(0.1), optax.chain(adam, adam)
     two_nus = optax.chain(new, optax.scale_by_rms(bias_correction=True))
-    second_moment = "`old_state` and `into` must both hold one second moment to convert, or none, "
+    second_moment = (
+        "`old_state` and `into` must both hold one second moment to convert, or none, "
+    )
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         (optax.sgd(0.1), new, {}, "`old_state` must hold one .*, got EmptyState"),
         (two, new, {}, "`old_state` must hold one .*, got 2"),
@@ -402,17 +456,42 @@ def test_what_does_not_fit() -> None:
         (sf, at_y, {}, second_moment + "got 0 and 1"),
         (optax.masked(adam, MASK), new, {}, r"only params of `old_state`, got \['b'\]"),
         (adam, new, {"b1": 1.0}, r"`b1` must be in \[0, 1\), got 1.0"),
-        (adam, new, {"averaging": lambda _: 0.0}, "`averaging` and .* must be > 0, .* got 0.0 and"),
-        (adam, new, {"weight_power": -1.0}, "`weight_power` must be finite and >= 0, got -1.0"),
+        (
+            adam,
+            new,
+            {"averaging": lambda _: 0.0},
+            "`averaging` and .* must be > 0, .* got 0.0 and",
+        ),
+        (
+            adam,
+            new,
+            {"weight_power": -1.0},
+            "`weight_power` must be finite and >= 0, got -1.0",
+        ),
         (sgd, spa(0.1), {}, "`momentum` must be given for these states, got None"),
         (adam, new, {"adam": None}, "`adam` must be given for these states, got None"),
         *(
-            (old, into, {"learning_rate": None}, "`learning_rate` must be given for these states")
-            for old, into in ((sgd, spa(0.1)), (adam, new), (new, adam), (at_y, sf_adamw))
+            (
+                old,
+                into,
+                {"learning_rate": None},
+                "`learning_rate` must be given for these states",
+            )
+            for old, into in (
+                (sgd, spa(0.1)),
+                (adam, new),
+                (new, adam),
+                (at_y, sf_adamw),
+            )
         ),
     ]
     for old, into, given, match in cases:
-        kwargs: Any = {"into": into.init(x), "adam": adam, "learning_rate": 0.1, **given}
+        kwargs: Any = {
+            "into": into.init(x),
+            "adam": adam,
+            "learning_rate": 0.1,
+            **given,
+        }
         with pytest.raises(ValueError, match=match):
             convert(old.init(x), x, **kwargs)
 
@@ -425,28 +504,44 @@ def test_a_batch_of_runs() -> None:
     adam, new = optax.adamw(RATE), spa_adamw(RATE)
     given: Any = {"adam": adam, "learning_rate": RATE}
     for old, into in ((adam, new), (new, adam), (sf, at_y), (at_y, sf)):
-        with pytest.raises(ValueError, match="`old_state` must be of one run, got a batch of them"):
+        with pytest.raises(
+            ValueError, match="`old_state` must be of one run, got a batch of them"
+        ):
             convert(init(old), xs, into=init(into), **given)
     shapes = jax.eval_shape(new.init, x)
-    for into, rule in ((init(new), "be of one run, got a batch of them"), (shapes, "hold arrays")):
+    for into, rule in (
+        (init(new), "be of one run, got a batch of them"),
+        (shapes, "hold arrays"),
+    ):
         with pytest.raises(ValueError, match=f"`into` must {rule}"):
             convert(new.init(x), x, into=into)
     move = lambda state, x: convert(state, x, into=new.init(x), **given)
-    chex.assert_trees_all_equal_shapes_and_dtypes(jax.vmap(move)(init(adam), xs), init(new))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.vmap(move)(init(adam), xs), init(new)
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_moved_state_shares_no_buffer(compiled: bool) -> None:
     """So it can be donated, and the old one still be used."""
-    pointers = lambda tree: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+    pointers = lambda tree: [
+        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)
+    ]
     x, adam, new = start(), optax.adamw(RATE), spa_adamw(RATE)
     sf, at_y = optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)
     sgd = optax.inject_hyperparams(optax.sgd)(RATE, 0.9)
     counts = optax.chain(optax.scale_by_schedule(RATE), spa_from_sgdm(RATE, 0.9))
     given: Any = {"adam": adam, "learning_rate": RATE, "momentum": 0.9}
     move = lambda state, x, into: convert(state, x, into=into, **given)
-    pairs = ((sgd, counts), (counts, sgd), (adam, new), (new, adam), (sf, at_y), (at_y, sf))
+    pairs = (
+        (sgd, counts),
+        (counts, sgd),
+        (adam, new),
+        (new, adam),
+        (sf, at_y),
+        (at_y, sf),
+    )
     for old, tx in (*pairs, (new, new)):
         _, state = old.update(x, old.init(x), x)
         arguments = (state, x, tx.init(x))

@@ -27,12 +27,15 @@ TRANSFORMS = {
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, *FLOAT8])
 @pytest.mark.parametrize("name", ["eta=1", "nesterov", "gpa"])
 def test_master_weights_made_by_init_on_wider_params(name: str, dtype: Any) -> None:
-    # z keeps what narrow params lose of the float32 params that `init` saw; but where params are
-    # others altogether, it is theirs.
+    # z keeps what narrow params lose of the float32 params that `init` saw; but where
+    # params are others altogether, it is theirs.
     tx, master = TRANSFORMS[name], jnp.array([1.001, 2.003, -3.007])
     params = master.astype(dtype)
     zero, other = jnp.zeros(3, dtype), params + 1
-    for update in (tx.update, jax.jit(tx.update)):  # a compiler may drop a cast there and back
+    for update in (
+        tx.update,
+        jax.jit(tx.update),
+    ):  # a compiler may drop a cast there and back
         updates, state = update(zero, tx.init(master), params)
         np.testing.assert_array_equal(state.z, master)
         assert updates.dtype == dtype
@@ -51,15 +54,19 @@ def test_no_temporary_of_parameter_size(tx: Any) -> None:
     # What is left is a few scalars, and the rates that lie ahead.
     assert memory.temp_size_in_bytes < 4_000 < size
     assert 0 <= memory.alias_size_in_bytes - expected.alias_size_in_bytes < 100
-    # optax.sgd moves 24 bytes a parameter. z_0 = x_0 costs a read of x more, Nesterov one of g;
-    # η = 1 folded away, or u from the old z, would cost 8 to 16.
-    extra = compiled.cost_analysis()["bytes accessed"] - reference.cost_analysis()["bytes accessed"]
+    # optax.sgd moves 24 bytes a parameter. z_0 = x_0 costs a read of x more, Nesterov
+    # one of g; η = 1 folded away, or u from the old z, would cost 8 to 16.
+    extra = (
+        compiled.cost_analysis()["bytes accessed"]
+        - reference.cost_analysis()["bytes accessed"]
+    )
     assert extra < 8.2 * size
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16])
 def test_updates_round_x_once(dtype: Any) -> None:
-    """In 16 bits too, adding the update gives x_{k+1} rounded to nearest: NumPy, exactly."""
+    """In 16 bits too, adding the update gives x_{k+1} rounded to nearest: NumPy,
+    exactly."""
     rng = np.random.default_rng(0)
     params = jnp.asarray(rng.normal(size=1000), dtype)
     grads = jnp.asarray(rng.normal(size=1000) / 64, dtype)
@@ -79,7 +86,9 @@ def test_updates_round_x_once(dtype: Any) -> None:
 def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
     # How much of a rise re-anchoring bears is a matter of each leaf's own dtype.
     dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "empty": jnp.float16}
-    params = {name: jnp.ones(3 * (name != "empty"), dtype) for name, dtype in dtypes.items()}
+    params = {
+        name: jnp.ones(3 * (name != "empty"), dtype) for name, dtype in dtypes.items()
+    }
     alpha = table([0.005] * 10 + [0.1] * 10)
     make = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
     found, expected = (
@@ -90,7 +99,12 @@ def test_a_leaf_of_16_bits_costs_the_others_no_momentum() -> None:
 
 
 @pytest.mark.parametrize(
-    "tx", [spa(0.5, state_dtype=jnp.bfloat16), spa(0.5, 0.1, 0.9), spa_from_sgdm(0.1, 0.9, True)]
+    "tx",
+    [
+        spa(0.5, state_dtype=jnp.bfloat16),
+        spa(0.5, 0.1, 0.9),
+        spa_from_sgdm(0.1, 0.9, True),
+    ],
 )
 def test_a_step_as_it_is_observed(tx: Any) -> None:
     """x_{k+1} − x_k = c (d_k − η g_k) − δ g_k."""
@@ -126,4 +140,6 @@ def test_all_terms_of_a_step() -> None:
         rule = lambda state, _: Scalars(*row(state.count)[jnp.array([0, 1, 1, 2, 3])])
         tx = transformation(rule, None, None, mu_y_at=lambda count: row(count)[2])
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
-        np.testing.assert_allclose((params, eval_params(state, params)), (y, x), rtol=1e-12)
+        np.testing.assert_allclose(
+            (params, eval_params(state, params)), (y, x), rtol=1e-12
+        )

@@ -11,11 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import batches, lenient, logistic_regression, optimized, quick, run, slow, unchecked
+from helpers import (
+    batches,
+    lenient,
+    logistic_regression,
+    optimized,
+    quick,
+    run,
+    slow,
+    unchecked,
+)
 from scipy import stats
 
 import spa_optax
-from spa_optax import eval_params, float8_momentum, primal_averaging, spa, spa_adamw, spa_from_sgdm
+from spa_optax import (
+    eval_params,
+    float8_momentum,
+    primal_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+)
 from spa_optax._core import Step
 from spa_optax._storage import OutOfRange
 from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
@@ -28,11 +44,15 @@ WARMUP = lenient(optax.linear_schedule(0.0, 1.0, 200))
 TRANSFORMS: dict[str, Any] = {
     "schedules": lambda: spa(COSINE, RISING),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=3),
-    "gpa, μ_y in steps": lambda: spa(COSINE, 0.1, lambda k: jnp.where(k < 200, 0.9, 0.5)),
+    "gpa, μ_y in steps": lambda: spa(
+        COSINE, 0.1, lambda k: jnp.where(k < 200, 0.9, 0.5)
+    ),
 }
 
 
-def history(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str, np.ndarray]:
+def history(
+    tx: Any, num_steps: int = 400, dtype: Any = jnp.float32
+) -> dict[str, np.ndarray]:
     """A run on digits: its iterates, its gradients, and the report after every step."""
     loss = logistic_regression(jnp.float32)
 
@@ -40,12 +60,19 @@ def history(tx: Any, num_steps: int = 400, dtype: Any = jnp.float32) -> dict[str
         params, state = carry
         g = jax.grad(lambda w: loss(w.astype(jnp.float32), batch))(params)
         updates, new = tx.update(g, state, params)
-        seen = {"x": eval_params(state, params), "g": g, "eta": new.inner.eta, "c": new.inner.c}
+        seen = {
+            "x": eval_params(state, params),
+            "g": g,
+            "eta": new.inner.eta,
+            "c": new.inner.c,
+        }
         seen |= momentum_report(new)._asdict()
         return (optax.apply_updates(params, updates), new), seen
 
     params = jnp.zeros((65, 10), dtype)
-    _, seen = jax.lax.scan(body, (params, tx.init(params)), jnp.asarray(batches())[:num_steps])
+    _, seen = jax.lax.scan(
+        body, (params, tx.init(params)), jnp.asarray(batches())[:num_steps]
+    )
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in seen.items()}
 
 
@@ -58,13 +85,19 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
     c, scale = h["c"][:-1], (h["eta"] ** 2 * h["c"])[:-1]
     now = {name: values[1:] for name, values in h.items()}
     seen = scale > 0
-    # x and z are rounded, each to half of 1.2e-7: it counts twice in a square. (And x = y/μ_y …)
+    # x and z are rounded, each to half of 1.2e-7: it counts twice in a square. (And x =
+    # y/μ_y …)
     size = np.sqrt(square(h["x"])[1:]) * (6 if "gpa" in name else 1)
     rounding = 2 * 1.2e-7 * size / np.sqrt(np.maximum(square(u), 1e-30))
     error = np.abs(now["iterate_term"][seen] * scale[seen] / square(u)[seen] - 1)
     np.testing.assert_array_less(error, (rounding + 1e-5)[seen])
-    np.testing.assert_allclose(now["gradient_term"][seen], square(g)[seen] / 2, rtol=1e-5)
-    inner_product, bound = (u * g).sum((1, 2)), np.sqrt(square(u) * square(g))  # Cauchy and Schwarz
+    np.testing.assert_allclose(
+        now["gradient_term"][seen], square(g)[seen] / 2, rtol=1e-5
+    )
+    inner_product, bound = (
+        (u * g).sum((1, 2)),
+        np.sqrt(square(u) * square(g)),
+    )  # Cauchy and Schwarz
     known = ~np.isnan(now["inner_product"])  # not at step 0, nor at c = 1
     # Three squares, each known to some 1e-6, over 2ab; and the rounding of x.
     error = np.abs(now["inner_product"] - inner_product)[known] / bound[known]
@@ -77,34 +110,66 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(("delta", "r"), [(None, 1.0), (0.3, 1.0), (None, 0.5)])
-def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None, r: float) -> None:
+def test_the_averages_are_those_of_the_formulas(
+    every: int, delta: float | None, r: float
+) -> None:
     """In float64, from vectors g_k and d_k, with steps that do not count in between."""
-    rng, decay, f32 = np.random.default_rng(0), 0.8, lambda value: jnp.asarray(value, jnp.float32)
+    rng, decay, f32 = (
+        np.random.default_rng(0),
+        0.8,
+        lambda value: jnp.asarray(value, jnp.float32),
+    )
     gauge, update = new_gauge(()), jax.jit(update_gauge, static_argnums=(4, 5))
-    means, aligned, last, total, error, p, sq_g = np.zeros(5), np.zeros(4), None, 0.0, 0.0, 0.0, 0.0
+    means, aligned, last, total, error, p, sq_g = (
+        np.zeros(5),
+        np.zeros(4),
+        None,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     numbers, saturated, c_before = [0, 0, 0, 0], 0, 0.0
     for k in range(30):
-        (g, d), eta, c = rng.normal(size=(2, 5)), rng.uniform(0.5, 2), rng.uniform(0.05, 1)
+        (g, d), eta, c = (
+            rng.normal(size=(2, 5)),
+            rng.uniform(0.5, 2),
+            rng.uniform(0.05, 1),
+        )
         eta, number = {6: 0.0, 27: 100.0}.get(k, eta), int(rng.integers(9))
         g *= 1e19 / np.sqrt(g @ g) if k == 27 else 1  # so that ‖u‖² overflows
         b = c * eta + (delta or 0.0)
         u = c * d - b * g
-        # At 12 rounding may be 11 % of ‖u‖², and the step does not count; at 15 it is 9 %. At 18 it
-        # is 1.1e-4 of ‖d‖², and there is no alignment; at 3 it is 0.9e-4.
+        # At 12 rounding may be 11 % of ‖u‖², and the step does not count; at 15 it is 9
+        # %. At 18 it is 1.1e-4 of ‖d‖², and there is no alignment; at 3 it is 0.9e-4.
         of_u, of_d = u @ u / c**2, d @ d
-        limit = {12: 0.11 * of_u, 15: 0.09 * of_u, 3: 0.9e-4 * of_d, 18: 1.1e-4 * of_d}.get(k, 0.0)
+        limit = {
+            12: 0.11 * of_u,
+            15: 0.09 * of_u,
+            3: 0.9e-4 * of_d,
+            18: 1.1e-4 * of_d,
+        }.get(k, 0.0)
         sums = [g @ g, d @ d, g @ d, limit]
         if fault := {9: (0, math.inf), 21: (1, math.inf), 24: (2, math.nan)}.get(k):
             sums[fault[0]] = fault[1]
         scalars = (f32(eta), f32(c), delta and f32(delta), {"r": f32(r)}, f32(c_before))
         measured = Sums(*map(f32, sums), OutOfRange(*map(f32, (number, number, 8))))
-        gauge = update(gauge, Step(*[None] * 4, *scalars), measured, jnp.int32(k), decay, every)
+        gauge = update(
+            gauge, Step(*[None] * 4, *scalars), measured, jnp.int32(k), decay, every
+        )
 
         if is_measured := k % every == 0:
             saturated = max(saturated, number)
             if not fault and last is not None:
-                means = decay * means + (1 - decay) * np.array([*last, g @ g / 2, number / 8, 1])
-            if not fault and delta is None and 0 < c_before < 1 and limit < 1e-4 * (d @ d):
+                means = decay * means + (1 - decay) * np.array(
+                    [*last, g @ g / 2, number / 8, 1]
+                )
+            if (
+                not fault
+                and delta is None
+                and 0 < c_before < 1
+                and limit < 1e-4 * (d @ d)
+            ):
                 u_before = c_before / (1 - c_before) * d / r
                 terms = np.array([g @ u_before, u_before @ u_before, g @ g, 1])
                 aligned = decay * aligned + (1 - decay) * terms
@@ -116,7 +181,10 @@ def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None,
         spread = (1 - c) ** 2 * before + ((1 - c) * eta - (delta or 0.0)) ** 2 * sq_g
         p = spread if spread < 3.4e38 else p
         if is_measured:
-            last, kind = None, 1 if fault or k == 27 else 2 if eta == 0 else 3 if k == 12 else 0
+            last, kind = (
+                None,
+                1 if fault or k == 27 else 2 if eta == 0 else 3 if k == 12 else 0,
+            )
             numbers[kind] += 1
             if kind == 0:
                 last = (u @ u / (eta**2 * c), level / (eta**2 * c))
@@ -128,7 +196,9 @@ def test_the_averages_are_those_of_the_formulas(every: int, delta: float | None,
         np.testing.assert_allclose(gauge.cross_sum, total, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(gauge.cross_error, error, rtol=1e-4)
         assert gauge.num_saturated == saturated
-    assert [int(number) for number in gauge[8:12]] == numbers  # counted, skipped, zero, rounded
+    assert [
+        int(number) for number in gauge[8:12]
+    ] == numbers  # counted, skipped, zero, rounded
     assert numbers[1:] == [4, 1, 1]
 
 
@@ -155,7 +225,8 @@ def reports(tx: Any, gradients: Any) -> Any:
 
 
 def assert_at_noise_level(report: Any) -> None:
-    """Cross terms of two steps are N(0, 1/20,000) of their size, over 1/c steps a few times so."""
+    """Cross terms of two steps are N(0, 1/20,000) of their size, over 1/c steps a few
+    times so."""
     ratio = np.asarray(report.gain / report.noise_level)[5:]
     np.testing.assert_allclose(ratio, 1, atol=0.05)
     assert np.abs(np.mean(ratio) - 1) < 0.01
@@ -163,7 +234,9 @@ def assert_at_noise_level(report: Any) -> None:
 
 NOISY: dict[str, Any] = {
     "warm-up": lambda: spa(WARMUP, 0.1),
-    "gradual drop": lambda: spa(*spa_optax.stagewise(1.0, 0.1, [300], step_factor=1.02)),
+    "gradual drop": lambda: spa(
+        *spa_optax.stagewise(1.0, 0.1, [300], step_factor=1.02)
+    ),
     "without momentum": lambda: spa(1.0, 1.0),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
     "nesterov": lambda: spa_from_sgdm(FALL, 0.9, nesterov=True),
@@ -200,7 +273,10 @@ def test_steps_that_are_rounding() -> None:
         (spa(1e-3, state_dtype=jnp.bfloat16), 1 + uniform),
         (spa(3e-9), 1 + uniform),  # below the rounding of x, which does not move
         (spa_adamw(1e-4, rounding_key=key), jnp.ones(2_000, jnp.bfloat16)),
-        (spa_adamw(1e-4, state_dtype=jnp.bfloat16, rounding_key=key), uniform.astype(jnp.bfloat16)),
+        (
+            spa_adamw(1e-4, state_dtype=jnp.bfloat16, rounding_key=key),
+            uniform.astype(jnp.bfloat16),
+        ),
     ):
         tracked = track_momentum(tx)
         state, update = tracked.init(params), jax.jit(tracked.update)
@@ -223,21 +299,29 @@ CHAIN = lambda tx: optax.chain(optax.clip(10.0), optax.add_decayed_weights(0.0),
 INJECT = optax.inject_hyperparams
 SGD_OF_16_BITS = optax.sgd(0.1, 1 - C, accumulator_dtype=jnp.bfloat16)
 ADAM_OF_Z = optax.chain(
-    spa_optax.scale_by_second_moment(0.9, 1e-12), optax.add_decayed_weights(1e-4), optax.sgd(0.1)
+    spa_optax.scale_by_second_moment(0.9, 1e-12),
+    optax.add_decayed_weights(1e-4),
+    optax.sgd(0.1),
 )
 WATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "spa": (spa(0.1, C), {}),
     "gpa": (spa(0.1, C, 0.7), {}),
     "spa_adamw": (spa_adamw(0.1, C, **ADAM), {}),
     "gpa_adamw": (spa_adamw(0.1, C, 0.9, **ADAM), {}),
-    "around Adam with decay of z": (primal_averaging(ADAM_OF_Z, C, 0.9, params_of_base="z"), {}),
+    "around Adam with decay of z": (
+        primal_averaging(ADAM_OF_Z, C, 0.9, params_of_base="z"),
+        {},
+    ),
     "chain": (CHAIN(spa(0.1, C)), {}),
     "masked": (optax.masked(spa(0.1, C), True), {}),
     "optax.sgd": (optax.sgd(0.1, 1 - C), {"averaging": C}),
     "optax.sgd, bfloat16 m": (SGD_OF_16_BITS, {"averaging": C}),
     "optax.sgd, injected": (INJECT(optax.sgd)(learning_rate=0.1, momentum=1 - C), {}),
     "optax.adamw": (optax.adamw(0.1, 1 - C, 0.9), {"averaging": C, "b2": 0.9}),
-    "optax.adamw, injected": (INJECT(optax.adamw)(learning_rate=0.1, b1=1 - C, b2=0.9), {}),
+    "optax.adamw, injected": (
+        INJECT(optax.adamw)(learning_rate=0.1, b1=1 - C, b2=0.9),
+        {},
+    ),
 }
 QUICK = ("spa", "gpa_adamw", "chain", "optax.sgd", "optax.adamw")
 
@@ -245,7 +329,8 @@ QUICK = ("spa", "gpa_adamw", "chain", "optax.sgd", "optax.adamw")
 @pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_noise_and_a_constant_direction(name: str) -> None:
-    """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at 2/c."""
+    """Exact expectations: noise is at its level, 2/(2 − c), and a constant direction at
+    2/c."""
     tx, options = WATCHED[name]
     tracked, noise = track_momentum(tx, 0.95, **options), normal(400)
     # Otherwise Adam's ν would go with g.
@@ -261,7 +346,8 @@ def test_noise_and_a_constant_direction(name: str) -> None:
 @pytest.mark.parametrize("name", quick(WATCHED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_watching_changes_nothing(name: str) -> None:
-    """To the bit, of params and states, where gradients are given: XLA would fuse their making."""
+    """To the bit, of params and states, where gradients are given: XLA would fuse their
+    making."""
     tx, options = WATCHED[name]
     params = {"w": jax.random.normal(jax.random.key(0), (7, 5)), "b": jnp.ones(3)}
     grads = [{"w": g[3:].reshape(7, 5), "b": g[:3]} for g in normal(10, 38)]
@@ -269,8 +355,12 @@ def test_watching_changes_nothing(name: str) -> None:
     for every in (1, 3):
         tracked = track_momentum(tx, every=every, per_leaf=True, **options)
         found, tracked_state = run(tracked, params, grads)
-        if name == "around Adam with decay of z":  # XLA for CPUs rounds two products otherwise
-            chex.assert_trees_all_close(found, expected, atol=10 * 2**-21)  # ulps below 4
+        if (
+            name == "around Adam with decay of z"
+        ):  # XLA for CPUs rounds two products otherwise
+            chex.assert_trees_all_close(
+                found, expected, atol=10 * 2**-21
+            )  # ulps below 4
             continue
         chex.assert_trees_all_equal((found, tracked_state.inner), (expected, state))
 
@@ -283,20 +373,31 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
     _, state = tx.update(g, tx.init(params), params)
     step = 0.1 * (np.asarray(g) + 0.3 * np.asarray(state.inner.average.z))
     _, state = tx.update(g, state, params)
-    np.testing.assert_allclose(momentum_report(state).gradient_term, (step**2).sum() / 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        momentum_report(state).gradient_term, (step**2).sum() / 2, rtol=1e-5
+    )
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_moments_that_are_not_adams_are_refused() -> None:
-    """By the steps of `convert`, whose tests have more of those with a state of the same type."""
+    """By the steps of `convert`, whose tests have more of those with a state of the
+    same type."""
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
     clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamax(0.1))
     for inner in (clipped, optax.adamw(0.1, b2=0.9988), optax.adamw(0.1, b1=0.5)):
         tx = track_momentum(inner, averaging=0.1)
-        for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
-            with pytest.raises(ValueError, match=r"`inner` must hold the moments of `optax.adam"):
+        for init in (
+            tx.init,
+            jax.jit(tx.init),
+            functools.partial(jax.eval_shape, tx.init),
+        ):
+            with pytest.raises(
+                ValueError, match=r"`inner` must hold the moments of `optax.adam"
+            ):
                 init(params)
-    plateau = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())  # no probe
+    plateau = optax.chain(
+        optax.adam(0.1), optax.contrib.reduce_on_plateau()
+    )  # no probe
     for like_adam in (optax.adam(0.1, mu_dtype=jnp.bfloat16), optax.lamb(0.1), plateau):
         track_momentum(like_adam, averaging=0.1).init(params)
 
@@ -306,11 +407,14 @@ BASES = optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1), optax.adabelief(
 
 @pytest.mark.parametrize(
     "tx",
-    [primal_averaging(base, C) for base in BASES] + [optax.chain(optax.trace(0.9), spa(0.1, C))],
+    [primal_averaging(base, C) for base in BASES]
+    + [optax.chain(optax.trace(0.9), spa(0.1, C))],
 )
 def test_beside_other_momentum_there_is_no_noise_level(tx: Any) -> None:
     """Steps add up in pure noise."""
-    last = jax.tree.map(lambda values: values[-1], reports(track_momentum(tx), normal(20, 50)))
+    last = jax.tree.map(
+        lambda values: values[-1], reports(track_momentum(tx), normal(20, 50))
+    )
     assert np.isfinite(last.gain)
     assert np.isnan([last.noise_level, last.t]).all()
     assert "base's own momentum" in last.verdict()
@@ -320,13 +424,21 @@ def test_beside_other_momentum_there_is_no_noise_level(tx: Any) -> None:
     ("tx", "averaging"),
     [
         (optax.adam(0.1, mu_dtype=jnp.bfloat16), 0.1),
-        (optax.sgd(0.1, 0.999, accumulator_dtype=jnp.bfloat16), 0.001),  # whose β is 1 there
+        (
+            optax.sgd(0.1, 0.999, accumulator_dtype=jnp.bfloat16),
+            0.001,
+        ),  # whose β is 1 there
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_beta_that_optax_rounds(tx: Any, averaging: float) -> None:
     """In many dimensions, where a part of m in g shows: t was −9 and 10."""
-    assert abs(reports(track_momentum(tx, averaging=averaging), normal(150, 100_000)).t[-1]) < 3
+    assert (
+        abs(
+            reports(track_momentum(tx, averaging=averaging), normal(150, 100_000)).t[-1]
+        )
+        < 3
+    )
 
 
 def test_an_injected_schedule_of_momentum() -> None:
@@ -340,8 +452,13 @@ def test_an_injected_schedule_of_momentum() -> None:
 
 @pytest.mark.slow
 def test_groups_add_up() -> None:
-    """By leaf, by label and as a whole, at every third step; without what is not trained."""
-    params = {"a": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, "n": jnp.arange(2), "o": jnp.ones(5)}
+    """By leaf, by label and as a whole, at every third step; without what is not
+    trained."""
+    params = {
+        "a": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)},
+        "n": jnp.arange(2),
+        "o": jnp.ones(5),
+    }
     params |= {"still": jnp.ones(2), "none": None}
     noise = lambda k, p: (k % 5) * jax.random.normal(jax.random.key(k), p.shape)
     grads = [jax.tree.map(lambda p, k=k: noise(k, p), params) for k in range(30)]
@@ -356,12 +473,16 @@ def test_groups_add_up() -> None:
     (by_leaf, together), (whole, _) = found(True), found(False)
     chex.assert_trees_all_close(together, whole, rtol=1e-5)
     assert list(by_leaf) == ["a.b", "a.w", "o", "still"]
-    sq_norm = sum(jnp.sum(g**2) for g in jax.tree.leaves([grads[27][key] for key in "ao"]))
+    sq_norm = sum(
+        jnp.sum(g**2) for g in jax.tree.leaves([grads[27][key] for key in "ao"])
+    )
     np.testing.assert_allclose(whole.gradient_term, sq_norm / 2, rtol=1e-5)
     total = sum(np.nan_to_num(report.iterate_term) for report in by_leaf.values())
     np.testing.assert_allclose(total, whole.iterate_term, rtol=1e-5)
     assert by_leaf["still"].num_zero == 10
-    labelled, _ = found(lambda params: params | {"a": "inner", "o": "outer", "still": "inner"})
+    labelled, _ = found(
+        lambda params: params | {"a": "inner", "o": "outer", "still": "inner"}
+    )
     assert list(labelled) == ["inner", "outer"]
     chex.assert_trees_all_close(labelled["outer"], by_leaf["o"], rtol=1e-5)
     alike = {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
@@ -383,7 +504,10 @@ REPORT: Any = MomentumReport(
         ({"gain": 1.5, "t": -3.0}, "Not told from pure noise"),
         ({"num_measured": 9}, "10 measured steps are needed, got 9"),
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
-        ({"gain": math.nan, "num_skipped": 1, "num_zero": 2}, "2 measured steps were 0"),
+        (
+            {"gain": math.nan, "num_skipped": 1, "num_zero": 2},
+            "2 measured steps were 0",
+        ),
         ({"gain": math.nan, "num_rounded": 2}, "2 measured steps were within"),
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
@@ -394,23 +518,38 @@ REPORT: Any = MomentumReport(
 def test_verdict(changes: dict[str, Any], says: str) -> None:
     verdict = REPORT._replace(**changes).verdict()
     assert says in verdict
-    for words in ("Alignment is unknown", "longer than the run", "Up to 2", "normal range"):
+    for words in (
+        "Alignment is unknown",
+        "longer than the run",
+        "Up to 2",
+        "normal range",
+    ):
         assert (words in verdict) == (words in says)
 
 
 def test_what_a_report_says_of_the_run() -> None:
     """Its length, and that of the average."""
-    params, grads = {"w": jnp.ones(1_000)}, [{"w": jnp.asarray(g)} for g in normal(20, 1_000)]
+    params, grads = (
+        {"w": jnp.ones(1_000)},
+        [{"w": jnp.asarray(g)} for g in normal(20, 1_000)],
+    )
     for averaging, length in ((0.1, 10), (spa_optax.schedule_free_averaging(1.0), 20)):
-        state = run(track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads)[1]
-        for report in (momentum_report(state), momentum_report(state, by_label=True)["w"]):
+        state = run(
+            track_momentum(spa(1.0, averaging, 0.9), per_leaf=True), params, grads
+        )[1]
+        for report in (
+            momentum_report(state),
+            momentum_report(state, by_label=True)["w"],
+        ):
             assert (report.num_steps, report.num_measured) == (20, 20)
             np.testing.assert_allclose(report.average_length, length, rtol=1e-6)
             iterate_term = report.gain * report.gradient_term
             np.testing.assert_allclose(report.iterate_term, iterate_term, rtol=1e-5)
 
 
-def verdicts(tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0) -> list[str]:
+def verdicts(
+    tx: Any, num_runs: int, drift: float = 0.0, last: float = 0.0
+) -> list[str]:
     """Of runs on g_k = e_k + last · e_{k−1} + drift, with standard normal noise e_k."""
     e = jax.random.normal(jax.random.key(0), (num_runs, 401, 10))
     final = lambda g: jax.tree.map(lambda values: values[-1], scanned(tx, g))
@@ -426,25 +565,29 @@ def test_verdicts_on_pure_noise(c: float, decay: float, every: int) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
     found = verdicts(track_momentum(spa(1.0, c), decay, every=every), 300)
     false_alarms = sum(text != "Not told from pure noise" for text in found)
-    assert false_alarms <= stats.binom.isf(1e-6, 300, 2 * stats.norm.sf(3))  # 9 runs of 300
+    assert false_alarms <= stats.binom.isf(
+        1e-6, 300, 2 * stats.norm.sf(3)
+    )  # 9 runs of 300
 
 
 @pytest.mark.slow
 def test_verdicts_on_an_effect() -> None:
     """In all runs, above and below.
 
-    For terms −⟨g, d⟩ of mean μ and deviation σ, t is about √(199/(1 + (σ/μ)²)), with 199 =
-    (1 + decay)/(1 − decay). Under a drift of a in each of 10 params −d has a mean of 9a and a
-    variance of 81/19: μ = 90a², σ² = 10 (81/19 (1 + a²) + 81a²), and t = 8.4 ± 1 at a = 0.3. With
-    half the last gradient taken away μ = −4.5, σ² = 10 (1.25 · 1.49 + 0.45²), and t = −9.9 ± 1.
-    """
+    For terms −⟨g, d⟩ of mean μ and deviation σ, t is about √(199/(1 + (σ/μ)²)), with
+    199 = (1 + decay)/(1 − decay). Under a drift of a in each of 10 params −d has a mean
+    of 9a and a variance of 81/19: μ = 90a², σ² = 10 (81/19 (1 + a²) + 81a²), and t =
+    8.4 ± 1 at a = 0.3. With half the last gradient taken away μ = −4.5, σ² = 10 (1.25 ·
+    1.49 + 0.45²), and t = −9.9 ± 1."""
     tx = track_momentum(spa(1.0, 0.1))
     assert set(verdicts(tx, 100, drift=0.3)) == {"Steps add up"}
     assert set(verdicts(tx, 100, last=-0.5)) == {"Steps do not add up"}
 
 
 WRAPPERS: dict[str, Any] = {
-    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}
+    ),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(CHAIN(tx), 3),
     "inject": lambda _: INJECT(lambda rate: track_momentum(spa(rate, 0.1)))(rate=1.0),
@@ -465,23 +608,63 @@ def test_report_from_inside_a_wrapper(name: str) -> None:
 def test_bad_arguments() -> None:
     """What the factory and `init` refuse."""
     params = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
-    sgd, adamw, one_of_two = optax.sgd(0.1, 0.9), optax.adamw(0.1), {"w": True, "v": False}
+    sgd, adamw, one_of_two = (
+        optax.sgd(0.1, 0.9),
+        optax.adamw(0.1),
+        {"w": True, "v": False},
+    )
     for inner, options, message in (
         (1.0, {}, "`inner` must be a gradient transformation, got 1.0"),
         (sgd, {"decay": 1.0}, "`decay` must be in [0, 1), got 1.0"),
         (sgd, {"every": 0}, "`every` must be a concrete integer >= 1"),
         (sgd, {"per_leaf": "w"}, "`per_leaf` must be a bool or a function, got 'w'"),
         (sgd, {"averaging": 0.0}, "`averaging` must be in (0, 1], got 0.0"),
-        (sgd, {"averaging": jnp.array(0.0)}, "`averaging` must be in (0, 1], got Array(0."),
+        (
+            sgd,
+            {"averaging": jnp.array(0.0)},
+            "`averaging` must be in (0, 1], got Array(0.",
+        ),
         (optax.sgd(0.1), {}, "`ScaleByAdamState`, got EmptyState"),
-        (optax.chain(spa(1.0), spa(1.0)), {}, "`TraceState` or `ScaleByAdamState`, got 2"),
-        (optax.masked(spa(1.0), one_of_two), {}, "must hold a momentum of all 2 arrays, got 1"),
-        (track_momentum(spa(1.0)), {}, "must not hold a `TrackMomentumState`: put it outside"),
-        (optax.apply_if_finite(spa(1.0), 3), {}, "must not hold a `ApplyIfFiniteState`"),
-        (float8_momentum(sgd, jax.random.key(0)), {"averaging": 0.1}, "a `Float8MomentumState`"),
-        (adamw, {}, "`averaging` must be given, as 1 − β, for momentum of Optax, got None"),
-        (spa(1.0), {"averaging": 0.1}, "`averaging` must be None, as `inner` has its own c"),
-        (spa(1.0), {"per_leaf": lambda params: {"u": "a"}}, "or their nodes, got {'u': 'a'}"),
+        (
+            optax.chain(spa(1.0), spa(1.0)),
+            {},
+            "`TraceState` or `ScaleByAdamState`, got 2",
+        ),
+        (
+            optax.masked(spa(1.0), one_of_two),
+            {},
+            "must hold a momentum of all 2 arrays, got 1",
+        ),
+        (
+            track_momentum(spa(1.0)),
+            {},
+            "must not hold a `TrackMomentumState`: put it outside",
+        ),
+        (
+            optax.apply_if_finite(spa(1.0), 3),
+            {},
+            "must not hold a `ApplyIfFiniteState`",
+        ),
+        (
+            float8_momentum(sgd, jax.random.key(0)),
+            {"averaging": 0.1},
+            "a `Float8MomentumState`",
+        ),
+        (
+            adamw,
+            {},
+            "`averaging` must be given, as 1 − β, for momentum of Optax, got None",
+        ),
+        (
+            spa(1.0),
+            {"averaging": 0.1},
+            "`averaging` must be None, as `inner` has its own c",
+        ),
+        (
+            spa(1.0),
+            {"per_leaf": lambda params: {"u": "a"}},
+            "or their nodes, got {'u': 'a'}",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             unchecked(track_momentum)(inner, **options).init(params)
@@ -495,16 +678,46 @@ def test_bad_state() -> None:
     dropping = optax.GradientTransformation(spa(1.0).init, lambda g, s, p=None: (g, s))
     flat, tree = track_momentum(optax.flatten(spa(1.0)), per_leaf=True), {"w": params}
     for call, message in (
-        (lambda: tx.update(params, state.inner, params), "be of type `TrackMomentumState`"),
-        (lambda: tx.update(params, state), "`params` must be passed to `update`, got None"),
-        (lambda: by_leaf.update(params, state), "passed to `update` under `per_leaf`, got None"),
-        (lambda: tx.update(tree, flat.init(tree), tree), "must be the state's, ['w'], got []"),
-        (lambda: track_momentum(dropping).update(params, state, params), "must pass extra argum"),
-        (lambda: flat.update(tree, flat.init(tree), tree), "changes the tree, got its root"),
-        (lambda: momentum_report(state.inner), "must hold one `TrackMomentumState`, got SPAState"),
-        (lambda: momentum_report(batch), "`opt_state` must be of one run, got a batch of them"),
-        (lambda: jax.vmap(momentum_report)(batch).verdict(), "one run, got a batch of shape (4,)"),
-        (lambda: momentum_report(state, by_label=True), "of a gauge with `per_leaf`, got one w"),
+        (
+            lambda: tx.update(params, state.inner, params),
+            "be of type `TrackMomentumState`",
+        ),
+        (
+            lambda: tx.update(params, state),
+            "`params` must be passed to `update`, got None",
+        ),
+        (
+            lambda: by_leaf.update(params, state),
+            "passed to `update` under `per_leaf`, got None",
+        ),
+        (
+            lambda: tx.update(tree, flat.init(tree), tree),
+            "must be the state's, ['w'], got []",
+        ),
+        (
+            lambda: track_momentum(dropping).update(params, state, params),
+            "must pass extra argum",
+        ),
+        (
+            lambda: flat.update(tree, flat.init(tree), tree),
+            "changes the tree, got its root",
+        ),
+        (
+            lambda: momentum_report(state.inner),
+            "must hold one `TrackMomentumState`, got SPAState",
+        ),
+        (
+            lambda: momentum_report(batch),
+            "`opt_state` must be of one run, got a batch of them",
+        ),
+        (
+            lambda: jax.vmap(momentum_report)(batch).verdict(),
+            "one run, got a batch of shape (4,)",
+        ),
+        (
+            lambda: momentum_report(state, by_label=True),
+            "of a gauge with `per_leaf`, got one w",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

@@ -1,4 +1,5 @@
-"""The Python blocks of the README and of each page run, each page in a namespace of its own."""
+"""The Python blocks of the README and of each page run, each page in a namespace of its
+own."""
 
 import contextlib
 import functools
@@ -71,13 +72,19 @@ def run_blocks(name: str) -> tuple[dict[str, Any], str]:
 def test_python_blocks(name: str) -> None:
     _, printed = run_blocks(name)
     # What a block is said to print, it prints.
-    assert printed.splitlines() == re.findall(r"print\(.*\)  # (.*)", "".join(BLOCKS[name]))
+    assert printed.splitlines() == re.findall(
+        r"print\(.*\)  # (.*)", "".join(BLOCKS[name])
+    )
 
 
 def test_code_for_trainers_is_what_their_scripts_run() -> None:
-    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks/trainers").glob("*.py"))
+    scripts = "".join(
+        path.read_text() for path in (ROOT / "benchmarks/trainers").glob("*.py")
+    )
     for block in OF_TRAINERS:
-        _, *code = re.split(r"^(?=class |def |@)", block, maxsplit=1, flags=re.MULTILINE)
+        _, *code = re.split(
+            r"^(?=class |def |@)", block, maxsplit=1, flags=re.MULTILINE
+        )
         assert "".join(code).strip() in scripts
 
 
@@ -108,12 +115,22 @@ def test_what_is_linked_is_there(name: str) -> None:
 def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
     """Indices are set lower, and pictures lead to themselves in full."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, check=True)
     dead = []
     for page in tmp_path.rglob("index.html"):
-        for link in re.findall(r'(?:href|src)="([^"#:]+)[#"]', page.read_text(encoding="utf-8")):
+        for link in re.findall(
+            r'(?:href|src)="([^"#:]+)[#"]', page.read_text(encoding="utf-8")
+        ):
             target = page.parent / html.unescape(link)
             if not (target / "index.html" if target.is_dir() else target).exists():
                 dead.append(f"{page.relative_to(tmp_path)}: {link}")
@@ -125,7 +142,9 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @standard_promotion
-@pytest.mark.parametrize("tx", [spa_adamw(1e-2, 0.05, 0.9), spa_adamw(1e-2)], ids=["y", "x"])
+@pytest.mark.parametrize(
+    "tx", [spa_adamw(1e-2, 0.05, 0.9), spa_adamw(1e-2)], ids=["y", "x"]
+)
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """Though `nnx.clone` shares arrays with the model."""
     page, _ = run_blocks("docs/export.md")
@@ -190,7 +209,8 @@ def test_the_rate_to_log() -> None:
     base = optax.inject_hyperparams(optax.adamw)(rate)
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
     of_group = optax.partition(
-        {"a": spa_adamw(rate, 0.05, 0.9), "b": spa_adamw(1.0, 0.05, 0.9)}, {"a": "a", "b": "b"}
+        {"a": spa_adamw(rate, 0.05, 0.9), "b": spa_adamw(1.0, 0.05, 0.9)},
+        {"a": "a", "b": "b"},
     )
     get = optax.tree.get
     injected = lambda state: get(state, "hyperparams")["learning_rate"]
@@ -211,7 +231,8 @@ def test_the_rate_to_log() -> None:
 @pytest.mark.slow
 @standard_promotion
 def test_factored_by_leaf_on_a_mesh() -> None:
-    """nnx gives the means, of fewer axes, the sharding of their parameter, which fails."""
+    """nnx gives the means, of fewer axes, the sharding of their parameter, which
+    fails."""
     (block,) = (block for block in OF_TRAINERS if "def by_leaf" in block)
     page: dict[str, Any] = {}
     exec(block, page)
@@ -227,14 +248,24 @@ def test_factored_by_leaf_on_a_mesh() -> None:
         initial = nnx.initializers.lecun_normal()
         if jax.sharding.get_abstract_mesh().shape:
             initial = nnx.with_partitioning(initial, ("data", None))
-        options = {"use_bias": False, "param_dtype": jnp.bfloat16, "kernel_init": initial}
+        options = {
+            "use_bias": False,
+            "param_dtype": jnp.bfloat16,
+            "kernel_init": initial,
+        }
         model = nnx.Linear(256, 128, **options, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        loss = lambda model: jnp.mean(model(jnp.ones((8, 256), jnp.bfloat16)).astype(float) ** 2)
-        step = nnx.jit(lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model)))
+        loss = lambda model: jnp.mean(
+            model(jnp.ones((8, 256), jnp.bfloat16)).astype(float) ** 2
+        )
+        step = nnx.jit(
+            lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model))
+        )
         for _ in range(3):
             step(model, optimizer)
-        return eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))["kernel"][...]
+        return eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))["kernel"][
+            ...
+        ]
 
     expected = train(factored)
     with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):

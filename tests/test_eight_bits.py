@@ -1,4 +1,5 @@
-"""A z of 16 or 8 bits, stored as z − y, and a momentum of 8 bits, rounded stochastically."""
+"""A z of 16 or 8 bits, stored as z − y, and a momentum of 8 bits, rounded
+stochastically."""
 
 import functools
 from typing import Any
@@ -9,7 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FLOAT8, FLOAT16, optimized, quick, run, slow, spa_state, trained, x64, z_of
+from helpers import (
+    FLOAT8,
+    FLOAT16,
+    optimized,
+    quick,
+    run,
+    slow,
+    spa_state,
+    trained,
+    x64,
+    z_of,
+)
 from scipy import stats
 
 from spa_optax import (
@@ -33,14 +45,17 @@ MAKE: dict[str, Any] = {
     "sgdm": functools.partial(spa_from_sgdm, 0.125, 0.5),
     "nesterov": functools.partial(spa_from_sgdm, 0.125, 0.5, nesterov=True),
     "gpa": functools.partial(spa, 0.5, 0.25, 0.5),
-    "primal_averaging": lambda **kwargs: primal_averaging(optax.sgd(0.5), 0.25, 0.5, **kwargs),
+    "primal_averaging": lambda **kwargs: primal_averaging(
+        optax.sgd(0.5), 0.25, 0.5, **kwargs
+    ),
 }
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @every_dtype
 def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> None:
-    """The first step makes z − y a power of two, and what follows halves or keeps it."""
+    """The first step makes z − y a power of two, and what follows halves or keeps
+    it."""
     params = {"w": jnp.array([[1.0, -3.0], [0.25, 8.0]]), "b": jnp.array(2.0)}
     grads = [jax.tree.map(lambda p: jnp.sign(p) * 2.0**-4, params)]
     wide, narrow = (make(state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype))
@@ -48,7 +63,9 @@ def test_where_it_is_representable_nothing_is_rounded(make: Any, dtype: Any) -> 
     found, state = run(narrow, params, grads)
     chex.assert_trees_all_equal(found, expected)
     chex.assert_trees_all_equal(z_of(state, found), spa_state(wide_state).z)
-    chex.assert_trees_all_equal(eval_params(state, found), eval_params(wide_state, expected))
+    chex.assert_trees_all_equal(
+        eval_params(state, found), eval_params(wide_state, expected)
+    )
     z = spa_state(state).z
     assert _storage.form_of(z).follows_params
     assert z[0]["w"].dtype == dtype
@@ -60,9 +77,11 @@ def test_the_mean_of_a_step(dtype: Any) -> None:
     """Over places and steps, x and z are what NumPy has for them in float64."""
     n, rng = 20_000, np.random.default_rng(0)
     params_dtype = jnp.float32 if dtype == E4M3 else jnp.bfloat16
-    # η g from 1e-7 (subnormal in e4m3) to 0.1; from 1e-5 for a bfloat16, which then moves once in
-    # 400 times.
-    eta_g = 10.0 ** np.linspace(-7 if dtype == E4M3 else -5, -1, 8) * rng.choice([-1, 1], 8)
+    # η g from 1e-7 (subnormal in e4m3) to 0.1; from 1e-5 for a bfloat16, which then
+    # moves once in 400 times.
+    eta_g = 10.0 ** np.linspace(-7 if dtype == E4M3 else -5, -1, 8) * rng.choice(
+        [-1, 1], 8
+    )
     y_0 = jnp.asarray(rng.uniform(0.5, 1.5, 8), params_dtype)
     params = jnp.broadcast_to(y_0[:, None], (8, n))
     grads = jnp.broadcast_to(jnp.asarray(eta_g, jnp.float32)[:, None], (8, n))
@@ -83,7 +102,8 @@ def test_the_mean_of_a_step(dtype: Any) -> None:
 
 
 def added(v: float, u: Any) -> Any:
-    """The mean of f (1 − f) u² where numbers leave a grid of spacing u by a normal of variance v.
+    """The mean of f (1 − f) u² where numbers leave a grid of spacing u by a normal of
+    variance v.
 
     By Fourier's series f (1 − f) = 1/6 − Σ cos(2πkf)/(πk)² over k ≥ 1.
     """
@@ -91,15 +111,20 @@ def added(v: float, u: Any) -> Any:
     return np.mean(u**2 * (1 / 6 - (np.exp(-2 * k**2 * v / u**2) / k**2).sum(0)))
 
 
-def variances(dtype: Any, eta: float, c: float, ulp: float | None) -> tuple[float, float]:
-    """R of docs/method.md, for d normally distributed, and of y's rounding if it has an ulp."""
+def variances(
+    dtype: Any, eta: float, c: float, ulp: float | None
+) -> tuple[float, float]:
+    """R of docs/method.md, for d normally distributed, and of y's rounding if it has an
+    ulp."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
     tiny = float(info.tiny) * (_storage.form_for(jnp.dtype(dtype)).unit or 1)
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
     for _ in range(60):  # to the fixed point
         sq_d = (kept * (eta**2 + r) + p) / (1 - kept)
         size = np.maximum(np.abs(normal) * np.sqrt(sq_d), tiny)
-        r = added(c**2 * sq_d + kept * eta**2, 2.0 ** (np.floor(np.log2(size)) - info.nmant))
+        r = added(
+            c**2 * sq_d + kept * eta**2, 2.0 ** (np.floor(np.log2(size)) - info.nmant)
+        )
         p = added(c**2 * (sq_d + eta**2), np.array([ulp])) if ulp else 0.0
     return r, p
 
@@ -111,7 +136,9 @@ def variances(dtype: Any, eta: float, c: float, ulp: float | None) -> tuple[floa
 def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
     """What rounding adds to z, a rate in each row, also beside bfloat16 params."""
     n, num_steps, forget = 4_096, 200, int(5 / c)
-    rates = jnp.array([1e-3, 5e-5, 1e-5, 1e-6][: {None: 4, 0.02: 3, 0.1: 2}[start]])[:, None]
+    rates = jnp.array([1e-3, 5e-5, 1e-5, 1e-6][: {None: 4, 0.02: 3, 0.1: 2}[start]])[
+        :, None
+    ]
     y = jnp.full((len(rates), n), start or 0.0, jnp.bfloat16 if start else jnp.float32)
     noise = lambda _, k: rates * jax.random.normal(jax.random.fold_in(KEY, k), y.shape)
     txs = [spa(1.0, c, state_dtype=d, rounding_key=KEY) for d in (jnp.float32, dtype)]
@@ -132,7 +159,13 @@ def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
     expected = [variances(dtype, eta, c, ulp)[0] / eta**2 for eta in etas]
     np.testing.assert_allclose(measured, expected, rtol=5 * np.sqrt(2 / n))
     # As docs/method.md has it, in the normal range and below.
-    over_q = (1 - (1 - c) ** 2) / (1 - c) ** 2 * 4.0 ** jnp.finfo(dtype).nmant * 16 * np.log(2)
+    over_q = (
+        (1 - (1 - c) ** 2)
+        / (1 - c) ** 2
+        * 4.0 ** jnp.finfo(dtype).nmant
+        * 16
+        * np.log(2)
+    )
     assert start == 0.1 or expected[0] == pytest.approx(1 / (over_q - 1), rel=0.03)
     assert dtype != E4M3 or start or expected[2] == pytest.approx(0.31**2, rel=0.03)
     assert (np.abs(error.mean(1)) < 5 * error.std(1) / np.sqrt(n)).all()
@@ -140,14 +173,26 @@ def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [E4M3, jnp.bfloat16, None])
-def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(dtype: Any) -> None:
-    """z − y keeps what rounding takes from y, so that y forgets it at the rate c; None: no z."""
-    n, steps, eta, c, ulp, bf16 = 4_096, jnp.arange(2_000), 2e-5, 0.1, 2.0**-13, jnp.bfloat16
+def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(
+    dtype: Any,
+) -> None:
+    """z − y keeps what rounding takes from y, so that y forgets it at the rate c; None:
+    no z."""
+    n, steps, eta, c, ulp, bf16 = (
+        4_096,
+        jnp.arange(2_000),
+        2e-5,
+        0.1,
+        2.0**-13,
+        jnp.bfloat16,
+    )
     noise = lambda _, k: eta * jax.random.normal(jax.random.fold_in(KEY, k), (n,))
 
     def end(tx: Any, dtype: Any) -> np.ndarray:
         start = jnp.full(n, 0.02, bf16).astype(dtype)
-        return np.asarray(optimized(lambda: trained(tx, noise, start, steps)[0])(), float)
+        return np.asarray(
+            optimized(lambda: trained(tx, noise, start, steps)[0])(), float
+        )
 
     exact, kept = end(spa(1.0, c), jnp.float32), (1 - c) ** 2
     if dtype is None:
@@ -163,7 +208,8 @@ def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(dtype: Any)
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, FLOAT16])
 def test_saturation(dtype: Any) -> None:
-    """z stays within the limit of y, and the gauge counts; what is not finite comes to y."""
+    """z stays within the limit of y, and the gauge counts; what is not finite comes to
+    y."""
     limit = float(jnp.finfo(dtype).max) / 256
     params = jnp.zeros(6)
     steps = jnp.array([0.0, 0.5, -0.9, 3.0, -3.0, 1e9]) * limit
@@ -188,14 +234,20 @@ def test_a_limit_slows_what_goes_far() -> None:
     """60 steps of `spa` towards a minimum at 100: in e4m3 z − x is 1.75 at most."""
     for dtype, reached in ((jnp.float32, 99.6), (E4M3, 53), (jnp.float8_e5m2, 99.6)):
         tx = spa(1.0, 0.1, state_dtype=dtype, rounding_key=KEY)
-        x, _ = trained(tx, lambda x, _: 0.1 * (x - 100), jnp.zeros(1_000), jnp.arange(60))
+        x, _ = trained(
+            tx, lambda x, _: 0.1 * (x - 100), jnp.zeros(1_000), jnp.arange(60)
+        )
         assert float(x.mean()) == pytest.approx(reached, abs=0.5)
 
 
 def test_params_that_are_replaced_or_edited() -> None:
     """z follows them, before the first step and later: `reanchor` has nothing to do."""
     tx = spa(0.5, 0.25, 0.5, state_dtype=E4M3, rounding_key=KEY)
-    old, new, g = jnp.array([1.0, 2.0]), jnp.array([5.0, -3.0]), jnp.array([0.125, -0.25])
+    old, new, g = (
+        jnp.array([1.0, 2.0]),
+        jnp.array([5.0, -3.0]),
+        jnp.array([0.125, -0.25]),
+    )
     expected, _ = run(tx, new, [g])
     found, state = run(tx, new, [g], tx.init(old))
     np.testing.assert_array_equal(found, expected)
@@ -206,16 +258,21 @@ def test_params_that_are_replaced_or_edited() -> None:
 
 
 def test_a_rate_that_falls_to_0_or_jumps() -> None:
-    """z − x has the scale of params, so nothing overflows, and where it is rescaled no m is lost.
+    """z − x has the scale of params, so nothing overflows, and where it is rescaled no
+    m is lost.
 
     A rise by 11 times would restart momentum where x of 16 bits is a term of z − x.
     """
     n, rates = 20_000, jnp.array([0.5, 0.5, 1e-6, 0.0, 0.0, 1e-3, 0.03, 0.5])
     sgdm = lambda learning_rate, **kwargs: spa_from_sgdm(learning_rate, 0.75, **kwargs)
-    narrow = lambda learning_rate: sgdm(learning_rate, state_dtype=E4M3, rounding_key=KEY)
+    narrow = lambda learning_rate: sgdm(
+        learning_rate, state_dtype=E4M3, rounding_key=KEY
+    )
     g = [jnp.full(n, 2.0**-6)] * len(rates)
     expected, _ = run(sgdm(lambda k: rates[k]), jnp.ones(n), g)
-    tx = optax.inject_hyperparams(narrow, hyperparam_dtype=jnp.float32)(lambda k: rates[k])
+    tx = optax.inject_hyperparams(narrow, hyperparam_dtype=jnp.float32)(
+        lambda k: rates[k]
+    )
     for dtype in (jnp.float32, jnp.bfloat16):
         x, _ = run(tx, jnp.ones(n, dtype), g)
         x = x.astype(float)
@@ -235,15 +292,22 @@ MOMENTUM: dict[str, Any] = {
 
 def test_a_momentum_that_float8_can_hold_is_exact() -> None:
     """Arrays of one scale each, with few bits: m is g, then g/2 + g, g/4 + g/2 + g."""
-    g = {"a": jnp.array([1.0, -2, 0]), "b": jnp.full((2, 1), 2.0**90), "c": jnp.array(2.0**-90)}
+    g = {
+        "a": jnp.array([1.0, -2, 0]),
+        "b": jnp.full((2, 1), 2.0**90),
+        "c": jnp.array(2.0**-90),
+    }
     params, base = optax.tree.zeros_like(g), optax.sgd(1.0, momentum=0.5)
     expected, _ = run(base, params, [g] * 3)
-    chex.assert_trees_all_equal(run(float8_momentum(base, KEY), params, [g] * 3)[0], expected)
+    chex.assert_trees_all_equal(
+        run(float8_momentum(base, KEY), params, [g] * 3)[0], expected
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e9, 0.0])
 def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
-    """Also of elements far below the largest, which are subnormal; and all are neighbours."""
+    """Also of elements far below the largest, which are subnormal; and all are
+    neighbours."""
     g = size * jnp.logspace(-6, 0, 97) * jnp.resize(jnp.array([1.0, -1, 0]), 97)
 
     def stored(key: jax.Array) -> jax.Array:
@@ -254,7 +318,8 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
 
     num_keys = 4_000
     m = jax.vmap(stored)(jax.random.split(KEY, num_keys))
-    # Neighbours are at most 1/8 of the number apart, or 2^-9 of the scale, below 2 max |g| / 448.
+    # Neighbours are at most 1/8 of the number apart, or 2^-9 of the scale, below 2 max
+    # |g| / 448.
     spacing = jnp.maximum(jnp.abs(g) / 8, jnp.max(jnp.abs(g)) / 224 * 2**-9)
     assert jnp.all(jnp.abs(m - g) <= spacing)
     assert jnp.all(jnp.abs(m.mean(0) - g) <= 5 * spacing / 2 / num_keys**0.5)
@@ -266,13 +331,17 @@ def test_it_trains_as_its_base_does(name: str) -> None:
     """In one byte for each element of momentum, with bfloat16 params and without."""
     base = MOMENTUM[name]
     params = {"w": 1 + jax.random.normal(KEY, (128, 128)), "b": jnp.ones(64)}
-    size_of = lambda tree: sum(jnp.sum(x.astype(float) ** 2) for x in jax.tree.leaves(tree))
+    size_of = lambda tree: sum(
+        jnp.sum(x.astype(float) ** 2) for x in jax.tree.leaves(tree)
+    )
     num_bytes = lambda state: sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     expected, tx = base().init(params), float8_momentum(base(), KEY)
     state = tx.init(params)
     size = sum(m.size for m in jax.tree.leaves(state) if m.dtype == E4M3)
     assert size == sum(x.size for x in jax.tree.leaves(params))
-    assert num_bytes(state) == num_bytes(expected) - 3 * size + 4 + 4 * len(state.scales)
+    assert num_bytes(state) == num_bytes(expected) - 3 * size + 4 + 4 * len(
+        state.scales
+    )
     descents = []
     rounded = stochastic_rounding(tx, KEY)
     for wrapped, dtype in ((base(), float), (tx, float), (rounded, "bfloat16")):
@@ -288,20 +357,27 @@ def test_it_trains_as_its_base_does(name: str) -> None:
 @pytest.mark.parametrize("base", [optax.scale_by_adam, optax.scale_by_adamax])
 @pytest.mark.parametrize("size", [1e-8, 1.0])
 @pytest.mark.usefixtures("standard_promotion")
-def test_steps_of_adam_where_gradients_are_far_below_the_largest(base: Any, size: float) -> None:
-    """At most 1.2 times those of float32. With m / s alone they were 600 times as long at 1e-8."""
+def test_steps_of_adam_where_gradients_are_far_below_the_largest(
+    base: Any, size: float
+) -> None:
+    """At most 1.2 times those of float32. With m / s alone they were 600 times as long
+    at 1e-8."""
     sizes = jnp.full(1_000, size).at[0].set(1.0)
 
     def largest(tx: Any) -> Any:
         def step(state: Any, key: jax.Array) -> Any:
-            u, state = tx.update((1 + jax.random.normal(key, sizes.shape)) * sizes, state, sizes)
+            u, state = tx.update(
+                (1 + jax.random.normal(key, sizes.shape)) * sizes, state, sizes
+            )
             return state, u
 
         u = jax.lax.scan(step, tx.init(sizes), jax.random.split(KEY, 50))[1]
         return jnp.max(jnp.abs(u[:, 1:]))
 
     exact = largest(base(eps=0.0))
-    np.testing.assert_array_less(largest(float8_momentum(base(eps=0.0), KEY)), 1.2 * exact)
+    np.testing.assert_array_less(
+        largest(float8_momentum(base(eps=0.0), KEY)), 1.2 * exact
+    )
 
 
 @pytest.mark.parametrize(("dtype", "small"), [("float32", 1e-19), ("float16", 1e-5)])
@@ -310,7 +386,9 @@ def test_steps_of_adam_where_gradients_are_far_below_the_largest(base: Any, size
 def test_steps_of_adam_after_gradients_that_underflow(dtype: Any, small: float) -> None:
     """A ν of 0 beside a momentum does not set the scale of the others."""
     g, base = jnp.array([small, 1.0, 0.5], dtype), optax.scale_by_adam(eps=1e-3)
-    exact, in_8_bits = (run(tx, g, [g] * 20)[0] for tx in (base, float8_momentum(base, KEY)))
+    exact, in_8_bits = (
+        run(tx, g, [g] * 20)[0] for tx in (base, float8_momentum(base, KEY))
+    )
     np.testing.assert_allclose(in_8_bits, exact, rtol=1 / 8)
 
 
@@ -357,14 +435,32 @@ def test_state_in_8_bits_has_no_derivative() -> None:
 
 def test_of_momentum_refused() -> None:
     sgd, params = optax.sgd(0.1, 0.9), jnp.zeros(2)
-    tx, of = float8_momentum(sgd, KEY), lambda base: float8_momentum(base, KEY).init(params)
+    tx, of = (
+        float8_momentum(sgd, KEY),
+        lambda base: float8_momentum(base, KEY).init(params),
+    )
     for call, match in (
-        (lambda: of(optax.rmsprop(0.1)), "`base` must hold one of TraceState.*, got EmptyState"),
-        (lambda: of(primal_averaging(sgd, 0.1)), "`base` must not average, got a `SPAState`"),
+        (
+            lambda: of(optax.rmsprop(0.1)),
+            "`base` must hold one of TraceState.*, got EmptyState",
+        ),
+        (
+            lambda: of(primal_averaging(sgd, 0.1)),
+            "`base` must not average, got a `SPAState`",
+        ),
         (lambda: of(spa(0.1)), "`base` must not average, got a `SPAState`"),
-        (lambda: tx.init(params.astype(complex)), "real momentum in 32 bits or fewer, got comp"),
-        (lambda: tx.init(np.zeros(2)), "real momentum in 32 bits or fewer, got float64"),
-        (lambda: tx.update(params, sgd.init(params)), "of type `Float8MomentumState`, got tuple"),
+        (
+            lambda: tx.init(params.astype(complex)),
+            "real momentum in 32 bits or fewer, got comp",
+        ),
+        (
+            lambda: tx.init(np.zeros(2)),
+            "real momentum in 32 bits or fewer, got float64",
+        ),
+        (
+            lambda: tx.update(params, sgd.init(params)),
+            "of type `Float8MomentumState`, got tuple",
+        ),
         (
             lambda: convert(spa(0.1).init(params), params, into=tx.init(params)),
             "`into` must hold its momentum in wrappers",

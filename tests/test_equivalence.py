@@ -1,4 +1,5 @@
-"""The iterates of `spa_from_sgdm` are those of `optax.sgd`: 2,000 steps on real digits."""
+"""The iterates of `spa_from_sgdm` are those of `optax.sgd`: 2,000 steps on real
+digits."""
 
 import functools
 import itertools
@@ -14,26 +15,40 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import NUM_STEPS, batches, optimized, run, sgdm, slow, table, trained, trajectory, x64
+from helpers import (
+    NUM_STEPS,
+    batches,
+    optimized,
+    run,
+    sgdm,
+    slow,
+    table,
+    trained,
+    trajectory,
+    x64,
+)
 from jaxtyping import Array
 
 from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 
-# float32: each of two runs rounds x 2,000 times, by half an ulp (6e-8) or less. At random that adds
-# up to √2 √2,000 6e-8/√3 = 2.2e-6 of ‖x‖, and twice that is allowed. β near 1 adds the rounding of
-# 1 − β, which is 6e-8/(1 − β) of the length of every step: 6e-5 at 0.999.
+# float32: each of two runs rounds x 2,000 times, by half an ulp (6e-8) or less. At
+# random that adds up to √2 √2,000 6e-8/√3 = 2.2e-6 of ‖x‖, and twice that is allowed. β
+# near 1 adds the rounding of 1 − β, which is 6e-8/(1 − β) of the length of every step:
+# 6e-5 at 0.999.
 TOLERANCES = {"float64": {1.0: 1e-10}, "float32": {0.95: 4.4e-6, 0.999: 6.4e-5}}
 
 injected = optax.inject_hyperparams(spa_from_sgdm)
 itself = lambda state, params: params
 
 
-def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[..., Any]:
-    """SGD+M and SPA side by side: foreseen, injected, short-sighted, and edited halfway.
+def digits_runs(
+    dtype: str, momentum: float | None, nesterov: bool
+) -> Callable[..., Any]:
+    """SGD+M and SPA side by side: foreseen, injected, short-sighted, and edited
+    halfway.
 
-    For many schedules at once, (s, n) over the counts; `momentum` is a number for the look-ahead
-    over a horizon that follows from it, None for one over the default.
-    """
+    For many schedules at once, (s, n) over the counts; `momentum` is a number for the
+    look-ahead over a horizon that follows from it, None for one over the default."""
 
     @optimized
     @jax.vmap
@@ -46,12 +61,17 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
             injected(learning_rate=alpha, momentum=beta, nesterov=nesterov),
             spa_from_sgdm(alpha, beta, nesterov, horizon=7),
         ]
-        gradient, start = jax.grad(helpers.logistic_regression(dtype)), jnp.zeros((65, 10), dtype)
+        gradient, start = (
+            jax.grad(helpers.logistic_regression(dtype)),
+            jnp.zeros((65, 10), dtype),
+        )
         ends = [trained(tx, gradient, start, batches())[0] for tx in txs]
         for make, tx in zip((sgdm, spa_from_sgdm), txs, strict=False):
             x, state = trained(tx, gradient, start, batches()[: NUM_STEPS // 2])
             edited = make(edit, beta, nesterov)
-            ends.append(trained(edited, gradient, x, batches()[NUM_STEPS // 2 :], state)[0])
+            ends.append(
+                trained(edited, gradient, x, batches()[NUM_STEPS // 2 :], state)[0]
+            )
         return ends
 
     return run
@@ -71,10 +91,13 @@ def digits_runs(dtype: str, momentum: float | None, nesterov: bool) -> Callable[
     ],
 )
 def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
-    """For each of RATES and `momentum`, or each of MOMENTA; tolerances by the largest β."""
+    """For each of RATES and `momentum`, or each of MOMENTA; tolerances by the largest
+    β."""
     counts = np.arange(NUM_STEPS + 100)
     momenta = {name: values(counts) for name, values in helpers.MOMENTA.items()}
-    momenta = momenta if momentum is None else {str(momentum): np.full(len(counts), momentum)}
+    momenta = (
+        momenta if momentum is None else {str(momentum): np.full(len(counts), momentum)}
+    )
     names, alphas, betas, tolerances = [], [], [], []
     for rate, (name, beta) in itertools.product(helpers.RATES, momenta.items()):
         names.append(f"{rate}, β {name}")
@@ -82,7 +105,9 @@ def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
         longest = np.nanmax(beta)
         alphas.append(min(1.0, (1 - longest) / 0.05) * helpers.RATES[rate](counts))
         betas.append(beta)
-        tolerances.append(next(most for to, most in TOLERANCES[dtype].items() if longest <= to))
+        tolerances.append(
+            next(most for to, most in TOLERANCES[dtype].items() if longest <= to)
+        )
     edited = 3 * np.roll(alphas, 90, axis=1)
     with x64(dtype == "float64"):
         train_all = digits_runs(dtype, momentum, nesterov)
@@ -99,8 +124,9 @@ def test_sgdm(dtype: str, momentum: float | None, nesterov: bool) -> None:
 
 
 def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() -> None:
-    # z − x = −w m is known to within an ulp of x; when w must grow r-fold, so does that. Beyond
-    # 1/√eps = 2,896 nothing of m would be left, and momentum restarts from 0.
+    # z − x = −w m is known to within an ulp of x; when w must grow r-fold, so does
+    # that. Beyond 1/√eps = 2,896 nothing of m would be left, and momentum restarts from
+    # 0.
     grads, x_0 = [jnp.full(100, 0.01)] * 3, jnp.linspace(0.5, 1.0, 100)
     for rise in (100.0, 2_800.0):
         found, expected = (
@@ -118,7 +144,8 @@ def test_a_rise_that_was_not_foreseen_magnifies_the_rounding_of_x_and_no_more() 
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_any_hyperparameters(seed: int, nesterov: bool) -> None:
-    """Against NumPy straight from the equations, float64: rates, zeros, runs and β at random."""
+    """Against NumPy straight from the equations, float64: rates, zeros, runs and β at
+    random."""
     rng = np.random.default_rng(seed)
     num_steps = 120
 
@@ -141,13 +168,16 @@ def test_any_hyperparameters(seed: int, nesterov: bool) -> None:
 
     with x64():
         for result in quadratic(nesterov, alphas, betas, hessian, x_0):
-            # 2e-15 where all is foreseen (3,000 seeds). A rise that was not, from β near 0 to near
-            # 1, magnifies rounding up to 1e5-fold: 1.4e-11 with the horizon of 3.
+            # 2e-15 where all is foreseen (3,000 seeds). A rise that was not, from β
+            # near 0 to near 1, magnifies rounding up to 1e5-fold: 1.4e-11 with the
+            # horizon of 3.
             assert np.linalg.norm(result - x) < 1e-10 * np.linalg.norm(x_0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def quadratic(nesterov: bool, alphas: Array, betas: Array, hessian: Array, x: Array) -> list[Array]:
+def quadratic(
+    nesterov: bool, alphas: Array, betas: Array, hessian: Array, x: Array
+) -> list[Array]:
     alpha, beta = table(alphas), table(betas)
     txs = [
         spa_from_sgdm(alpha, beta, nesterov),
@@ -159,7 +189,8 @@ def quadratic(nesterov: bool, alphas: Array, betas: Array, hessian: Array, x: Ar
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_constants_and_the_keras_form(nesterov: bool) -> None:
-    """`spa` with μ_y = 1, or β for Nesterov's: `optax.sgd`; with a schedule Keras's form of it.
+    """`spa` with μ_y = 1, or β for Nesterov's: `optax.sgd`; with a schedule Keras's
+    form of it.
 
     That has the rate inside the buffer: v ← β v + α g, x ← x − v, or x − β v − α g.
     """
@@ -170,13 +201,19 @@ def test_constants_and_the_keras_form(nesterov: bool) -> None:
             (of_spa(0.5), optax.sgd(0.05, 0.9, nesterov)),
             (
                 of_spa(lambda k: alpha(k) / 0.1),
-                optax.chain(optax.scale_by_learning_rate(alpha), optax.trace(0.9, nesterov)),
+                optax.chain(
+                    optax.scale_by_learning_rate(alpha), optax.trace(0.9, nesterov)
+                ),
             ),
         ):
             x, _ = trajectory(tx, itself, jnp.float64)
-            np.testing.assert_allclose(x, trajectory(oracle, itself, jnp.float64)[0], atol=1e-12)
+            np.testing.assert_allclose(
+                x, trajectory(oracle, itself, jnp.float64)[0], atol=1e-12
+            )
         other, _ = trajectory(sgdm(alpha, 0.9, nesterov), itself, jnp.float64)
-    assert helpers.relative_difference(x[-1], other[-1]) > 1e-2  # and not the PyTorch form
+    assert (
+        helpers.relative_difference(x[-1], other[-1]) > 1e-2
+    )  # and not the PyTorch form
 
 
 def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:

@@ -1,4 +1,5 @@
-"""`examples/digits.py` and the benchmarks run, at a small size, and support their claims."""
+"""`examples/digits.py` and the benchmarks run, at a small size, and support their
+claims."""
 
 import json
 import math
@@ -22,22 +23,32 @@ def test_digits(tmp_path: Path) -> None:
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = {line[:23].strip(): line.split() for line in text.splitlines()[1:]}
-    before = lambda mark: {name: float(row[row.index(mark) - 1]) for name, row in rows.items()}
+    before = lambda mark: {
+        name: float(row[row.index(mark) - 1]) for name, row in rows.items()
+    }
     accuracy, loss = before("%"), before("±")
     assert accuracy["optax.sgd"] > 90
     assert abs(accuracy["spa_from_sgdm"] - accuracy["optax.sgd"]) < 0.5
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
-    # `spa(η)` is another form of momentum. Rounding, which a network may amplify, is far below it.
+    # `spa(η)` is another form of momentum. Rounding, which a network may amplify, is
+    # far below it.
     for name in ("spa_from_sgdm", "sgd + noise"):
         assert float(rows[name][-1]) < float(rows["spa"][-1]) / 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "num_bytes"), [("spa_adamw", 4.1), long("lion", 4.0)])
-def test_one_card(optimizer: str, num_bytes: float, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"), [("spa_adamw", 4.1), long("lion", 4.0)]
+)
+def test_one_card(
+    optimizer: str, num_bytes: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     loss = one_card.main(["--steps", "5", "--rate", "0.002", "--optimizer", optimizer])
     assert loss < math.log(256) - 0.5
-    assert f"918,656 params, {num_bytes} bytes each with their state" in capsys.readouterr().out
+    assert (
+        f"918,656 params, {num_bytes} bytes each with their state"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -60,7 +71,11 @@ def test_low_precision(tmp_path: Path) -> None:
     arguments = ["--task", "digits", "--momentum", "0.9", "--schedule", "constant"]
     arguments += ["--seeds", "1", "--epochs", "6", "--json", str(tmp_path / "out")]
     text = low_precision.main(arguments)
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in text.splitlines()
+        if "|" in line
+    ]
     rows = [row for row in rows if " at " in row[-2]]  # those with a lowest loss
     ratios = {row[1]: float(row[3]) for row in rows}  # at η = 0.01
     num_bytes = {row[1]: float(row[2]) for row in rows}
@@ -75,7 +90,9 @@ def test_low_precision(tmp_path: Path) -> None:
 def test_gauge(tmp_path: Path) -> None:
     """On digits; the decoder has its own test."""
     out = tmp_path / "runs"
-    text = gauge.main(["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)])
+    text = gauge.main(
+        ["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)]
+    )
     reports = json.loads(out.read_text())["reports"]
     assert [report[0] for report in reports["all"]] == list(range(0, 12 * 28, 10))
     # Early on all gradients of a layer point the same way.

@@ -1,4 +1,5 @@
-"""`spa` below an interpolation of 1 and `eval_params`, against equations and code by others."""
+"""`spa` below an interpolation of 1 and `eval_params`, against equations and code by
+others."""
 
 from typing import Any
 
@@ -30,7 +31,8 @@ GPA = spa(0.1, 0.1, 0.5)
 
 
 def published(gamma: Any, c: Any, mu_y: Any) -> np.ndarray:
-    """y and x after every step, in float64, by the three sequences as they are published."""
+    """y and x after every step, in float64, by the three sequences as they are
+    published."""
     images, labels = digits()
     x = z = y = np.full((65, 10), 0.1)
     steps = []
@@ -63,12 +65,16 @@ def test_published_update(schedules: Any) -> None:
     as_jax = lambda h: (lambda k: jnp.asarray(table(h))[k]) if callable(h) else h
     with x64():
         found = trajectory(spa(*map(as_jax, schedules)), eval_params, jnp.float64)
-    np.testing.assert_allclose(found, published(*schedules), rtol=0, atol=1e-11)  # y and x
+    np.testing.assert_allclose(
+        found, published(*schedules), rtol=0, atol=1e-11
+    )  # y and x
 
 
 ADAMW: Any = {"b2": 0.98, "eps": 1e-6, "weight_decay": 0.1}
 MUON = optax.contrib.muon(0.01)
-AROUND = lambda base, rate, b1=0.9, power=2.0: optax.contrib.schedule_free(base, rate, b1, power)
+AROUND = lambda base, rate, b1=0.9, power=2.0: optax.contrib.schedule_free(
+    base, rate, b1, power
+)
 SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {  # Optax's, and ours
     "spa, 0.5": (AROUND(optax.sgd(0.5), 0.5, 0.5, 0.0), spa(0.5, MEAN, 0.5)),
     "spa, 0.9": (AROUND(optax.sgd(0.5), 0.5), spa(0.5, MEAN, 0.9)),
@@ -85,9 +91,13 @@ SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {  # Optax's, and ours
 def test_schedule_free(reference: Any, tx: Any) -> None:
     """At a constant rate every weight is the same, whatever their power of the rate."""
     with x64():
-        expected = trajectory(reference, optax.contrib.schedule_free_eval_params, jnp.float64)
+        expected = trajectory(
+            reference, optax.contrib.schedule_free_eval_params, jnp.float64
+        )
         found = trajectory(tx, eval_params, jnp.float64)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)  # y and x, over 300 steps
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=1e-11
+    )  # y and x, over 300 steps
 
 
 def test_quasi_hyperbolic_momentum() -> None:
@@ -123,7 +133,9 @@ def test_interpolation_may_change_unforeseen() -> None:
     """Injected, or edited before a run is resumed: x and z go on as they would have."""
     mu_y, grads = lambda k: jnp.where(k < 3, 0.9, 0.5), [GRADS] * 3
     scheduled = run(spa(0.1, 0.2, mu_y), PARAMS, grads * 2)
-    injected = optax.inject_hyperparams(spa)(learning_rate=0.1, averaging=0.2, interpolation=0.9)
+    injected = optax.inject_hyperparams(spa)(
+        learning_rate=0.1, averaging=0.2, interpolation=0.9
+    )
     params, state = run(injected, PARAMS, grads)
     state = optax.tree.set(state, interpolation=jnp.array(0.5))
     params, state = run(injected, params, grads, state)
@@ -131,15 +143,20 @@ def test_interpolation_may_change_unforeseen() -> None:
     params, state = run(spa(0.1, 0.2, 0.9), PARAMS, grads)
     params, state = run(spa(0.1, 0.2, 0.5), params, grads, state)
     chex.assert_trees_all_close((params, state), scheduled, rtol=1e-6)
-    np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)  # not what the change makes of it
+    np.testing.assert_allclose(
+        state.c, 0.2, rtol=1e-6
+    )  # not what the change makes of it
     for tx in (spa(0.1, 0.2), spa_from_sgdm(0.1)):  # to which x would be y
-        with pytest.raises(ValueError, match=r"`interpolation` after 0.5 must be `lambda k"):
+        with pytest.raises(
+            ValueError, match=r"`interpolation` after 0.5 must be `lambda k"
+        ):
             tx.update(GRADS, state, params)
         assert np.isnan(jax.jit(tx.update)(GRADS, state, params)[0]["w"]).all()
 
 
 def test_derivative_with_respect_to_interpolation() -> None:
-    """At the μ_y that the state holds, too: x_2 = 5, z_2 = 2, and y_2 is 5 μ_y + 2 (1 − μ_y)."""
+    """At the μ_y that the state holds, too: x_2 = 5, z_2 = 2, and y_2 is 5 μ_y + 2 (1 −
+    μ_y)."""
 
     def y_2(mu_y: Any) -> Any:
         y, state = run(spa(1.0, 0.5, 0.5), jnp.array(10.0), [jnp.array(4.0)])
@@ -150,10 +167,14 @@ def test_derivative_with_respect_to_interpolation() -> None:
         np.testing.assert_allclose(jax.grad(y_2)(mu_y), 3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tx", [spa(0.1), GPA, spa_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)])
+@pytest.mark.parametrize(
+    "tx", [spa(0.1), GPA, spa_adamw(0.1), spa_adamw(0.1, 0.05, 0.9)]
+)
 def test_a_state_of_zeros_is_one_at_the_start(tx: Any) -> None:
     """As that of `optax.adamw` is."""
-    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, PARAMS))
+    state = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, PARAMS)
+    )
     updates, _ = tx.update(GRADS, state, PARAMS)
     expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal(updates, expected)
@@ -181,12 +202,16 @@ def test_eval_params_finds_the_state(wrap: Any) -> None:
 
 def test_eval_params_where_params_are_shared() -> None:
     expected = eval_params(*run(GPA, PARAMS, [GRADS] * 3)[::-1])
-    y, state = run(optax.masked(GPA, {"w": True, "b": {"c": False}}), PARAMS, [GRADS] * 3)
+    y, state = run(
+        optax.masked(GPA, {"w": True, "b": {"c": False}}), PARAMS, [GRADS] * 3
+    )
     x = eval_params(state, y)
     np.testing.assert_allclose(x["w"], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(x["b"]["c"], y["b"]["c"])
     for fast in (optax.adam(0.1), spa(0.1), spa(0.2, 0.3, 0.4)):
-        tx = optax.partition({"slow": GPA, "fast": fast}, {"w": "slow", "b": {"c": "fast"}})
+        tx = optax.partition(
+            {"slow": GPA, "fast": fast}, {"w": "slow", "b": {"c": "fast"}}
+        )
         with jax.numpy_dtype_promotion("standard"):  # for Adam
             y, state = run(tx, PARAMS, [GRADS] * 3)
             alone_x, alone_state = run(fast, PARAMS["b"], [GRADS["b"]] * 3)
@@ -204,17 +229,23 @@ def test_eval_params_at_interpolation_1_are_params(tx: Any) -> None:
 
 
 def test_eval_params_of_nnx() -> None:
-    model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    )
     optimizer = nnx.Optimizer(model, optax.chain(optax.clip(1e3), GPA), wrt=nnx.Param)
     inputs = jax.random.normal(jax.random.key(0), (8, 3))
     for _ in range(6):
-        optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(inputs) - 1) ** 2))(model))
+        optimizer.update(
+            model, nnx.grad(lambda model: jnp.mean((model(inputs) - 1) ** 2))(model)
+        )
     y = nnx.state(model, nnx.Param)
     z = nnx.to_pure_dict(optax.tree.get(optimizer.opt_state, "z"))
     at_x = jax.tree.map(lambda y, z: 2 * y - z, nnx.to_pure_dict(y), z)  # μ_y = 1/2
     x = nnx.to_pure_dict(eval_params(optimizer.opt_state, y))
     chex.assert_trees_all_close(x, at_x, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"`params` are `nnx.state\(model, nnx.Param\)`"):
+    with pytest.raises(
+        ValueError, match=r"`params` are `nnx.state\(model, nnx.Param\)`"
+    ):
         eval_params(optimizer.opt_state, model)
 
 
@@ -225,11 +256,17 @@ FOREIGN = {
     r"got \(3,\) at \['other'\]": GPA.init({"other": jnp.ones(3)}),
     r"got \(2,\) at": GPA.init(jax.tree.map(lambda leaf: leaf[..., :2], PARAMS)),
     "each once": optax.chain(spa(0.1), GPA).init(PARAMS),
-    "got one in a `ScheduleFreeState`": optax.contrib.schedule_free(GPA, 0.1).init(PARAMS),
+    "got one in a `ScheduleFreeState`": optax.contrib.schedule_free(GPA, 0.1).init(
+        PARAMS
+    ),
     "got one in a `SAMState`": optax.contrib.sam(GPA, optax.sgd(0.1)).init(PARAMS),
-    "`params`, got one in a `SAMState`": optax.contrib.sam(ROUNDED, optax.sgd(0.1)).init(PARAMS),
+    "`params`, got one in a `SAMState`": optax.contrib.sam(
+        ROUNDED, optax.sgd(0.1)
+    ).init(PARAMS),
     "got one in a `MechanicState`": optax.contrib.mechanize(GPA).init(PARAMS),
-    "got one in a `LookaheadState`": optax.LookaheadState(GPA.init(PARAMS), jnp.array(0)),
+    "got one in a `LookaheadState`": optax.LookaheadState(
+        GPA.init(PARAMS), jnp.array(0)
+    ),
 }
 
 
@@ -240,9 +277,9 @@ def test_eval_params_of_a_foreign_state(message: str) -> None:
 
 
 def test_eval_params_of_an_ensemble() -> None:
-    params, states = jax.vmap(lambda mu_y: run(spa(1.0, 0.1, mu_y), jnp.ones(2), [jnp.ones(2)]))(
-        jnp.array([0.3, 0.9])
-    )
+    params, states = jax.vmap(
+        lambda mu_y: run(spa(1.0, 0.1, mu_y), jnp.ones(2), [jnp.ones(2)])
+    )(jnp.array([0.3, 0.9]))
     np.testing.assert_allclose(jax.vmap(eval_params)(states, params), 0.9, rtol=1e-6)
     with pytest.raises(ValueError, match="`opt_state` must be of one run, got a batch"):
         eval_params(states, params)
@@ -255,13 +292,22 @@ def test_eval_params_before_the_first_step() -> None:
 
 
 def test_eval_params_of_all_kinds_of_leaves() -> None:
-    floats = {"bfloat16": jnp.ones(4, jnp.bfloat16), "complex": jnp.array([1 + 2j, 3 - 1j])}
+    floats = {
+        "bfloat16": jnp.ones(4, jnp.bfloat16),
+        "complex": jnp.array([1 + 2j, 3 - 1j]),
+    }
     params = floats | {"integer": jnp.arange(3), "None": None}
-    y, state = run(spa(0.5, 0.1, 0.5), params, [jax.tree.map(jnp.ones_like, params)] * 3)
+    y, state = run(
+        spa(0.5, 0.1, 0.5), params, [jax.tree.map(jnp.ones_like, params)] * 3
+    )
     x = eval_params(state, y)
     chex.assert_trees_all_equal_shapes_and_dtypes(x, params)
     for name in floats:
-        y_wide, x_wide = (np.asarray(tree[name]).astype(np.complex64) for tree in (y, x))
+        y_wide, x_wide = (
+            np.asarray(tree[name]).astype(np.complex64) for tree in (y, x)
+        )
         expected = 2 * y_wide - np.asarray(state.z[name])  # μ_y = 1/2
-        np.testing.assert_allclose(x_wide, expected, rtol=float(jnp.finfo(y[name].dtype).eps))
+        np.testing.assert_allclose(
+            x_wide, expected, rtol=float(jnp.finfo(y[name].dtype).eps)
+        )
     np.testing.assert_array_equal(x["integer"], params["integer"])

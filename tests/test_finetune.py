@@ -1,4 +1,5 @@
-"""examples/finetune.py and its benchmark: a tiny random BERT, on sentences made here."""
+"""examples/finetune.py and its benchmark: a tiny random BERT, on sentences made
+here."""
 
 import json
 from pathlib import Path
@@ -34,8 +35,14 @@ CONFIG = {
 
 def shapes_of_bert() -> dict[str, tuple[int, ...]]:
     n, hidden = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    norm = lambda name: {f"{name}.LayerNorm.weight": (n,), f"{name}.LayerNorm.bias": (n,)}
-    dense = lambda name, out, into: {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
+    norm = lambda name: {
+        f"{name}.LayerNorm.weight": (n,),
+        f"{name}.LayerNorm.bias": (n,),
+    }
+    dense = lambda name, out, into: {
+        f"{name}.weight": (out, into),
+        f"{name}.bias": (out,),
+    }
     result = norm("embeddings") | {
         "embeddings.word_embeddings.weight": (CONFIG["vocab_size"], n),
         "embeddings.position_embeddings.weight": (CONFIG["max_position_embeddings"], n),
@@ -56,7 +63,9 @@ def folder(tmp_path: Path) -> Path:
     """Holds the model and the sentences, whose label is whether they are good."""
     rng = np.random.default_rng(0)
     tensors = {
-        name: jnp.asarray(0.1 * rng.standard_normal(shape) + name.endswith("LayerNorm.weight"))
+        name: jnp.asarray(
+            0.1 * rng.standard_normal(shape) + name.endswith("LayerNorm.weight")
+        )
         for name, shape in shapes_of_bert().items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
@@ -70,7 +79,9 @@ def folder(tmp_path: Path) -> Path:
     for name in ("train", "validation"):
         rows = ["sentence\tlabel"]
         for label in rng.integers(2, size=40):
-            rows.append(f"the film {'the ' * rng.integers(5)}{('bad', 'good')[label]}\t{label}")
+            rows.append(
+                f"the film {'the ' * rng.integers(5)}{('bad', 'good')[label]}\t{label}"
+            )
         (tmp_path / f"{name}.tsv").write_text("\n".join(rows) + "\n")
     return tmp_path
 
@@ -80,29 +91,50 @@ def options(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_it_trains_and_exports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_and_exports(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two steps. The file has BERT's tensors, which moved, and the last layer's."""
-    example.main([*options(folder), "--steps", "2", "--rate", "0.01", "--out", str(folder / "out")])
+    example.main(
+        [
+            *options(folder),
+            "--steps",
+            "2",
+            "--rate",
+            "0.01",
+            "--out",
+            str(folder / "out"),
+        ]
+    )
     with pytest.raises(SystemExit, match="2"):
         example.main(["--rate", "nan"])
-    assert "z in float8: 3.15 bytes" in capsys.readouterr().out  # biases are not factored
+    assert (
+        "z in float8: 3.15 bytes" in capsys.readouterr().out
+    )  # biases are not factored
     before, after = load_file(folder / "model.safetensors"), folder / "out/z in float8"
     tensors = load_file(after / "model.safetensors")
     assert tensors.keys() - before.keys() == {"classifier.weight", "classifier.bias"}
     for name, tensor in before.items():
-        assert (tensors[name].shape, tensors[name].dtype) == (tensor.shape, jnp.bfloat16)
+        assert (tensors[name].shape, tensors[name].dtype) == (
+            tensor.shape,
+            jnp.bfloat16,
+        )
         moved = np.mean(np.abs(tensors[name].astype(jnp.float32) - tensor))
         assert 1e-4 < moved < 0.02, name
     graphdef, params = example.load_model(after, seed=0)
     assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params))
     for data in example.load_data(folder, after):
-        assert 0 < example.validate(example.make_loss(graphdef), params, data)["loss"] < 10
+        assert (
+            0 < example.validate(example.make_loss(graphdef), params, data)["loss"] < 10
+        )
 
 
 def test_batches(folder: Path, tmp_path: Path) -> None:
     (own := tmp_path / "own").mkdir()
     (own / "train.tsv").touch()
-    with pytest.raises(SystemExit, match=r"validation\.tsv is missing"):  # it would be SST-2's
+    with pytest.raises(
+        SystemExit, match=r"validation\.tsv is missing"
+    ):  # it would be SST-2's
         example.load_data(own, folder)
     data = example.load_data(folder, folder)[0]
     assert [*data[0][0][:3], data[0][0][-1]] == [2, 7, 6, 3]
@@ -118,7 +150,9 @@ def test_what_is_behind_the_end_does_not_count(folder: Path) -> None:
     graphdef, params = example.load_model(folder, seed=0)
     model = nnx.merge(graphdef, params)
     tokens = np.array([[2, 7, 6, 4, 3]])
-    np.testing.assert_allclose(model(np.pad(tokens, ((0, 0), (0, 11)))), model(tokens), atol=1e-6)
+    np.testing.assert_allclose(
+        model(np.pad(tokens, ((0, 0), (0, 11)))), model(tokens), atol=1e-6
+    )
     assert nnx.merge(graphdef, cast(params, jnp.bfloat16))(tokens).dtype == jnp.bfloat16
 
 
@@ -132,19 +166,32 @@ def test_it_learns_and_draws(folder: Path) -> None:
     for name in example.COMPARED:
         graphdef, params = example.load_model(folder / "out" / name, seed=0)
         tensors = load_file(folder / "out" / name / "model.safetensors")
-        head = params["head"] | {"kernel": tensors["classifier.weight"].T.astype(jnp.float32)}
+        head = params["head"] | {
+            "kernel": tensors["classifier.weight"].T.astype(jnp.float32)
+        }
         data = example.load_data(folder, folder)[1]
-        result = example.validate(example.make_loss(graphdef), params | {"head": head}, data)
+        result = example.validate(
+            example.make_loss(graphdef), params | {"head": head}, data
+        )
         assert result["accuracy"] == 1, name
 
 
-NUM_BYTES = {"float32": 12, "bfloat16": 6, "stochastic_rounding": 8, "z and ν in bfloat16": 6}
+NUM_BYTES = {
+    "float32": 12,
+    "bfloat16": 6,
+    "stochastic_rounding": 8,
+    "z and ν in bfloat16": 6,
+}
 NUM_BYTES |= {"z in bfloat16": 4, "z in float8": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [[*NUM_BYTES, "LoRA, float32"], long(list(finetune.ROWS))])
-def test_benchmark(rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rows", [[*NUM_BYTES, "LoRA, float32"], long(list(finetune.ROWS))]
+)
+def test_benchmark(
+    rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They train, on questions in TREC's form. Rounded to nearest, few params move."""
 
     def retrieve(url: str, _: str, path: Path) -> str:
@@ -166,7 +213,11 @@ def test_benchmark(rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatc
     for name, num_bytes in NUM_BYTES.items():
         assert records[name]["bytes"] == pytest.approx(num_bytes, abs=0.3), name
     reference = records["float32"]
-    assert (reference["cosine"], reference["length"], reference["distance"]) == (1, 1, 0)
+    assert (reference["cosine"], reference["length"], reference["distance"]) == (
+        1,
+        1,
+        0,
+    )
     assert reference["moved"] > 0.9
     (step, _, loss, _, loss_of_average), (end, _, loss_at_end, *_) = reference["curve"]
     assert (step, end) == (5, 10)
@@ -185,7 +236,8 @@ def test_comparison_of_updates() -> None:
 
 @pytest.mark.slow
 def test_encoder_is_that_of_transformers(folder: Path) -> None:
-    """With MiniLM-L6 itself the means over tokens, of up to 1.2, differ by 9e-7 at most."""
+    """With MiniLM-L6 itself the means over tokens, of up to 1.2, differ by 9e-7 at
+    most."""
     torch: Any = pytest.importorskip("torch")
     transformers: Any = pytest.importorskip("transformers")
     tensors = {
@@ -205,4 +257,6 @@ def test_encoder_is_that_of_transformers(folder: Path) -> None:
     graphdef, params = example.load_model(folder, seed=0)
     head = jax.tree.map(np.asarray, params["head"])
     logits = nnx.merge(graphdef, params)(tokens)
-    np.testing.assert_allclose(logits, mean.numpy() @ head["kernel"] + head["bias"], atol=1e-5)
+    np.testing.assert_allclose(
+        logits, mean.numpy() @ head["kernel"] + head["bias"], atol=1e-5
+    )

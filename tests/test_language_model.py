@@ -1,4 +1,5 @@
-"""examples/language_model.py: its text, its network, every optimizer, stopped runs, the command."""
+"""examples/language_model.py: its text, its network, every optimizer, stopped runs, the
+command."""
 
 import importlib.util
 import math
@@ -45,7 +46,8 @@ def run(text: Path, out: Path, *options: str) -> list[dict[str, float]]:
 def test_a_stopped_run_goes_on_to_the_same_numbers(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops at the fifth step, and earlier ends a line of the log without its checkpoint."""
+    """It stops at the fifth step, and earlier ends a line of the log without its
+    checkpoint."""
     rows = run(text, tmp_path / "whole", "--steps", "6")
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert (tmp_path / "whole/language_model.png").read_bytes().startswith(b"\x89PNG")
@@ -62,8 +64,13 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(
         with pytest.raises(KeyboardInterrupt):
             run(text, out, "--steps", "6")
     assert [row["step"] for row in language_model.read_log(out / "log.csv")] == [2, 4]
-    language_model.write_log(out / "log.csv", rows)  # one more than there are checkpoints
-    for options, message in ((["6"], "2"), (["7", "--resume"], "--steps must be 6, as before")):
+    language_model.write_log(
+        out / "log.csv", rows
+    )  # one more than there are checkpoints
+    for options, message in (
+        (["6"], "2"),
+        (["7", "--resume"], "--steps must be 6, as before"),
+    ):
         with pytest.raises(SystemExit, match=message):
             run(text, out, "--steps", *options)
     np.testing.assert_equal(run(text, out, "--steps", "6", "--resume"), rows)
@@ -71,7 +78,9 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_it_is_evaluated_at_x(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_evaluated_at_x(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If x were 0, all characters would be equally likely."""
     zeros = lambda opt_state, params: jax.tree.map(jnp.zeros_like, params)
     monkeypatch.setattr(language_model.spa_optax, "eval_params", zeros)
@@ -85,7 +94,8 @@ def test_it_is_evaluated_at_x(text: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_optimizer_learns(
     optimizer: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """In a text of period 4 each character gives the next: a perfect model has a loss of 0."""
+    """In a text of period 4 each character gives the next: a perfect model has a loss
+    of 0."""
     monkeypatch.setattr(language_model, "NUM_REPORTS", 1)
     rows = run(text, tmp_path / "out", "--optimizer", optimizer, "--steps", "60")
     assert rows[-1]["validation loss"] < 0.1
@@ -104,7 +114,9 @@ def test_a_character_does_not_see_later_ones() -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("".join(chr(228 + i) for i in range(300)), encoding="utf-8")
+    (tmp_path / "text").write_text(
+        "".join(chr(228 + i) for i in range(300)), encoding="utf-8"
+    )
     text = language_model.read(tmp_path / "text")
     np.testing.assert_equal(text, (300, np.arange(270), np.arange(270, 300)))
     batch = language_model.batch(text.training, 3)

@@ -1,4 +1,5 @@
-"""`one_card.update_in_backward` is an ordinary step, without its gradients in memory."""
+"""`one_card.update_in_backward` is an ordinary step, without its gradients in
+memory."""
 
 from typing import Any
 
@@ -45,9 +46,13 @@ def place(x: Any, mesh: Mesh) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def trained(make_tx: Any, layer: Any = layer, mesh: Mesh | None = None) -> tuple[Any, Any, Any]:
+def trained(
+    make_tx: Any, layer: Any = layer, mesh: Mesh | None = None
+) -> tuple[Any, Any, Any]:
     embed = lambda embedding, tokens: embedding[tokens]
-    trainer = one_card.make_trainer(MODEL.layers, embed, layer, one_card.cross_entropy, make_tx)
+    trainer = one_card.make_trainer(
+        MODEL.layers, embed, layer, one_card.cross_entropy, make_tx
+    )
     params = start()
     if mesh:
         params = jax.tree.map(lambda x: place(x, mesh), params)
@@ -102,7 +107,11 @@ def test_an_ordinary_step(make_tx: Any) -> None:
     expected, losses = trained_ordinarily(make_tx)
     noisy, _ = trained_ordinarily(make_tx, rounding_noise(4))
     mesh = Mesh(np.array(jax.devices()), "all")
-    runs = [trained(make_tx), trained(make_tx, jax.checkpoint(layer)), trained(make_tx, mesh=mesh)]
+    runs = [
+        trained(make_tx),
+        trained(make_tx, jax.checkpoint(layer)),
+        trained(make_tx, mesh=mesh),
+    ]
     for params, _, found in runs:
         assert_apart_by_rounding(params, expected, noisy, at_most=0.02)
         np.testing.assert_allclose(found, losses, rtol=1e-3)
@@ -132,4 +141,6 @@ def test_x_of_each_layer() -> None:
     y, inputs = model.forward(w, jnp.array(1.0))
     w, state, _ = model.backward(w, model.init(w), inputs, y)
     np.testing.assert_allclose(w, np.full((2, 1), 0.25), rtol=1e-4)
-    np.testing.assert_allclose(jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-4)
+    np.testing.assert_allclose(
+        jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-4
+    )

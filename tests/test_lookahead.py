@@ -15,8 +15,8 @@ injected = optax.inject_hyperparams(spa_from_sgdm)
 
 
 def test_look_ahead_in_the_dtype_of_the_count() -> None:
-    # Under x64 an int64 count would have schedules computed in float64 ahead and float32 now, off
-    # by 3e-8, and the iterates by as much.
+    # Under x64 an int64 count would have schedules computed in float64 ahead and
+    # float32 now, off by 3e-8, and the iterates by as much.
     schedule, dtypes = lenient(optax.cosine_decay_schedule(0.3, 200)), set()
     spy = lambda count: (dtypes.add(str(count.dtype)), schedule(count))[1]
     with x64():
@@ -45,25 +45,38 @@ def test_alpha_of_0_gives_no_nan(beta: float, nesterov: bool) -> None:
 
 def test_without_momentum_c_is_a_half() -> None:
     _, state = run(spa_from_sgdm(0.1, 0.0), jnp.ones(3), [jnp.ones(3)] * 2)
-    np.testing.assert_allclose([state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(
+        [state.eta, state.c, state.w], [0.2, 0.5, 0.1], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": jnp.bfloat16}])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, lambda k: jnp.where(k < 90, 0.0, 0.5)])
-def test_without_momentum_z_is_the_master_copy(momentum: Any, nesterov: bool, options: Any) -> None:
-    """Of params that steps of a sixteenth of an ulp move. Rounding errors u sum up to u/c."""
-    tx = spa_from_sgdm(1.0, momentum, nesterov, rounding_key=jax.random.key(0), **options)
+def test_without_momentum_z_is_the_master_copy(
+    momentum: Any, nesterov: bool, options: Any
+) -> None:
+    """Of params that steps of a sixteenth of an ulp move. Rounding errors u sum up to
+    u/c."""
+    tx = spa_from_sgdm(
+        1.0, momentum, nesterov, rounding_key=jax.random.key(0), **options
+    )
     x, expected = (
-        run(optimizer, jnp.ones(1_000, dtype), [jnp.full(1_000, 2.0**-12, dtype)] * 100)[0]
-        for optimizer, dtype in ((tx, jnp.bfloat16), (sgdm(1.0, momentum, nesterov), jnp.float32))
+        run(
+            optimizer, jnp.ones(1_000, dtype), [jnp.full(1_000, 2.0**-12, dtype)] * 100
+        )[0]
+        for optimizer, dtype in (
+            (tx, jnp.bfloat16),
+            (sgdm(1.0, momentum, nesterov), jnp.float32),
+        )
     )
     np.testing.assert_allclose(x.astype(float), expected, rtol=0, atol=2.0**-8 / 0.5)
 
 
 @pytest.mark.parametrize("end", [0.0, jnp.nan, -0.1])
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
-    """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates there are."""
+    """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates
+    there are."""
     tx = spa_from_sgdm(lambda k: jnp.where(k < 4, 0.1, end), 0.9)
     _, state = run(tx, jnp.ones(3), [jnp.ones(3)])
     np.testing.assert_allclose(state.eta, 0.1 * (1 + 0.9 + 0.81 + 0.729), rtol=1e-6)
@@ -71,9 +84,12 @@ def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     assert np.isnan(x).all() == np.isnan(end)
 
 
-@pytest.mark.parametrize("nesterov", [slow(False), True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize(
+    "nesterov", [slow(False), True], ids=["heavy ball", "nesterov"]
+)
 def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
-    """Meta-learning differentiates through rates: as through `optax.sgd`, both modes."""
+    """Meta-learning differentiates through rates: as through `optax.sgd`, both
+    modes."""
 
     def loss(rates: Any, make: Any) -> Any:
         x = jnp.array([1.0, 2.0])
@@ -95,11 +111,13 @@ def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
 
 
 def test_setting_the_count_back_keeps_momentum() -> None:
-    # A schedule that has ended at 0 is started again like this, and `optax.sgd` keeps its trace.
+    # A schedule that has ended at 0 is started again like this, and `optax.sgd` keeps
+    # its trace.
     schedule, grads = lenient(optax.cosine_decay_schedule(0.1, 10)), [jnp.ones(3)] * 12
     for rate in (schedule, 0.1):
         (x, state), (reference, sgd_state) = (
-            run(factory(rate, 0.9), jnp.ones(3), grads) for factory in (spa_from_sgdm, optax.sgd)
+            run(factory(rate, 0.9), jnp.ones(3), grads)
+            for factory in (spa_from_sgdm, optax.sgd)
         )
         if callable(rate):
             sgd_state = optax.tree.set(sgd_state, count=jnp.zeros([], jnp.int32))
@@ -142,9 +160,11 @@ def test_a_w_of_float64_that_float32_cannot_hold() -> None:
 @pytest.mark.parametrize(
     ("alphas", "betas", "atol"),
     [
-        # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would be lost.
+        # In float32 w stays where it was when the rate was high; else 1e4 × 6e-8 would
+        # be lost.
         ([0.1, 0.1, 1e-5, 1e-5, 0.1, 0.1], [0.9], 1e-6),
-        # And it is α/100 at least: x/w is rounded, but z − x, 900 times as large, is not lost.
+        # And it is α/100 at least: x/w is rounded, but z − x, 900 times as large, is
+        # not lost.
         ([0.1], [1e-3, 1e-3, 0.9], 1e-4),
     ],
 )
@@ -163,4 +183,6 @@ def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -
     with jax.numpy_dtype_promotion("standard"):
         params, _ = trained(injected(rates, 0.9), gradient, params, jnp.arange(2_010))
     # 2,000 steps of 1e-3 · 1e-2 / (1 − 0.9): 0.2 in all, but for half an ulp over c.
-    np.testing.assert_allclose(params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8)
+    np.testing.assert_allclose(
+        params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8
+    )

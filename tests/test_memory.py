@@ -1,4 +1,5 @@
-"""Sharding, collectives and memory of a whole training step, by benchmarks/memory.py."""
+"""Sharding, collectives and memory of a whole training step, by
+benchmarks/memory.py."""
 
 import functools
 import math
@@ -16,7 +17,9 @@ from spa_optax import spa_adamw
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-TINY = memory.Model(layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256, head=16)
+TINY = memory.Model(
+    layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256, head=16
+)
 
 
 def size(model: memory.Model) -> int:
@@ -30,10 +33,14 @@ OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
 def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Trainer:
-    make_tx = lambda i: spa_adamw(1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i))
+    make_tx = lambda i: spa_adamw(
+        1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i)
+    )
     mesh = params["embedding"].sharding.mesh
     if kind == "in the backward pass":
-        return one_card.make_trainer(model.layers, *memory.decoder(model, mesh), make_tx)
+        return one_card.make_trainer(
+            model.layers, *memory.decoder(model, mesh), make_tx
+        )
     return memory.ordinary(make_tx(0), model, mesh)
 
 
@@ -44,11 +51,14 @@ each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"]
 @pytest.mark.slow
 @each_kind
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
-    """With 20 layers more only their inputs take more; in an ordinary step gradients do."""
+    """With 20 layers more only their inputs take more; in an ordinary step gradients
+    do."""
 
     def temporary(num_layers: int) -> tuple[int, int]:
         model = TINY._replace(layers=num_layers, width=1_024, hidden=4_096)
-        params = memory.split_params(model, jnp.bfloat16, compiled.devices_of("v5e")[:1])
+        params = memory.split_params(
+            model, jnp.bfloat16, compiled.devices_of("v5e")[:1]
+        )
         made = trainer(kind, params, model)
         state, _ = memory.split_state(made, model, params)
         step = memory.compile_step(made, params, state, length=128).compile()
@@ -69,7 +79,9 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
     state, whole = memory.split_state(tx, TINY, params)
     assert (whole < 200) == (name in OURS)
     made = memory.ordinary(tx, TINY, params["embedding"].sharding.mesh)
-    return memory.collectives(memory.compile_step(made, params, state, 128).compile().as_text())
+    return memory.collectives(
+        memory.compile_step(made, params, state, 128).compile().as_text()
+    )
 
 
 @for_tpus
@@ -90,7 +102,8 @@ def test_collectives_are_counted_once() -> None:
     lines = [
         "  %a.1 = bf16[8,64]{1,0} all-gather(%x), channel_id=3, dimensions={0}",
         "  %a.2 = bf16[8,64]{1,0} all-gather(%y), channel_id=3, dimensions={0}",
-        "  %a.3 = (bf16[64]{0}, bf16[64]{0}) all-gather-start(%z), channel_id=4, dimensions={0}",
+        "  %a.3 = (bf16[64]{0}, bf16[64]{0}) all-gather-start(%z), "
+        "channel_id=4, dimensions={0}",
         "  %r = f32[] all-reduce(%l), channel_id=5, to_apply=%add",
     ]
     assert memory.collectives("\n".join(lines)) == {"all-gather": 2, "all-reduce": 1}

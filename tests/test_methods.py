@@ -1,4 +1,5 @@
-"""Published methods, each in a line of this package, against the recursions of their papers.
+"""Published methods, each in a line of this package, against the recursions of their
+papers.
 
 In float64, for 200 noisy steps around finished optimizers of Optax.
 """
@@ -13,7 +14,13 @@ import optax
 import pytest
 from helpers import x64
 
-from spa_optax import ema_nesterov, eval_params, primal_averaging, schedule_free_averaging, spa
+from spa_optax import (
+    ema_nesterov,
+    eval_params,
+    primal_averaging,
+    schedule_free_averaging,
+    spa,
+)
 
 NUM_STEPS = 200
 BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
@@ -52,12 +59,15 @@ def equal(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-# As in the record at 124M params: 0 at first and at last, between them in proportion to the rate.
+# As in the record at 124M params: 0 at first and at last, between them in proportion to
+# the rate.
 RECORD = 0.6 * np.cos(np.arange(NUM_STEPS + 1) / NUM_STEPS * np.pi / 2) ** 2
 RECORD[:32] = RECORD[152:] = 0
 
 
-@pytest.mark.parametrize("betas", [np.full(NUM_STEPS + 1, 0.6), RECORD], ids=["constant", "record"])
+@pytest.mark.parametrize(
+    "betas", [np.full(NUM_STEPS + 1, 0.6), RECORD], ids=["constant", "record"]
+)
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_ema_nesterov(base: Any, betas: np.ndarray) -> None:
     """θ ← A(θ + β m), m ← γ m + (1 − γ)(θ' − θ); x is the average of θ."""
@@ -86,7 +96,8 @@ def test_ema_nesterov(base: Any, betas: np.ndarray) -> None:
 
 
 def test_amuse() -> None:
-    """Schedule-Free around Muon, with weights η² and β_t rising to 1 (arXiv:2605.22432, Eq. 1)."""
+    """Schedule-Free around Muon, with weights η² and β_t rising to 1 (arXiv:2605.22432,
+    Eq. 1)."""
     n, first, rho = 20, 0.6, 0.8
     t = np.arange(1, NUM_STEPS + 1)  # k + 1, as in the paper
     etas = 0.05 * np.minimum(t / n, 1)
@@ -99,7 +110,9 @@ def test_amuse() -> None:
         x = y = z = jnp.asarray(START)
         state, update = muon.init(z), jax.jit(muon.update)
         for k, (found, of_ours) in enumerate(ours(tx)):
-            u, state = update(gradient(k, y), state, z)  # the decay is that of z, as the authors'
+            u, state = update(
+                gradient(k, y), state, z
+            )  # the decay is that of z, as the authors'
             z = z + u
             x = (1 - cs[k]) * x + cs[k] * z
             y = betas[k] * x + (1 - betas[k]) * z
@@ -139,7 +152,9 @@ def test_weights_by_powers_of_the_count() -> None:
             weights = np.arange(1.0, 100_001) ** r
             expected = weights / np.cumsum(weights)
             found = schedule_free_averaging(1.0, count_power=r)(np.arange(100_000))
-            np.testing.assert_allclose(found, expected, rtol=1e-11)  # of a sum of 10^5 terms
+            np.testing.assert_allclose(
+                found, expected, rtol=1e-11
+            )  # of a sum of 10^5 terms
 
 
 def test_diloco_with_one_worker() -> None:
@@ -170,8 +185,14 @@ def test_diloco_with_one_worker() -> None:
         ((-1.0, 0.9, 0.5), "`learning_rate` must be"),
         ((1.0, 0.9, 0.5, -1), "`num_steps` must be"),
         ((1.0, 0.9, lambda k: 0.1 * k.astype(float), 20), r"in \[0, 1\), got 2.0"),
-        ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0), 5), "constant from count 5, .* 0 at 9"),
-        ((1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0)), "constant from count 0, .* 0 at 9"),
+        (
+            (1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0), 5),
+            "constant from count 5, .* 0 at 9",
+        ),
+        (
+            (1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0)),
+            "constant from count 0, .* 0 at 9",
+        ),
     ],
 )
 def test_bad_arguments_of_ema_nesterov(arguments: Any, match: str) -> None:
@@ -181,7 +202,8 @@ def test_bad_arguments_of_ema_nesterov(arguments: Any, match: str) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_ema_nesterov_in_float32(decay: float) -> None:
-    """After long without a look-ahead η is 1 and momentum is forgotten, but nothing is 0 or NaN."""
+    """After long without a look-ahead η is 1 and momentum is forgotten, but nothing is
+    0 or NaN."""
     beta = lambda k: jnp.where((k > 5_000) & (k < 6_000), 0.5, 0.0)
     eta, c, mu_y = ema_nesterov(1.0, decay, beta, 10_000)
     counts = np.arange(10_000)

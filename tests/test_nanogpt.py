@@ -1,4 +1,5 @@
-"""The benchmark on nanoGPT's recipe: its network, text and schedule, the rivals, and every row."""
+"""The benchmark on nanoGPT's recipe: its network, text and schedule, the rivals, and
+every row."""
 
 import functools
 import json
@@ -26,7 +27,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     """A small network, and a text in which each character gives the next."""
     text = np.arange(2_000, dtype=np.int32) % 4
     for name in ("init", "losses", "batch", "windows"):
-        monkeypatch.setattr(nanogpt, name, functools.partial(getattr(nanogpt, name), sizes=SMALL))
+        monkeypatch.setattr(
+            nanogpt, name, functools.partial(getattr(nanogpt, name), sizes=SMALL)
+        )
     monkeypatch.setattr(nanogpt, "read", lambda folder: (text, text[:200]))
     monkeypatch.setattr(nanogpt, "WARM_UP", 5)
     return nanogpt.read(Path())
@@ -37,7 +40,9 @@ def test_network() -> None:
     """As many params as nanoGPT counts, none of which sees later characters."""
     params = nanogpt.init(jax.random.key(0))
     decay = nanogpt.is_matrix(params)
-    sizes = jax.tree.map(lambda x, is_matrix: x.size * np.array([is_matrix, 1]), params, decay)
+    sizes = jax.tree.map(
+        lambda x, is_matrix: x.size * np.array([is_matrix, 1]), params, decay
+    )
     assert list(sum(jax.tree.leaves(sizes))) == [802_944, 802_944 + 1_152]
     tokens = np.arange(20).reshape(2, 10)
     other = tokens.copy()
@@ -48,9 +53,16 @@ def test_network() -> None:
 
 
 def test_schedule() -> None:
-    """`get_lr` of nanoGPT by hand: (k + 1)/101 of the peak, then a cosine to a tenth."""
+    """`get_lr` of nanoGPT by hand: (k + 1)/101 of the peak, then a cosine to a
+    tenth."""
     rate = nanogpt.schedule(1e-3)
-    expected = {0: 1e-3 / 101, 99: 1e-3 * 100 / 101, 100: 1e-3, 1_050: 5.5e-4, 2_000: 1e-4}
+    expected = {
+        0: 1e-3 / 101,
+        99: 1e-3 * 100 / 101,
+        100: 1e-3,
+        1_050: 5.5e-4,
+        2_000: 1e-4,
+    }
     found = [float(rate(jnp.array(k))) for k in expected]
     np.testing.assert_allclose(found, list(expected.values()), rtol=1e-5)
     assert float(nanogpt.schedule(1e-3, floor=1.0)(1_999)) == pytest.approx(1e-3)
@@ -60,7 +72,9 @@ def test_batches_and_windows() -> None:
     """Every start counts, the last too, and every label is in one window."""
     text = jnp.arange(12)
     starts = {
-        int(x) for i in range(20) for x in nanogpt.batch(text, jax.random.key(i), SMALL, 8)[0][:, 0]
+        int(x)
+        for i in range(20)
+        for x in nanogpt.batch(text, jax.random.key(i), SMALL, 8)[0][:, 0]
     }
     assert starts == {0, 1, 2, 3}  # len − block = 4 of them, as in nanoGPT's `randint`
     inputs, labels, has_label = nanogpt.windows(np.arange(100), SMALL, size=5)
@@ -90,12 +104,18 @@ def test_codecs(codec: rivals.Codec, spacing: float) -> None:
     error = np.abs(rivals.decode(codec, stored) - x).ravel()
     assert np.all(error <= 0.51 * spacing * largest + 1e-3 * np.abs(x).ravel())
     zero = jnp.zeros_like(x)
-    np.testing.assert_array_equal(rivals.decode(codec, rivals.encode(codec, zero)), zero)
+    np.testing.assert_array_equal(
+        rivals.decode(codec, rivals.encode(codec, zero)), zero
+    )
 
 
 def test_the_two_halves_of_a_number() -> None:
-    x = jax.lax.bitcast_convert_type(jax.random.bits(jax.random.key(0), (10_000,)), jnp.float32)
-    x = jnp.concatenate([x[jnp.abs(x) < 1e38], jnp.array([0.0, -0.0, 1 + 2**-8, 1 + 2**-7])])
+    x = jax.lax.bitcast_convert_type(
+        jax.random.bits(jax.random.key(0), (10_000,)), jnp.float32
+    )
+    x = jnp.concatenate(
+        [x[jnp.abs(x) < 1e38], jnp.array([0.0, -0.0, 1 + 2**-8, 1 + 2**-7])]
+    )
     high, low = rivals.split(x)
     np.testing.assert_array_equal(rivals.join(high, low), x)
     assert np.all(np.abs(high.astype(jnp.float32) - x) <= 2**-8 * np.abs(x) + 1e-38)
@@ -105,7 +125,10 @@ def test_the_two_halves_of_a_number() -> None:
 def test_with_the_low_half_params_are_float32(dtype: Any, off: float) -> None:
     """In int8 each step is off by half a code or less, of numbers up to 1.02."""
     tx = optax.adamw(1e-3)
-    split, x = rivals.with_low_half(tx, dtype), jnp.linspace(-1, 1, 999).astype(jnp.bfloat16)
+    split, x = (
+        rivals.with_low_half(tx, dtype),
+        jnp.linspace(-1, 1, 999).astype(jnp.bfloat16),
+    )
     wide = x.astype(jnp.float32)
     state, expected = split.init(x), tx.init(wide)
     for _ in range(20):
@@ -118,7 +141,8 @@ def test_with_the_low_half_params_are_float32(dtype: Any, off: float) -> None:
 
 @pytest.mark.slow
 def test_language_model(tmp_path: Path, small: Any) -> None:
-    """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its loss."""
+    """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its
+    loss."""
     out = tmp_path / "runs"
     arguments = ["--optimizers", "AdamW", "SGD+M", "spa_from_sgdm", "--seeds", "0", "1"]
     arguments += ["--rates", "0.004", "--steps", "40", "--json", str(out)]
@@ -129,8 +153,13 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     for seed in (0, 1):
         weights, ema = ends["AdamW", seed]
         assert weights < ema < math.log(4)
-        assert ends["spa_from_sgdm", seed][0] == pytest.approx(ends["SGD+M", seed][0], rel=1e-5)
-    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in text.splitlines()[2:]]
+        assert ends["spa_from_sgdm", seed][0] == pytest.approx(
+            ends["SGD+M", seed][0], rel=1e-5
+        )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:5]]
+        for line in text.splitlines()[2:]
+    ]
     num_bytes = {"AdamW": "12.0", "SGD+M": "8.0", "spa_from_sgdm": "8.0"}
     assert rows == [[name, size, "0.004", "2"] for name, size in num_bytes.items()]
     lines = out.read_text()
@@ -153,8 +182,16 @@ def test_rows(name: str, small: Any) -> None:
 
 
 def test_table_of_runs() -> None:
-    """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2 degrees."""
-    record = {"rate": 0.004, "average": [], "steps": 9, "bytes": 12.0, "of EMA": 4.0, "seconds": 1}
+    """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2
+    degrees."""
+    record = {
+        "rate": 0.004,
+        "average": [],
+        "steps": 9,
+        "bytes": 12.0,
+        "of EMA": 4.0,
+        "seconds": 1,
+    }
     ends = {"AdamW": [[2.0, 3.0], [2.1, 3.0], [2.2, 3.0]]}
     ends["spa_adamw"] = [[3.0, 3.0, loss] for loss in (1.9, 1.9, 2.2)]
     records = [
@@ -166,12 +203,17 @@ def test_table_of_runs() -> None:
     ]
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
-    row = f"| spa_adamw | 12.0 | 0.004 | 3 | 3.0000 | 3.0000 (16.0) | 2.0000 | {difference} |"
+    row = (
+        f"| spa_adamw | 12.0 | 0.004 | 3 | 3.0000 | 3.0000 (16.0) | 2.0000 | "
+        f"{difference} |"
+    )
     assert f"{row} 4 |" in language_model.table(records)
     records[-1]["curve"][1][3] = 2.3  # does not reach AdamW's loss
     assert f"{row}  |" in language_model.table(records)
     records[0]["curve"] = [[9, None, None]]
-    assert "| AdamW | 12.0 | 0.004 | 3 | – | – (16.0) |" in language_model.table(records)
+    assert "| AdamW | 12.0 | 0.004 | 3 | – | – (16.0) |" in language_model.table(
+        records
+    )
 
 
 def test_results_are_those_of_the_records() -> None:

@@ -17,7 +17,18 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
-from helpers import COLLECTIVE, FLOAT16, MEAN, lenient, run, slow, spa_state, table, trajectory, x64
+from helpers import (
+    COLLECTIVE,
+    FLOAT16,
+    MEAN,
+    lenient,
+    run,
+    slow,
+    spa_state,
+    table,
+    trajectory,
+    x64,
+)
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -55,13 +66,16 @@ class Transform:
     """A transform, and what tests must know of it."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    quick: bool = False  # one for each way through the code; the others are slow, for they are many
+    # one for each way through the code; the others are slow, for they are many
+    quick: bool = False
     linear: bool = True  # in the gradients; and the state is SPA's alone
     has_z: bool = True  # and takes a `state_dtype`
     takes_none: bool = True  # for a gradient
     keeps_sharding: bool = True  # in a compiled `init`, which Optax's moments do not
     num_sums: int = 0  # over a mesh
-    atol: float = 0.0  # by which a step may be off if compiled otherwise, or with another seed
+    atol: float = (
+        0.0  # by which a step may be off if compiled otherwise, or with another seed
+    )
     dtype: Any = jnp.float32  # of the params
 
     def __call__(self, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -100,9 +114,13 @@ def schedule_free(
     def rule(state: SPAState, _: PyTree) -> Scalars:
         k, gamma = state.count, gamma_at(state.count)
         max_rate, weight_sum = (own.astype(gamma.dtype) for own in state.rule_state)
-        max_rate = jnp.maximum(max_rate, gamma_at(k + 1))  # Optax reads the next rate here
+        max_rate = jnp.maximum(
+            max_rate, gamma_at(k + 1)
+        )  # Optax reads the next rate here
         weight_sum += max_rate**2
-        c = jnp.where(weight_sum > 0, max_rate**2 / jnp.where(weight_sum > 0, weight_sum, 1), 0)
+        c = jnp.where(
+            weight_sum > 0, max_rate**2 / jnp.where(weight_sum > 0, weight_sum, 1), 0
+        )
         w = (1 - c) * jnp.where(gamma > 0, gamma, state.w.astype(gamma.dtype))
         return Scalars(gamma, c, w, mu_y_at(k), rule_state=(max_rate, weight_sum))
 
@@ -135,13 +153,20 @@ FACTORIES: dict[str, Transform] = {
     "stochastic": Transform(partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY)),
     "gpa": Transform(partial(spa, COSINE, MEAN, MU_Y), quick=True),
     "schedule_free": Transform(partial(schedule_free, COSINE), quick=True),
-    "tracked": Transform(lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)), num_sums=2),
-    "around sgd at z": Transform(partial(primal_averaging, AT_Z, 0.1, params_of_base="z")),
+    "tracked": Transform(
+        lambda **kwargs: track_momentum(spa(0.1, 0.1, **kwargs)), num_sums=2
+    ),
+    "around sgd at z": Transform(
+        partial(primal_averaging, AT_Z, 0.1, params_of_base="z")
+    ),
     "spa_adamw": adamw(partial(spa_adamw, 0.1, 0.1, b2=0.9)),
     "gpa_adamw": adamw(partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9), quick=True),
     "factored": adamw(factored, num_sums=2),
-    # Where ν is rounded otherwise, it is an ulp of bfloat16 off, and a step of 0.1 half as much.
-    "16 bits": adamw(partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9, **NARROW), atol=0.1 * 2**-8),
+    # Where ν is rounded otherwise, it is an ulp of bfloat16 off, and a step of 0.1 half
+    # as much.
+    "16 bits": adamw(
+        partial(spa_adamw, 0.1, 0.1, 0.9, b2=0.9, **NARROW), atol=0.1 * 2**-8
+    ),
     "around adamw": adamw(
         partial(primal_averaging, optax.adamw(0.1, b2=0.9), 0.1, 0.9),
         takes_none=False,  # Optax takes it only where a parameter is None
@@ -175,7 +200,11 @@ ROUNDED = {
 def each(condition: Callable[[Transform], bool]) -> pytest.MarkDecorator:
     every = {name: it for name, it in (FACTORIES | ROUNDED).items() if condition(it)}
     return pytest.mark.parametrize(
-        "it", [(pytest.param if it.quick else slow)(it, id=name) for name, it in every.items()]
+        "it",
+        [
+            (pytest.param if it.quick else slow)(it, id=name)
+            for name, it in every.items()
+        ],
     )
 
 
@@ -191,13 +220,17 @@ def test_types_stay_and_nothing_recompiles(it: Transform, dtype: Any) -> None:
         pytest.skip("`float8_momentum` refuses 64 bits")
     tx, traces = it(), 0
     wide = dtype if dtype == jnp.float64 else jnp.float32
-    types = lambda tree: jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), tree)
+    types = lambda tree: jax.tree.map(
+        lambda leaf: (leaf.dtype, leaf.weak_type, leaf.shape), tree
+    )
 
     @jax.jit
     def update(params: Any, state: Any, grads: Any) -> Any:
         nonlocal traces
         traces += 1
-        updates, state = tx.update(grads, state, params, value=1.0, not_expected="at all")
+        updates, state = tx.update(
+            grads, state, params, value=1.0, not_expected="at all"
+        )
         return optax.apply_updates(params, updates), state, updates
 
     with x64(dtype == jnp.float64):
@@ -216,7 +249,9 @@ def test_types_stay_and_nothing_recompiles(it: Transform, dtype: Any) -> None:
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(x))
     assert not np.array_equal(x["w"], params["w"])
     if not it.has_z:  # what the base keeps is as for float32 params
-        expected = jax.eval_shape(it.factory.args[0].init, optax.tree.cast(params, wide))
+        expected = jax.eval_shape(
+            it.factory.args[0].init, optax.tree.cast(params, wide)
+        )
         chex.assert_trees_all_equal_shapes_and_dtypes(state.base, expected)
         return
     count, z, *scalars, _ = spa_state(state)
@@ -232,7 +267,8 @@ def test_state_dtype(it: Transform, state_dtype: Any) -> None:
     chex.assert_type(jax.tree.leaves(optax.tree.get(state, "z")), state_dtype)
     expected, _ = run(it(), PARAMS, [GRADS] * 10)
     assert float(jnp.abs(expected["w"] - PARAMS["w"]).max()) > 0.05
-    # Each of 10 steps rounds z, of up to 2, by half an ulp at most (with a key, by an ulp).
+    # Each of 10 steps rounds z, of up to 2, by half an ulp at most (with a key, by an
+    # ulp).
     has_key = it in (FACTORIES["stochastic"], FACTORIES["16 bits"])
     atol = 10 * float(jnp.finfo(state_dtype).eps) * (2 if has_key else 1)
     chex.assert_trees_all_close(x, expected, atol=atol, rtol=1e-5)
@@ -256,7 +292,9 @@ def test_hyperparameters_that_are_schedules_injected_or_traced(make: Any) -> Non
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
     injected = optax.inject_hyperparams(make.func)(*make.args, **numbers)
     found, injected_state = run(injected, PARAMS, grads)
-    chex.assert_trees_all_close((found, injected_state.inner_state), (expected, state), rtol=1e-5)
+    chex.assert_trees_all_close(
+        (found, injected_state.inner_state), (expected, state), rtol=1e-5
+    )
     name = next(iter(numbers))
     train = lambda number: run(make(**{name: number}), PARAMS, grads)[0]
     batch = jax.vmap(train)(numbers[name] * jnp.array([0.5, 1.0]))
@@ -287,10 +325,14 @@ def test_scan_and_cond(it: Transform) -> None:
     def step(carry: Any, do: Any) -> Any:
         params, state = carry
         skip = lambda: (jax.tree.map(jnp.zeros_like, params), state)
-        updates, state = jax.lax.cond(do, lambda: tx.update(it.grads, state, params), skip)
+        updates, state = jax.lax.cond(
+            do, lambda: tx.update(it.grads, state, params), skip
+        )
         return (optax.apply_updates(params, updates), state), None
 
-    (found, _), _ = jax.lax.scan(step, (it.params, tx.init(it.params)), jnp.arange(7) != 3)
+    (found, _), _ = jax.lax.scan(
+        step, (it.params, tx.init(it.params)), jnp.arange(7) != 3
+    )
     expected, _ = run(tx, it.params, [it.grads] * 6)
     it.assert_close(found, expected, 6)
 
@@ -314,7 +356,8 @@ def test_gradient_through_the_update(it: Transform) -> None:
 
 @every_member
 def test_complex_params(it: Transform) -> None:
-    """What is linear treats two parts as two params; a second moment is real. No cast warns."""
+    """What is linear treats two parts as two params; a second moment is real. No cast
+    warns."""
     params, grads = {"a": jnp.array([1 + 2j, 3 - 1j])}, {"a": jnp.array([0.5 - 1j, 2j])}
     start = it().init(params)
     found, state = run(it(), params, [grads] * 3)
@@ -332,7 +375,8 @@ def test_empty_trees_and_none(it: Transform) -> None:
     for empty in ({}, (), {"a": None}):
         updates, _ = tx.update(empty, tx.init(empty), empty)
         assert updates == empty
-    # A parameter without a gradient stays, and so does its z; the others are not affected.
+    # A parameter without a gradient stays, and so does its z; the others are not
+    # affected.
     params, state = run(tx, it.params, [{**it.grads, "b": {"c": None}}] * 2)
     expected, _ = run(tx, it.params, [it.grads] * 2)
     kept = it.params["b"]["c"]
@@ -347,7 +391,11 @@ def test_empty_trees_and_none(it: Transform) -> None:
 def test_leaves_that_are_not_trained(it: Transform) -> None:
     """Integers, whose gradients have no dtype, and None."""
     tx = it()
-    params = it.params | {"step": jnp.array(2**24 + 1), "on": jnp.array(True), "none": None}
+    params = it.params | {
+        "step": jnp.array(2**24 + 1),
+        "on": jnp.array(True),
+        "none": None,
+    }
     loss = lambda p: jnp.sum(p["w"].astype(float) ** 2) * jnp.where(p["on"], 1.0, 2.0)
     grads = jax.grad(loss, allow_int=True)(params)
     for g in (grads, jax.tree.map(jnp.zeros_like, params) | {"w": grads["w"]}):
@@ -408,7 +456,9 @@ def test_masked_and_partition(it: Transform) -> None:
         it.assert_close(found["w"], expected["w"], 3)
     untouched, g = it.params["b"]["c"], it.grads["b"]["c"]
     np.testing.assert_array_equal(partitioned["b"]["c"], untouched)
-    np.testing.assert_array_equal(masked["b"]["c"], untouched + g + g + g)  # gradients go on
+    np.testing.assert_array_equal(
+        masked["b"]["c"], untouched + g + g + g
+    )  # gradients go on
 
 
 @every_member
@@ -422,7 +472,9 @@ def test_flatten_and_chain(it: Transform) -> None:
     chained, _ = run(optax.chain(*before, it()), PARAMS, grads)
     assert not np.allclose(chained["w"], params["w"])
     if getattr(it.factory, "func", None) is spa_from_sgdm:
-        reference, _ = run(optax.chain(*before, optax.sgd(*it.factory.args)), PARAMS, grads)
+        reference, _ = run(
+            optax.chain(*before, optax.sgd(*it.factory.args)), PARAMS, grads
+        )
         chex.assert_trees_all_close(chained, reference, rtol=1e-6)
 
 
@@ -436,12 +488,15 @@ def test_nnx_optimizer(it: Transform) -> None:
     step(model, optimizer)
     step(model, optimizer)
     expected, _ = run(it(), start, [jax.tree.map(jnp.cos, start)] * 2)
-    chex.assert_trees_all_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected, rtol=1e-5)
+    chex.assert_trees_all_close(
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected, rtol=1e-5
+    )
 
 
 @every_member
 def test_equinox(it: Transform) -> None:
-    """The model itself as params, with functions and integers among them, as much code has it."""
+    """The model itself as params, with functions and integers among them, as much code
+    has it."""
     model = equinox.nn.MLP(2, 2, 4, 1, activation=jax.nn.relu, key=jax.random.key(0))
     model = (model, jnp.arange(3), "a name")
     loss = lambda model: jnp.sum(jax.vmap(model[0])(jnp.ones((3, 2))) ** 2)
@@ -460,7 +515,9 @@ def test_equinox(it: Transform) -> None:
     for _ in range(2):
         expected = step(model, state, only_trained)
         model, state, moved = step(model, state, itself)
-        chex.assert_trees_all_equal(*map(only_trained, ((model, state, moved), expected)))
+        chex.assert_trees_all_equal(
+            *map(only_trained, ((model, state, moved), expected))
+        )
     x = eval_params(state, model)
     assert jax.tree.structure(x) == jax.tree.structure(model)
     assert not np.array_equal(x[0].layers[0].weight, start[0].layers[0].weight)
@@ -470,11 +527,16 @@ def test_equinox(it: Transform) -> None:
 
 @pytest.mark.parametrize("b1", [0.5, 0.9])
 def test_a_member_with_scalars_of_its_own(b1: float) -> None:
-    """`schedule_free`, above, is Optax's, here of a rate that rises twice and falls between."""
-    rates = np.repeat([0.0, 0.125, 0.25, 0.5, 0.125, 1.0, 0.25], 40)  # float32 holds their sums
+    """`schedule_free`, above, is Optax's, here of a rate that rises twice and falls
+    between."""
+    rates = np.repeat(
+        [0.0, 0.125, 0.25, 0.5, 0.125, 1.0, 0.25], 40
+    )  # float32 holds their sums
     with x64():
         reference = optax.contrib.schedule_free_sgd(table(rates), b1=b1)
-        expected = trajectory(reference, optax.contrib.schedule_free_eval_params, jnp.float64)
+        expected = trajectory(
+            reference, optax.contrib.schedule_free_eval_params, jnp.float64
+        )
         y, x = trajectory(schedule_free(table(rates), b1), eval_params, jnp.float64)
     np.testing.assert_allclose((y, x), expected, rtol=0, atol=1e-12)
     assert np.abs(x - y).max() > 1e-3
@@ -487,10 +549,17 @@ def test_pickle_msgpack_and_orbax(it: Transform, tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.eval_shape(tx.init, params)
+        )
     unpacked = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
     expected, _ = tx.update(GRADS, state, params)
-    for again in (restored, unpacked, pickle.loads(pickle.dumps(state)), jax.device_get(state)):
+    for again in (
+        restored,
+        unpacked,
+        pickle.loads(pickle.dumps(state)),
+        jax.device_get(state),
+    ):
         chex.assert_trees_all_equal(again, state)
         assert type(spa_state(again)) is SPAState
         assert type(again) is type(state)
@@ -501,7 +570,8 @@ def test_pickle_msgpack_and_orbax(it: Transform, tmp_path: Path) -> None:
 @every_transform
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_params(it: Transform, axis_type: Any) -> None:
-    """The state is sharded as they are, and a step moves nothing from device to device."""
+    """The state is sharded as they are, and a step moves nothing from device to
+    device."""
     of_optax = not (it.has_z and it.keeps_sharding) or it is FACTORIES["factored"]
     if axis_type == AxisType.Explicit and of_optax:
         pytest.skip("Optax's moments are whole there, or made on one device")
@@ -513,15 +583,23 @@ def test_sharded_params(it: Transform, axis_type: Any) -> None:
     params, grads = jax.device_put(one_device, sharding)
     is_split = lambda leaf: leaf.sharding.is_equivalent_to(sharding, 2)
     for init in (tx.init, jax.jit(tx.init)) if it.keeps_sharding else (tx.init,):
-        large = [leaf for leaf in jax.tree.leaves(init(params)) if leaf.shape == (16, 8)]
+        large = [
+            leaf for leaf in jax.tree.leaves(init(params)) if leaf.shape == (16, 8)
+        ]
         assert large or not it.has_z
         assert all(map(is_split, large))
     found, state = run(tx, params, [grads] * 3)
-    assert all(is_split(leaf) for leaf in jax.tree.leaves((found, state)) if leaf.shape == (16, 8))
+    assert all(
+        is_split(leaf)
+        for leaf in jax.tree.leaves((found, state))
+        if leaf.shape == (16, 8)
+    )
     it.assert_close(*jax.device_get((found, expected)), 3)
     if it.has_z:  # what tracks sums ‖g‖² and ‖u‖², and a factored ν its means
         program = jax.jit(tx.update).lower(grads, state, params).compile().as_text()
-        assert set(COLLECTIVE.findall(program)) <= ({"all-reduce"} if it.num_sums else set())
+        assert set(COLLECTIVE.findall(program)) <= (
+            {"all-reduce"} if it.num_sums else set()
+        )
         assert len(re.findall(r"= .* all-reduce(-start)?\(", program)) <= it.num_sums
 
 
@@ -530,4 +608,6 @@ def test_export_for_cpu_gpu_and_tpu(it: Transform) -> None:
     update, given = jax.jit(it().update), (GRADS, it().init(PARAMS), PARAMS)
     exported = export.export(update, platforms=("cpu", "cuda", "tpu"))(*given)
     # z − y is known to an ulp of params below 2.
-    chex.assert_trees_all_close(exported.call(*given), update(*given), rtol=1e-6, atol=2.4e-7)
+    chex.assert_trees_all_close(
+        exported.call(*given), update(*given), rtol=1e-6, atol=2.4e-7
+    )

@@ -1,7 +1,8 @@
-"""The family against the code of others: torch, Keras, and Schedule-Free by its authors.
+"""The family against the code of others: torch, Keras, and Schedule-Free by its
+authors.
 
-Needs the extra `oracles`; `.ci/run oracles` installs it. In float64, for 200 noisy steps.
-"""
+Needs the extra `oracles`; `.ci/run oracles` installs it. In float64, for 200 noisy
+steps."""
 
 import os
 from collections.abc import Callable
@@ -14,14 +15,22 @@ import pytest
 from helpers import x64
 from test_methods import NUM_STEPS, START, equal, gradient, ours, schedule
 
-from spa_optax import eval_params, schedule_free_averaging, spa, spa_adamw, spa_from_sgdm
+from spa_optax import (
+    eval_params,
+    schedule_free_averaging,
+    spa,
+    spa_adamw,
+    spa_from_sgdm,
+)
 
 torch = pytest.importorskip("torch")
 schedulefree = pytest.importorskip("schedulefree")
 os.environ["KERAS_BACKEND"] = "jax"
 keras = pytest.importorskip("keras")
 
-ALPHAS = 0.02 * np.abs(np.sin(np.arange(NUM_STEPS) / 30))  # rises, falls, and is 0 at first
+ALPHAS = 0.02 * np.abs(
+    np.sin(np.arange(NUM_STEPS) / 30)
+)  # rises, falls, and is 0 at first
 
 
 def torch_steps(make: Callable[[list[Any]], Any], step: Callable[..., None]) -> Any:
@@ -91,12 +100,18 @@ def test_schedule_free_adamw(weight_decay: float) -> None:
     with x64():
         c = schedule_free_averaging(0.02, 30)
     tx = spa_adamw(rate, c, 0.9, b2=0.99, eps=1e-8, weight_decay=weight_decay)
-    options = {"lr": 0.02, "betas": (0.9, 0.99), "warmup_steps": 30, "weight_decay": weight_decay}
+    options = {
+        "lr": 0.02,
+        "betas": (0.9, 0.99),
+        "warmup_steps": 30,
+        "weight_decay": weight_decay,
+    }
     authors("AdamWScheduleFreeReference", tx, **options)
 
 
 def test_schedule_free_plus() -> None:
-    """With its own steps to begin with, power of the count and annealing; its Polyak rate is 1."""
+    """With its own steps to begin with, power of the count and annealing; its Polyak
+    rate is 1."""
     if not hasattr(schedulefree, "AdamCScheduleFreePlusPaper"):
         pytest.skip("the release of `schedulefree` has no ScheduleFree+")
     steps, start, r, first, last = 120, 30, 1.0, 0.9, 0.965
@@ -117,6 +132,8 @@ def test_schedule_free_plus() -> None:
     with x64(), jax.numpy_dtype_promotion("standard"):
         c = schedule_free_averaging(0.02, count_power=r, num_unaveraged_steps=start)
         tx = optax.chain(optax.scale_by_adam(0.9, 0.95), spa(0.02, c, mu_y))
-        for (y, state), (expected, theirs) in zip(ours(tx), torch_steps(make, step), strict=True):
+        for (y, state), (expected, theirs) in zip(
+            ours(tx), torch_steps(make, step), strict=True
+        ):
             equal(y, expected)
             equal(eval_params(state, y), theirs["x"])

@@ -1,4 +1,5 @@
-"""Stochastic rounding: exactly unbiased, reproducible, the same on any number of devices."""
+"""Stochastic rounding: exactly unbiased, reproducible, the same on any number of
+devices."""
 
 import re
 from typing import Any
@@ -14,7 +15,13 @@ from helpers import COLLECTIVE, FLOAT8, FLOAT16, compiled_step, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from spa_optax import _precision, float8_momentum, spa, spa_from_sgdm, stochastic_rounding
+from spa_optax import (
+    _precision,
+    float8_momentum,
+    spa,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 from spa_optax._precision import Stream, random_bits, rounded, seeds_like
 
 KEY = jax.random.key(0)
@@ -27,15 +34,21 @@ def some_values(dtype: Any, num: int = 60) -> np.ndarray:
     """Float32, of all sizes that the dtype has, the subnormal ones too."""
     info = jnp.finfo(dtype)
     rng = np.random.default_rng(0)
-    low, high = np.log2(float(info.smallest_subnormal)) - 2, np.log2(float(info.max)) - 1
+    low, high = (
+        np.log2(float(info.smallest_subnormal)) - 2,
+        np.log2(float(info.max)) - 1,
+    )
     low = max(low, -125)  # XLA on CPU takes float32 below 2^-126 for 0
     return np.float32(rng.choice([-1, 1], num) * 2 ** rng.uniform(low, high, num))
 
 
 def neighbours(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle: the numbers of the dtype next below and above `x`, or `x` itself, twice."""
+    """The oracle: the numbers of the dtype next below and above `x`, or `x` itself,
+    twice."""
     near, info = x.astype(dtype), ml_dtypes.finfo(dtype)
-    down, up = (np.nextafter(near, np.array(end, dtype)) for end in (info.min, info.max))
+    down, up = (
+        np.nextafter(near, np.array(end, dtype)) for end in (info.min, info.max)
+    )
     lower = np.where(near.astype(np.float64) <= x, near, down).astype(np.float64)
     upper = np.where(near.astype(np.float64) >= x, near, up).astype(np.float64)
     return lower, upper
@@ -43,7 +56,9 @@ def neighbours(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("low_bits", [False, True])
 @every_dtype
-def test_the_mean_over_all_bits_is_exact(dtype: Any, low_bits: bool, monkeypatch: Any) -> None:
+def test_the_mean_over_all_bits_is_exact(
+    dtype: Any, low_bits: bool, monkeypatch: Any
+) -> None:
     """Every string of random bits once: the mean is x, for every x, to the last bit.
 
     Whatever the other bits of the word are, which are for another array.
@@ -51,7 +66,8 @@ def test_the_mean_over_all_bits_is_exact(dtype: Any, low_bits: bool, monkeypatch
     x = some_values(dtype)
     num_extra = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
     num_strings = min(2**num_extra, 2**16)
-    # With 20 or more bits, only the first 16 are run through, and the last are held in the middle.
+    # With 20 or more bits, only the first 16 are run through, and the last are held in
+    # the middle.
     strings = np.arange(num_strings, dtype=np.uint32)
     if num_extra > 16:
         strings = (strings << (num_extra - 16)) + 2 ** (num_extra - 17)
@@ -59,8 +75,12 @@ def test_the_mean_over_all_bits_is_exact(dtype: Any, low_bits: bool, monkeypatch
     def all_strings(seed: Any, shape: Any) -> Array:
         place = 0 if low_bits else 32 - num_extra
         used = np.uint32((2**num_extra - 1) << place)
-        others = np.random.default_rng(0).integers(0, 2**32, num_strings, np.uint32) & ~used
-        return jnp.broadcast_to(jnp.asarray(strings << place | others, jnp.uint32), shape)
+        others = (
+            np.random.default_rng(0).integers(0, 2**32, num_strings, np.uint32) & ~used
+        )
+        return jnp.broadcast_to(
+            jnp.asarray(strings << place | others, jnp.uint32), shape
+        )
 
     monkeypatch.setattr(_precision, "random_bits", all_strings)
     every = jnp.broadcast_to(x[:, None], (len(x), num_strings))
@@ -85,14 +105,19 @@ def test_what_needs_no_rounding(dtype: Any) -> None:
     inf, tiny = float("inf"), float(info.smallest_subnormal)
     if dtype == jnp.bfloat16:
         tiny = float(info.tiny)
-    on_grid = jnp.array([0, 1, -1.5, float(info.max), float(info.min), inf, -inf, tiny, -tiny])
+    on_grid = jnp.array(
+        [0, 1, -1.5, float(info.max), float(info.min), inf, -inf, tiny, -tiny]
+    )
     for seed in (SEED, ~SEED):
         np.testing.assert_array_equal(
             np.float32(rounded(on_grid, dtype, seed)), np.float32(on_grid.astype(dtype))
         )
-    # NaN with all bits set, as GPUs make it, would run over to −0; with only the last, to infinity.
+    # NaN with all bits set, as GPUs make it, would run over to −0; with only the last,
+    # to infinity.
     for bits in (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001):
-        nan = jax.lax.bitcast_convert_type(jnp.full(1000, bits, jnp.uint32), jnp.float32)
+        nan = jax.lax.bitcast_convert_type(
+            jnp.full(1000, bits, jnp.uint32), jnp.float32
+        )
         assert jnp.isnan(rounded(nan, dtype, SEED)).all()
 
 
@@ -104,7 +129,9 @@ def test_float64_and_complex() -> None:
         assert abs((result > 1).mean() - 1 / 4) < 5 * np.sqrt(1 / 4 * 3 / 4 / 10_000)
         narrow = np.asarray(rounded(x, jnp.bfloat16, SEED), np.float64)
         assert set(narrow) <= {1.0, 1 + 2.0**-7}
-        middle = np.asarray(rounded(jnp.full(10_000, 1 + 2.0**-9), BF16, SEED), np.float64)
+        middle = np.asarray(
+            rounded(jnp.full(10_000, 1 + 2.0**-9), BF16, SEED), np.float64
+        )
         assert abs((middle > 1).mean() - 1 / 4) < 5 * np.sqrt(1 / 4 * 3 / 4 / 10_000)
         np.testing.assert_array_equal(
             rounded(jnp.full(3, 1 + 1e-9j), jnp.complex64, SEED),
@@ -115,23 +142,27 @@ def test_float64_and_complex() -> None:
 def test_the_derivative_is_that_of_a_cast() -> None:
     x = jnp.linspace(0.1, 3, 100)
     square = lambda x, seed: jnp.sum(rounded(x, BF16, seed).astype(jnp.float32) * x)
-    # That of the factor to the right, and the cast's of 1 times the factor, which comes back in
-    # bfloat16 itself.
+    # That of the factor to the right, and the cast's of 1 times the factor, which comes
+    # back in bfloat16 itself.
     factors = rounded(x, BF16, SEED), x.astype(BF16)
     expected = sum(factor.astype(jnp.float32) for factor in factors)
     np.testing.assert_allclose(jax.grad(square)(x, SEED), expected, rtol=1e-6)
 
 
 def test_random_bits() -> None:
-    """Of neighbouring places, and of seeds as they are drawn: no correlation of any two bits."""
+    """Of neighbouring places, and of seeds as they are drawn: no correlation of any two
+    bits."""
     n = 40_000
     seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, Stream.PARAMS_AND_Z)
     seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, Stream.PARAMS_AND_Z)
     seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, Stream.SECOND_MOMENT)
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
-    bits = [2.0 * np.unpackbits(word.view(np.uint8)).reshape(n, 32) - 1 for word in words]
-    # 32 means and 1024 correlations each time: 5.5 standard deviations are for one in 2e7.
+    bits = [
+        2.0 * np.unpackbits(word.view(np.uint8)).reshape(n, 32) - 1 for word in words
+    ]
+    # 32 means and 1024 correlations each time: 5.5 standard deviations are for one in
+    # 2e7.
     bound = 5.5 / np.sqrt(n)
     for i, of_seed in enumerate(bits):
         assert np.abs(of_seed.mean(0)).max() < bound
@@ -143,14 +174,18 @@ def test_random_bits() -> None:
         between_bits = of_seed.T @ of_seed / n - np.eye(32)
         assert np.abs(between_bits).max() < bound
     # A place in a matrix is its place in memory; and an array of no dimensions has one.
-    np.testing.assert_array_equal(random_bits(seeds[0], (40, n // 40)).ravel(), words[0])
+    np.testing.assert_array_equal(
+        random_bits(seeds[0], (40, n // 40)).ravel(), words[0]
+    )
     assert random_bits(seeds[0], ()) == words[0][0]
 
 
 def test_a_later_release_rounds_to_the_same_bits() -> None:
     """So a run may be resumed under it."""
     seeds = (seeds_like(KEY, jnp.int32(3), [0, 1], stream) for stream in Stream)
-    words = [random_bits(seed, (5, 9))[4, 7] for of_stream in seeds for seed in of_stream]
+    words = [
+        random_bits(seed, (5, 9))[4, 7] for of_stream in seeds for seed in of_stream
+    ]
     expected = [2921342607, 3429326606, 2520656659, 1795556000, 3948747417, 3426720658]
     assert [int(word) for word in words] == expected
 
@@ -161,19 +196,29 @@ GRADS = jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)).astype(BF16) / 64,
 MEMBERS = {
     "gpa": lambda key=KEY: spa(0.1, 0.1, 0.9, rounding_key=key),
     "8-bit z": lambda key=KEY: spa_from_sgdm(
-        lambda k: 0.01 / (1 + k.astype(float)), 0.9, state_dtype="float8_e4m3fn", rounding_key=key
+        lambda k: 0.01 / (1 + k.astype(float)),
+        0.9,
+        state_dtype="float8_e4m3fn",
+        rounding_key=key,
     ),
-    "8-bit m": lambda key=KEY: stochastic_rounding(float8_momentum(optax.sgd(0.1, 0.5), key), key),
+    "8-bit m": lambda key=KEY: stochastic_rounding(
+        float8_momentum(optax.sgd(0.1, 0.5), key), key
+    ),
 }
 is_slow = lambda name: pytest.mark.slow if name == "8-bit m" else ()
-cases = [pytest.param(make, id=name, marks=is_slow(name)) for name, make in MEMBERS.items()]
+cases = [
+    pytest.param(make, id=name, marks=is_slow(name)) for name, make in MEMBERS.items()
+]
 every_member = pytest.mark.parametrize("make", cases)
 
 
 @every_member
 def test_reproducible_from_key_and_count(make: Any) -> None:
     params, state = run(make(), PARAMS, [GRADS] * 6)
-    for same in (jax.random.wrap_key_data(jax.random.key_data(KEY)), jax.random.key_data(KEY)):
+    for same in (
+        jax.random.wrap_key_data(jax.random.key_data(KEY)),
+        jax.random.key_data(KEY),
+    ):
         chex.assert_trees_all_equal(run(make(same), PARAMS, [GRADS] * 6)[0], params)
     other, other_state = run(make(jax.random.key(1)), PARAMS, [GRADS] * 6)
     chex.assert_trees_all_equal_shapes_and_dtypes(other_state, state)
@@ -184,7 +229,8 @@ def test_reproducible_from_key_and_count(make: Any) -> None:
 
 
 def test_leaves_and_streams_are_independent() -> None:
-    """Correlations of what rounding adds, between leaves, steps, x and z: below 5/√n."""
+    """Correlations of what rounding adds, between leaves, steps, x and z: below
+    5/√n."""
     n = 40_000
     params = {name: jnp.ones(n, BF16) for name in "ab"}
     grads = jax.tree.map(lambda p: p / 256, params)
@@ -195,9 +241,12 @@ def test_leaves_and_streams_are_independent() -> None:
         state = tx.init(params)._replace(count=jnp.array(count))
         updates, state = update(grads, state, params)
         for name in names:
-            # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x is 0.3 or
-            # −0.7, which are 153.6/512 and 179.2/256.
-            moved, z = np.asarray(updates[name]) < 0, 256 * np.float64(state.z.bfloat16[name])
+            # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x
+            # is 0.3 or −0.7, which are 153.6/512 and 179.2/256.
+            moved, z = (
+                np.asarray(updates[name]) < 0,
+                256 * np.float64(state.z.bfloat16[name]),
+            )
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
             for draw, p in ((moved, 0.35), (away, np.where(moved, 0.6, 0.2))):
                 draws.append((draw - p) / np.sqrt(p * (1 - p)))
@@ -208,7 +257,8 @@ def test_leaves_and_streams_are_independent() -> None:
 
 @every_member
 def test_any_sharding_gives_the_same_bits(make: Any) -> None:
-    """`init` takes it from params. Only the scale of an 8-bit m needs a collective: a maximum."""
+    """`init` takes it from params. Only the scale of an 8-bit m needs a collective: a
+    maximum."""
     expected = run(make(), PARAMS, [GRADS] * 3)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     for spec in (PartitionSpec(("a", "b")), PartitionSpec()):
@@ -241,7 +291,10 @@ def test_replicas_share_their_bits_unless_each_has_a_key() -> None:
 
     shared = jax.vmap(step, (0, None))(x, KEY)
     np.testing.assert_array_equal(shared, jnp.broadcast_to(shared[:1], shared.shape))
-    signs = 2.0 * (np.asarray(jax.vmap(step)(x, jax.random.split(KEY, 8)), np.float32) < 0) - 1
+    signs = (
+        2.0 * (np.asarray(jax.vmap(step)(x, jax.random.split(KEY, 8)), np.float32) < 0)
+        - 1
+    )
     np.testing.assert_allclose(signs.mean(1), -0.5, atol=5 / np.sqrt(n))
     correlation = np.cov(signs)
     assert np.abs(correlation - np.diag(np.diag(correlation))).max() < 5 / np.sqrt(n)
@@ -257,4 +310,6 @@ def test_no_temporary_of_parameter_size() -> None:
 def test_wide_params_are_not_touched() -> None:
     params, grads = optax.tree.cast((PARAMS, GRADS), jnp.float32)
     expected = run(spa(0.1, 0.1), params, [grads] * 6)
-    chex.assert_trees_all_equal(run(spa(0.1, 0.1, rounding_key=KEY), params, [grads] * 6), expected)
+    chex.assert_trees_all_equal(
+        run(spa(0.1, 0.1, rounding_key=KEY), params, [grads] * 6), expected
+    )

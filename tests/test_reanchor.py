@@ -16,14 +16,20 @@ from spa_optax._trees import find
 
 
 def test_a_run_of_spa_resumed_as_sgdm() -> None:
-    # The state is the same, so no conversion at all: z is re-anchored at the first step.
+    # The state is the same, so no conversion at all: z is re-anchored at the first
+    # step.
     with x64():
-        grads, start = [jnp.array([1.0, -2.0]) / k for k in (1.0, 2.0, 3.0, 4.0)], jnp.ones(2)
+        grads, start = (
+            [jnp.array([1.0, -2.0]) / k for k in (1.0, 2.0, 3.0, 4.0)],
+            jnp.ones(2),
+        )
         x, state = run(spa(1.0, 0.1), start, grads)
         x, _ = run(spa_from_sgdm(0.03, 0.8), x, grads, state)
         y, state = run(optax.sgd(0.1, 0.9), start, grads)
         y, _ = run(optax.sgd(0.03, 0.8), y, grads, state)
-        np.testing.assert_allclose(x, y, atol=1e-7)  # η (1 − c) is float32 in the state of `spa`
+        np.testing.assert_allclose(
+            x, y, atol=1e-7
+        )  # η (1 − c) is float32 in the state of `spa`
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -35,7 +41,9 @@ def test_reanchor(dtype: Any) -> None:
     grads = jax.tree.map(lambda p: (p / 4).astype(dtype), params)
     prune = lambda x: {"w": x["w"].at[1].set(0.0)}
     with jax.numpy_dtype_promotion("standard"):
-        (x, state), (y, sgd_state) = (run(one, params, [grads] * 3) for one in (tx, sgd))
+        (x, state), (y, sgd_state) = (
+            run(one, params, [grads] * 3) for one in (tx, sgd)
+        )
         state = reanchor(state, x, prune(x))
         assert isinstance(state[1], SPAState)
         x, _ = run(tx, prune(x), [grads] * 3, state)
@@ -56,9 +64,13 @@ def test_states_of_nnx() -> None:
     optimizer.opt_state = reanchor(optimizer.opt_state, params, pruned)
     nnx.update(model, pruned)
     # In the other order `params`, live variables, would hold the new values already.
-    with pytest.raises(ValueError, match="`new_params` must not be the arrays of `old_params`"):
+    with pytest.raises(
+        ValueError, match="`new_params` must not be the arrays of `old_params`"
+    ):
         reanchor(optimizer.opt_state, params, pruned)
-    shifted = reanchor(optimizer.opt_state, before, pruned)  # a copy is safe in any order
+    shifted = reanchor(
+        optimizer.opt_state, before, pruned
+    )  # a copy is safe in any order
     assert relative_difference(shifted[1].z, optimizer.opt_state[1].z) > 0.1
     optimizer.update(model, grads)
     # m = 1.5 g: x goes on from 0 by −α m.
@@ -83,18 +95,28 @@ def test_reanchor_of_some_params(tx: Any) -> None:
     for name, found in zip("ab", find(state, SPAState), strict=False):
         np.testing.assert_array_equal(found.z[name], edited[name])
     chex.assert_trees_all_equal_structs(state, tx.init(params))
-    with pytest.raises(ValueError, match="`spa_state` must have leaves of the paths and shapes of"):
+    with pytest.raises(
+        ValueError, match="`spa_state` must have leaves of the paths and shapes of"
+    ):
         reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
-    with pytest.raises(ValueError, match="`new_params` must have the structure of `old_params`"):
+    with pytest.raises(
+        ValueError, match="`new_params` must have the structure of `old_params`"
+    ):
         reanchor(tx.init(params), params, {"a": edited["a"]})
 
 
 def test_reanchor_moves_x_along() -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
-    y, state = run(spa(0.1, 0.1, 0.5), params, [jax.tree.map(lambda p: jnp.cos(p) / 3, params)] * 3)
+    y, state = run(
+        spa(0.1, 0.1, 0.5), params, [jax.tree.map(lambda p: jnp.cos(p) / 3, params)] * 3
+    )
     edited = jax.tree.map(lambda leaf: leaf - 1, y)
     reanchored = reanchor(state, y, edited)
-    pointers = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+    pointers = lambda tree: {
+        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)
+    }
     assert not pointers(reanchored) & pointers((state, y, edited))  # it can be donated
     x = eval_params(reanchored, edited)
-    chex.assert_trees_all_close(x, jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y)))
+    chex.assert_trees_all_close(
+        x, jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y))
+    )

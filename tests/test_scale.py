@@ -1,4 +1,5 @@
-"""Fully sharded params, several processes, other numbers of devices after a restart; long runs."""
+"""Fully sharded params, several processes, other numbers of devices after a restart;
+long runs."""
 
 import functools
 import subprocess
@@ -14,7 +15,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import transformer
-from helpers import assert_apart_by_rounding, environment, free_address, rounding_noise, run
+from helpers import (
+    assert_apart_by_rounding,
+    environment,
+    free_address,
+    rounding_noise,
+    run,
+)
 from jax.sharding import Mesh
 from transformer import make_init, on_host, optimizer, sharding, train
 
@@ -27,7 +34,9 @@ def mesh_of(num_devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:num_devices]), ("all",))
 
 
-def result(params: Any, state: Any, losses: list[float]) -> tuple[Any, Any, list[float]]:
+def result(
+    params: Any, state: Any, losses: list[float]
+) -> tuple[Any, Any, list[float]]:
     return on_host(params), on_host(optax.tree.get(state, "z")), losses
 
 
@@ -41,7 +50,10 @@ def on_one_device() -> tuple[Any, Any]:
 def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
     """Only the order of sums is another."""
     one, noisy = on_one_device()
-    for found, expected, with_noise in ((params, one[0], noisy[0]), (z, one[1], noisy[1])):
+    for found, expected, with_noise in (
+        (params, one[0], noisy[0]),
+        (z, one[1], noisy[1]),
+    ):
         assert_apart_by_rounding(found, expected, with_noise, at_most=1e-3)
     # A sum of n positive numbers is rounded n times, by half an ulp of it at most.
     rtol = transformer.BATCH * transformer.LENGTH * 2.0**-24
@@ -61,7 +73,9 @@ def test_import_does_not_start_jax() -> None:
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
     command = [sys.executable, transformer.__file__, free_address(), "2"]
     processes = [
-        subprocess.Popen([*command, str(i), str(tmp_path / "two.npz")], env=environment(4))
+        subprocess.Popen(
+            [*command, str(i), str(tmp_path / "two.npz")], env=environment(4)
+        )
         for i in range(2)
     ]
     assert [process.wait() for process in processes] == [0, 0]
@@ -75,7 +89,9 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()
     *carry, first = train(mesh_of(8), tx, stop=3)
-    target_of = lambda x, mesh: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, x))
+    target_of = lambda x, mesh: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding(mesh, x)
+    )
     for num_devices in (4, 1):
         mesh, folder = mesh_of(num_devices), tmp_path / str(num_devices)
         shapes = jax.eval_shape(make_init(mesh, tx))
@@ -96,9 +112,12 @@ def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) ->
 LAST = 2**31 - 1  # where an int32 count stays
 
 
-@pytest.mark.parametrize(("start", "nesterov"), [(2**24 - 30, False), (LAST - 60, True)])
+@pytest.mark.parametrize(
+    ("start", "nesterov"), [(2**24 - 30, False), (LAST - 60, True)]
+)
 def test_late_in_a_run(start: int, nesterov: bool) -> None:
-    """Schedules of odd and even counts, which float32 cannot tell apart there: NumPy, float64."""
+    """Schedules of odd and even counts, which float32 cannot tell apart there: NumPy,
+    float64."""
     rates, momenta = np.array([0.3, 0.1, 0.02]), np.array([0.9, 0.5])
     alpha = lambda count: jnp.asarray(rates, jnp.float32)[count % 3]
     beta = lambda count: jnp.asarray(momenta, jnp.float32)[count % 2]
@@ -107,7 +126,9 @@ def test_late_in_a_run(start: int, nesterov: bool) -> None:
     x, grads = rng.normal(size=5), rng.normal(size=(50, 5))
     params = jnp.asarray(x, jnp.float32)
     # z_0 = x_0 with whatever w: m is 0
-    state = tx.init(params)._replace(count=jnp.array(start, jnp.int32), w=jnp.float32(1.0))
+    state = tx.init(params)._replace(
+        count=jnp.array(start, jnp.int32), w=jnp.float32(1.0)
+    )
     params, state = run(tx, params, list(jnp.asarray(grads, jnp.float32)), state)
     m, largest = np.zeros(5), 0.0
     for k, g in enumerate(grads):
@@ -120,12 +141,16 @@ def test_late_in_a_run(start: int, nesterov: bool) -> None:
     assert state.count == start + 50
 
 
-@pytest.mark.parametrize("make", [lambda a: spa(a, 0.1), lambda a: spa_from_sgdm(a, 0.9)])
+@pytest.mark.parametrize(
+    "make", [lambda a: spa(a, 0.1), lambda a: spa_from_sgdm(a, 0.9)]
+)
 def test_a_count_at_its_end(make: Any) -> None:
     """The count stays, and with it a schedule; and the horizon does not run over."""
     tx = make(lambda count: jnp.where(count < 0, jnp.nan, 0.1))
     params, state = jnp.ones(3), tx.init(jnp.ones(3))
-    state = state._replace(count=jnp.array(LAST - 2, jnp.int32), w=jnp.float32(0.9 * 0.5))
+    state = state._replace(
+        count=jnp.array(LAST - 2, jnp.int32), w=jnp.float32(0.9 * 0.5)
+    )
     for k in (LAST - 1, LAST, LAST, LAST):
         params, state = run(tx, params, [params], state)
         assert state.count == k

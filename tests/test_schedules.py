@@ -35,11 +35,14 @@ def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("boundaries", [[20], [20, 25, 90], [1, 2, 3]])
 @pytest.mark.parametrize("s", [None, 1.1, 1.7, 50.0])
 def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> None:
-    """η_k = max(η_{k−1}/s, η of the stage); c in proportion, or so that Insight 2 holds."""
+    """η_k = max(η_{k−1}/s, η of the stage); c in proportion, or so that Insight 2
+    holds."""
     gaps = [after - before for before, after in itertools.pairwise(boundaries)]
     num_steps = math.ceil(math.log(10) / math.log(s)) if s else 1
     if min(gaps, default=num_steps) < num_steps:
-        with pytest.raises(ValueError, match=r"`step_factor` must be at least .* to end before"):
+        with pytest.raises(
+            ValueError, match=r"`step_factor` must be at least .* to end before"
+        ):
             stagewise(1.0, 0.03, boundaries, step_factor=s)
         return
     expected = [1.0]
@@ -48,17 +51,25 @@ def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> N
         expected.append(max(expected[-1] / (s or 10), stage))
     eta, c = values(stagewise(1.0, 0.03, boundaries, step_factor=s), 150)
     np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
-    np.testing.assert_allclose(c, np.minimum(0.03 / np.array(expected[1:]), 1), rtol=1e-9)
-    _, c = values(stagewise(1.0, 0.03, boundaries, step_factor=s, averaging_rule="balance"), 150)
+    np.testing.assert_allclose(
+        c, np.minimum(0.03 / np.array(expected[1:]), 1), rtol=1e-9
+    )
+    _, c = values(
+        stagewise(1.0, 0.03, boundaries, step_factor=s, averaging_rule="balance"), 150
+    )
     # (1/c_k − 1)/η_k does not change; c_k is `averaging` at count k − 1.
-    np.testing.assert_allclose((1 / c - 1) / np.array(expected[1:]), 1 / 0.03 - 1, rtol=1e-9)
+    np.testing.assert_allclose(
+        (1 / c - 1) / np.array(expected[1:]), 1 / 0.03 - 1, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("step_factor", [None, 1.5])
 @pytest.mark.parametrize("hold", ["eta", "alpha"])
 def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None:
     eta, c = values(momentum_drop(2.0, 0.25, 6, hold=hold, step_factor=step_factor), 20)
-    risen = np.minimum(0.25 * 1.5 ** np.arange(1, 16), 1) if step_factor else np.ones(15)
+    risen = (
+        np.minimum(0.25 * 1.5 ** np.arange(1, 16), 1) if step_factor else np.ones(15)
+    )
     np.testing.assert_allclose(c, [0.25] * 5 + [*risen], rtol=1e-12)  # c_6 is the first
     kept = eta if hold == "eta" else eta * c / 0.25
     np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
@@ -71,9 +82,13 @@ def test_no_nan_where_the_factor_overflows(c: float) -> None:
         hyperparams = stagewise(1.0, c, range(10, 900, 10), averaging_rule=rule)
         _, found = (h(np.array([5, 500, 1_000])) for h in hyperparams)
         np.testing.assert_allclose(found[0], c, rtol=1e-6)
-        np.testing.assert_allclose(found[2], c if rule == "constant" else c > 0, rtol=1e-6)
+        np.testing.assert_allclose(
+            found[2], c if rule == "constant" else c > 0, rtol=1e-6
+        )
     for hold in ("eta", "alpha"):
-        eta, late = (h(300) for h in momentum_drop(1.0, c, 1, step_factor=1.5, hold=hold))
+        eta, late = (
+            h(300) for h in momentum_drop(1.0, c, 1, step_factor=1.5, hold=hold)
+        )
         assert float(late) == (c > 0)
         np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
 
@@ -94,7 +109,10 @@ RISES: dict[str, tuple[Any, int]] = {
     "none": (0.3, 0),
     "the authors' warm-up": (0.3, 7),
     "from 0": (lambda k: 0.1 * (jnp.minimum(k, 5) / 5), 5),
-    "0, then a decay": (lambda k: jnp.where(k < 3, 0, 0.2 * 0.9 ** (k - 3).astype(float)), 3),
+    "0, then a decay": (
+        lambda k: jnp.where(k < 3, 0, 0.2 * 0.9 ** (k - 3).astype(float)),
+        3,
+    ),
     "NaN past its end": (lambda k: 0.1 * jnp.sqrt(1 - k.astype(float) / 500), 0),
 }
 
@@ -108,7 +126,9 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
     with x64():
         c = schedule_free_averaging(rate, num_warmup_steps, weight_power=power)
         rates = np.array([rate(k) for k in counts]) if callable(rate) else rates
-        np.testing.assert_allclose(c(counts), authors_averaging(rates, power), rtol=1e-12)
+        np.testing.assert_allclose(
+            c(counts), authors_averaging(rates, power), rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,22 +136,35 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
     [
         (lambda k: -1.0, 3, "finite and >= 0, got -1.0"),
         (lambda k: 0.0, 3, "> 0 and largest by count 3"),
-        (lambda k: 0.1 * (k + 1).astype(float), 0, "largest by count 0 .* got 0.2 at 1"),
-        (lambda k: jnp.ones(2), 3, "a scalar or a schedule of scalars, got an array of shape"),
+        (
+            lambda k: 0.1 * (k + 1).astype(float),
+            0,
+            "largest by count 0 .* got 0.2 at 1",
+        ),
+        (
+            lambda k: jnp.ones(2),
+            3,
+            "a scalar or a schedule of scalars, got an array of shape",
+        ),
     ],
 )
-def test_schedule_free_averaging_of_bad_rates(rate: Any, num_warmup_steps: int, match: str) -> None:
+def test_schedule_free_averaging_of_bad_rates(
+    rate: Any, num_warmup_steps: int, match: str
+) -> None:
     with pytest.raises(ValueError, match=f"`learning_rate` must be .*{match}"):
         schedule_free_averaging(rate, num_warmup_steps)
 
 
 @pytest.mark.parametrize("num_warmup_steps", [0, 30])
 def test_a_rise_after_the_warm_up_is_seen(num_warmup_steps: int) -> None:
-    """One that lasts for 4 % of the time since the warm-up, in the first million steps."""
+    """One that lasts for 4 % of the time since the warm-up, in the first million
+    steps."""
     for after in (1, 2, 49, 100, 997, 12_345, 10**6):
         start = num_warmup_steps + after
         last = start + after // 25
-        rate = lambda k, start=start, last=last: jnp.where((k >= start) & (k <= last), 0.2, 0.1)
+        rate = lambda k, start=start, last=last: jnp.where(
+            (k >= start) & (k <= last), 0.2, 0.1
+        )
         with pytest.raises(ValueError, match=r"largest by count \d+ .* got 0.2 at \d+"):
             schedule_free_averaging(rate, num_warmup_steps)
 
@@ -141,7 +174,9 @@ def test_schedule_free_averaging_under_jit() -> None:
     at = lambda peak: schedule_free_averaging(rate(peak), 3)(5)
     expected = authors_averaging(np.array([1, 2, 3, 4, 4, 4]), 2.0)[5]
     np.testing.assert_allclose(jax.jit(lambda: at(0.1))(), expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="`learning_rate` must not depend on traced values"):
+    with pytest.raises(
+        ValueError, match="`learning_rate` must not depend on traced values"
+    ):
         jax.jit(at)(0.1)
 
 
@@ -161,8 +196,12 @@ def test_numbers_in_numbers_out() -> None:
         hyperparams_from_sgdm(0.1, lambda k: jnp.where(k < 5, 0.9, 0.5)),
         hyperparams_to_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.1),
         hyperparams_to_sgdm(1.0, lambda k: jnp.where(k < 5, 0.1, 0.5)),
-        momentum_drop(lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5),
-        momentum_drop(*stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"),
+        momentum_drop(
+            lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5
+        ),
+        momentum_drop(
+            *stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"
+        ),
     ],
 )
 def test_ordinary_schedules(hyperparams: Any) -> None:
@@ -173,11 +212,16 @@ def test_ordinary_schedules(hyperparams: Any) -> None:
         found = schedule(7)
         assert jnp.shape(found) == ()
         np.testing.assert_allclose(found, values[7], rtol=1e-6)
-        np.testing.assert_allclose(schedule(counts.reshape(2, 5)).ravel(), values, rtol=1e-6)
+        np.testing.assert_allclose(
+            schedule(counts.reshape(2, 5)).ravel(), values, rtol=1e-6
+        )
 
 
-def _numpy_look_ahead(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """η and c by the backward recursion w_k = β_k (α_k + w_{k+1}), the last α and β for ever."""
+def _numpy_look_ahead(
+    alphas: np.ndarray, betas: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """η and c by the backward recursion w_k = β_k (α_k + w_{k+1}), the last α and β for
+    ever."""
     w = alphas[-1] * betas[-1] / (1 - betas[-1])
     eta = np.empty(len(alphas))
     for k in reversed(range(len(alphas))):
@@ -195,14 +239,18 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
     with x64():
         counts = jnp.arange(400, dtype=jnp.int32)
         for second in (momentum, table(jnp.asarray(betas))):
-            from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), second, horizon=20_000)
+            from_sgdm = hyperparams_from_sgdm(
+                table(jnp.asarray(alphas)), second, horizon=20_000
+            )
             both = lambda k, h=from_sgdm: (h.learning_rate(k), h.averaging(k))
             found = optimized(lambda counts, f=both: jax.lax.map(f, counts))(counts)
             np.testing.assert_allclose(found[0], eta, rtol=1e-7)
             np.testing.assert_allclose(found[1], c, rtol=1e-7)
         # The default horizon leaves out less than β^H = 1e-8 of it.
         from_sgdm = hyperparams_from_sgdm(table(jnp.asarray(alphas)), momentum)
-        np.testing.assert_allclose(jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7)
+        np.testing.assert_allclose(
+            jax.lax.map(from_sgdm.learning_rate, counts), eta, rtol=1e-7
+        )
 
 
 @hypothesis.settings(deadline=None, max_examples=25)
@@ -217,11 +265,14 @@ def test_there_and_back(seed: int) -> None:
         counts = jnp.arange(60, dtype=jnp.int32)
         alphas, betas = (np.asarray(jax.vmap(h)(counts)) for h in to_sgdm)
         np.testing.assert_allclose(alphas, etas * cs, rtol=1e-12)
-        np.testing.assert_allclose(betas[1:], etas[:-1] / etas[1:] * (1 - cs[:-1]), rtol=1e-12)
+        np.testing.assert_allclose(
+            betas[1:], etas[:-1] / etas[1:] * (1 - cs[:-1]), rtol=1e-12
+        )
         np.testing.assert_allclose(betas[0], 1 - cs[0], rtol=1e-12)
     # β may be over 1 here, which no SGD+M needs to forbid.
     again_eta, again_c = theory.forward_recursion(alphas, betas, eta0=etas[0])
-    # Each step of the recursion multiplies rounding by 1/β: compare where that is still small.
+    # Each step of the recursion multiplies rounding by 1/β: compare where that is still
+    # small.
     near = np.cumprod(1 / betas) < 1e6
     np.testing.assert_allclose(again_eta[near], etas[near], rtol=1e-6)
     np.testing.assert_allclose(again_c[near], cs[near], rtol=1e-6)
@@ -237,6 +288,7 @@ def test_rates_of_0_have_no_nan() -> None:
     eta, c = ([float(h(k)) for k in range(4)] for h in from_sgdm)
     np.testing.assert_allclose(eta, [0.5, 1, 0, 0], atol=1e-7)
     np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
-    # η = 0 after η > 0, but z = x: nothing is carried on, and β = 0 does as well as any.
+    # η = 0 after η > 0, but z = x: nothing is carried on, and β = 0 does as well as
+    # any.
     _, beta = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 1.0, 0.0), 1.0)
     np.testing.assert_array_equal([float(beta(k)) for k in range(4)], 0)

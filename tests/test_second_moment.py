@@ -10,9 +10,16 @@ import optax
 import pytest
 from helpers import run, x64
 
-from spa_optax import in_float32, scale_by_factored_second_moment, scale_by_second_moment, spa
+from spa_optax import (
+    in_float32,
+    scale_by_factored_second_moment,
+    scale_by_second_moment,
+    spa,
+)
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # outside of `in_float32`, as Optax's
+pytestmark = pytest.mark.usefixtures(
+    "standard_promotion"
+)  # outside of `in_float32`, as Optax's
 KEY = jax.random.key(0)
 WIDE = {
     "matrix": jnp.linspace(-1, 1, 12 * 20).reshape(12, 20),
@@ -28,12 +35,15 @@ every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
 def random_grads(num_steps: int) -> list[Any]:
-    return [optax.tree.random_like(key, WIDE) for key in jax.random.split(KEY, num_steps)]
+    return [
+        optax.tree.random_like(key, WIDE) for key in jax.random.split(KEY, num_steps)
+    ]
 
 
 @every_scale
 def test_leaves_without_gradient_and_complex_ones(scale: Any) -> None:
-    """ν stays where there is no gradient; it is real, and casts from complex would warn."""
+    """ν stays where there is no gradient; it is real, and casts from complex would
+    warn."""
     z = jnp.array([[3 + 4j, -5j], [1.0, 2j]], jnp.complex64)
     params = {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2)), "z": z, "none": None}
     state = scale.init(params)
@@ -98,25 +108,37 @@ def test_the_direction_takes_the_second_moment_as_stored() -> None:
             d, state = tx.update(g, state, g)
             nu = np.asarray(state.nu, np.float64)
             exact = g / (np.sqrt(nu / (1 - b2**k)) + eps)
-            # The 16-bit ν is widened to float32: division, root, sum, inverse round once each.
-            np.testing.assert_allclose(d, exact, rtol=4 * float(jnp.finfo(jnp.float32).eps) / 2)
+            # The 16-bit ν is widened to float32: division, root, sum, inverse round
+            # once each.
+            np.testing.assert_allclose(
+                d, exact, rtol=4 * float(jnp.finfo(jnp.float32).eps) / 2
+            )
             wide = (1 - b2**k) * np.asarray(g) ** 2
             assert np.abs(nu / wide - 1).max() > 2**-9  # it was rounded
 
 
 def test_factored_outside_of_in_float32() -> None:
     x, tx = jnp.ones((128, 128), jnp.bfloat16), scale_by_factored_second_moment()
-    with pytest.raises(ValueError, match="`state` must have 32 bits or more, got 16: put this in"):
+    with pytest.raises(
+        ValueError, match="`state` must have 32 bits or more, got 16: put this in"
+    ):
         tx.update(x, tx.init(x), x)
 
 
 def test_factored_is_adafactor() -> None:
     """`optax.adafactor`, without the scale of the params, is it at c = 1."""
     adafactor = optax.adafactor(
-        0.01, min_dim_size_to_factor=10, multiply_by_parameter_scale=False, clipping_threshold=0.9
+        0.01,
+        min_dim_size_to_factor=10,
+        multiply_by_parameter_scale=False,
+        clipping_threshold=0.9,
     )
-    scale = scale_by_factored_second_moment(eps=1e-15, power=0.8, min_dim_size_to_factor=10)
-    tx = optax.chain(in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9))), spa(0.01, 1.0))
+    scale = scale_by_factored_second_moment(
+        eps=1e-15, power=0.8, min_dim_size_to_factor=10
+    )
+    tx = optax.chain(
+        in_float32(optax.chain(scale, optax.clip_by_block_rms(0.9))), spa(0.01, 1.0)
+    )
     expected, _ = run(adafactor, WIDE, random_grads(20))
     found, _ = run(tx, WIDE, random_grads(20))
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
@@ -124,7 +146,8 @@ def test_factored_is_adafactor() -> None:
 
 @pytest.mark.parametrize("b2", [0.0, 0.999])
 def test_factored_second_moment_of_adam(b2: float) -> None:
-    """From the equations: means over rows and columns of a ν that is corrected for its bias."""
+    """From the equations: means over rows and columns of a ν that is corrected for its
+    bias."""
     eps, num_steps = 1e-3, 5
     grads = random_grads(num_steps)
     tx = scale_by_factored_second_moment(b2, eps, min_dim_size_to_factor=10)
@@ -145,7 +168,8 @@ def test_factored_second_moment_of_adam(b2: float) -> None:
 
 @pytest.mark.parametrize("power", [0.8, None])
 def test_factored_where_gradients_are_zero_or_huge(power: float | None) -> None:
-    """ε² underflows at 1e-30, a sum of squares overflows at 2e18, and their ratio underflows."""
+    """ε² underflows at 1e-30, a sum of squares overflows at 2e18, and their ratio
+    underflows."""
     params = (jnp.ones((256, 256)),) * 4  # in as many as a result has fields
     tx = scale_by_factored_second_moment(eps=1e-30, power=power)
     for size in (0.0, 1.0, 2e18):
@@ -154,4 +178,6 @@ def test_factored_where_gradients_are_zero_or_huge(power: float | None) -> None:
         for _ in range(3):
             d, state = jax.jit(tx.update)((g, -g, g, g), state, params)
             for sign, direction in zip((1, -1, 1, 1), d, strict=True):
-                np.testing.assert_allclose(direction, sign * jnp.sign(g), rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(
+                    direction, sign * jnp.sign(g), rtol=1e-5, atol=1e-5
+                )

@@ -1,4 +1,5 @@
-"""The paper's theory: numerical proofs, against the inequalities rather than the formulas."""
+"""The paper's theory: numerical proofs, against the inequalities rather than the
+formulas."""
 
 from typing import Any
 
@@ -34,7 +35,9 @@ def test_forward_recursion_multiplies_deviations() -> None:
     np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
     np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
     # By 1/β a step, which is why no schedule can be run this way.
-    near, far = (theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1))
+    near, far = (
+        theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1)
+    )
     np.testing.assert_allclose((far - near)[1:] / (far - near)[:-1], 1 / 0.9, rtol=1e-6)
 
 
@@ -42,12 +45,13 @@ def test_forward_recursion_multiplies_deviations() -> None:
 
 
 class FiniteSum:
-    """f(x) = mean_i [1 − cos(aᵢ·x + bᵢ)] · sᵢ + mean_i sᵢ(cᵢ·x)²/(1 + (cᵢ·x)²), float64 NumPy.
+    """f(x) = mean_i [1 − cos(aᵢ·x + bᵢ)] · sᵢ + mean_i sᵢ(cᵢ·x)²/(1 + (cᵢ·x)²), float64
+    NumPy.
 
-    Both are smooth: |1 − cos|'' ≤ 1 and |t²/(1 + t²)|'' ≤ 2, so f is L-smooth with the largest
-    eigenvalue of mean sᵢ(aᵢaᵢᵀ + 2cᵢcᵢᵀ), and f* ≥ 0; 0 serves as f* (the bounds hold for any lower
-    bound, since they only need f − f* ≥ 0). x is one point or an array of points (..., dim).
-    """
+    Both are smooth: |1 − cos|'' ≤ 1 and |t²/(1 + t²)|'' ≤ 2, so f is L-smooth with the
+    largest eigenvalue of mean sᵢ(aᵢaᵢᵀ + 2cᵢcᵢᵀ), and f* ≥ 0; 0 serves as f* (the
+    bounds hold for any lower bound, since they only need f − f* ≥ 0). x is one point or
+    an array of points (..., dim)."""
 
     def __init__(self, seed: int, num_components: int = 6, dim: int = 4) -> None:
         rng = np.random.default_rng(seed)
@@ -62,7 +66,9 @@ class FiniteSum:
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         t = x @ self.c.T
-        return (self.s * (1 - np.cos(x @ self.a.T + self.b) + t**2 / (1 + t**2))).mean(-1)
+        return (self.s * (1 - np.cos(x @ self.a.T + self.b) + t**2 / (1 + t**2))).mean(
+            -1
+        )
 
     def component_gradients(self, x: np.ndarray) -> np.ndarray:
         t = x @ self.c.T
@@ -97,7 +103,8 @@ def slack(
     stochastic: bool = True,
     augmented: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Right minus left side of the step equation at k = 1, …, and R_k; expectations are exact.
+    """Right minus left side of the step equation at k = 1, …, and R_k; expectations are
+    exact.
 
     `etas[k]` is η_k and `cs[k]` is c_k, with c_0 = c_1 = cs[0] = cs[1].
     """
@@ -124,14 +131,20 @@ def slack(
         if augmented:
             right = fall + theory.noise_weight(eta, c, f.smoothness) * noise + changed
         else:
-            right = fall + f.smoothness * noise + changed + theory.step_weight(**of) * before[2]
+            right = (
+                fall
+                + f.smoothness * noise
+                + changed
+                + theory.step_weight(**of) * before[2]
+            )
         return np.asarray(right - left + 1e-9 * before[0] / eta**2), np.asarray(changed)
 
 
 @examples(60)
 @hypothesis.given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
 def test_the_step_equation(seed: int, stochastic: bool, is_sgd: bool) -> None:
-    """At every step, for any positive η_k and any c_k in (0, 1]. SGD's is that of c = 1, augmented.
+    """At every step, for any positive η_k and any c_k in (0, 1]. SGD's is that of c =
+    1, augmented.
 
     For SGD, Λ is f(x)/η², R_k has f(x_k) (printed f(z_k)), and the noise counts L/2.
     """
@@ -143,7 +156,11 @@ def test_the_step_equation(seed: int, stochastic: bool, is_sgd: bool) -> None:
 
 
 def test_the_step_equation_would_fail_without_the_remainder() -> None:
-    etas, cs, worst = np.where(np.arange(62) % 20 < 10, 1.0, 0.1), np.full(62, 0.3), np.inf
+    etas, cs, worst = (
+        np.where(np.arange(62) % 20 < 10, 1.0, 0.1),
+        np.full(62, 0.3),
+        np.inf,
+    )
     for seed in range(30):
         f = FiniteSum(seed)
         whole, changed = slack(f, etas / f.smoothness, cs, np.random.default_rng(seed))
@@ -155,9 +172,12 @@ def test_the_step_equation_would_fail_without_the_remainder() -> None:
 @pytest.mark.parametrize("c", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("part", [1, 0.1])
 def test_the_telescoped_bounds(c: float, part: float) -> None:
-    """Means over 200 runs of SPA and of SGD, at the largest η that the theory allows or less."""
+    """Means over 200 runs of SPA and of SGD, at the largest η that the theory allows or
+    less."""
     f, rng = FiniteSum(0), np.random.default_rng(0)
-    eta = part * min(float(theory.max_learning_rate(c, f.smoothness)), 0.4 / f.smoothness)
+    eta = part * min(
+        float(theory.max_learning_rate(c, f.smoothness)), 0.4 / f.smoothness
+    )
     x = z = y = np.tile(f.start, (200, 1))
     rows, T = [], 60
     for _ in range(T):
@@ -176,7 +196,9 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
         x = (1 - c) * x + c * z
         y = y - eta * grads_y[i]
     spa_mean, sgd_mean, *_ = np.mean(rows, 0)
-    roots = np.sqrt(np.maximum(np.max(rows, 0)[2:], 0))  # G, σ, and what 2‖∇f‖² leaves of E‖g‖²
+    roots = np.sqrt(
+        np.maximum(np.max(rows, 0)[2:], 0)
+    )  # G, σ, and what 2‖∇f‖² leaves of E‖g‖²
     bound = lambda G, c, **growth: theory.sgdm_bound(
         T, eta, c, smoothness=f.smoothness, gap=f(f.start), grad_bound=G, **growth
     )
@@ -187,10 +209,14 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
 
 @examples(100)
 @hypothesis.given(c=C, L=st.floats(0.1, 10))
-def test_the_largest_rate_is_where_the_step_weight_changes_sign(c: float, L: float) -> None:
+def test_the_largest_rate_is_where_the_step_weight_changes_sign(
+    c: float, L: float
+) -> None:
     with x64():
         limit = theory.max_learning_rate(c, L)
-        weight = lambda eta: theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
+        weight = lambda eta: theory.step_weight(
+            eta=eta, eta_prev=eta, c=c, smoothness=L
+        )
         scale = L / (limit * c) ** 2
         assert abs(weight(limit)) < 1e-9 * scale
         assert weight(0.99 * limit) < 0 < weight(1.01 * limit)
@@ -201,18 +227,25 @@ def test_the_largest_rate_is_where_the_step_weight_changes_sign(c: float, L: flo
 
 @examples(100)
 @hypothesis.given(c=C, eta=ETA_L)
-def test_the_largest_decay_is_where_the_step_weight_changes_sign(c: float, eta: float) -> None:
+def test_the_largest_decay_is_where_the_step_weight_changes_sign(
+    c: float, eta: float
+) -> None:
     with x64():
         r = theory.max_decay_ratio(eta, c, 1.0)
-        weight = lambda r: theory.step_weight(eta=eta / r, eta_prev=eta, c=c, smoothness=1.0)
+        weight = lambda r: theory.step_weight(
+            eta=eta / r, eta_prev=eta, c=c, smoothness=1.0
+        )
         assert abs(weight(r)) < 1e-9 / (eta * c) ** 2
         assert weight(0.99 * r) < 0 < weight(1.01 * r)
         limit = theory.max_learning_rate(c, 1.0)  # from there on no decay is allowed
         assert (r >= 1) == (eta <= limit) or abs(eta / limit - 1) < 1e-9
-        # The paper's simplification, by η_k L ≤ 1, gives a smaller ratio, from a quadratic.
+        # The paper's simplification, by η_k L ≤ 1, gives a smaller ratio, from a
+        # quadratic.
         s = theory.max_decay_ratio(eta, c, 1.0, simplified=True)
         assert s <= r * (1 + 1e-12) or eta / s > 1
-        np.testing.assert_allclose(s**2 * (1 - c) + s * eta * (1 - c) ** 2, 1, rtol=1e-9)
+        np.testing.assert_allclose(
+            s**2 * (1 - c) + s * eta * (1 - c) ** 2, 1, rtol=1e-9
+        )
 
 
 def test_the_printed_root_is_no_root() -> None:
@@ -220,52 +253,78 @@ def test_the_printed_root_is_no_root() -> None:
     linear = eta * (1 - c) ** 2
     printed = (-linear + np.sqrt(linear**2 + 4 * (1 - c) * c)) / (2 * (1 - c))
     assert printed == pytest.approx(0.29, abs=0.005)  # no decay at all, says the print
-    assert theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0  # constants may stay
+    assert (
+        theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0
+    )  # constants may stay
     for simplified in (False, True):
         assert theory.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
 
 
 @examples(30)
 @hypothesis.given(c=st.floats(0.01, 0.79), factor=st.floats(1.001, 100), eta=ETA_L)
-def test_balanced_averaging_keeps_the_remainder_of_sgd(c: float, factor: float, eta: float) -> None:
+def test_balanced_averaging_keeps_the_remainder_of_sgd(
+    c: float, factor: float, eta: float
+) -> None:
     """Insight 2, whose title says "Reduce": c_T is of count T − 1 of `averaging`."""
     with x64():
         schedules: Any = stagewise(eta, c, [5], factor, averaging_rule="balance")
         etas, cs = schedules
-        change = {"eta": etas(5), "eta_prev": etas(4), "c_prev": cs(3), "smoothness": 3.0}
-        assert abs(theory.remainder(1.0, 0.0, c=cs(4), **change)) <= 1e-12 * 3 * factor / (eta * c)
-        assert factor < 1.01 or theory.remainder(1.0, 0.0, c=cs(3), **change) > 0  # c constant
+        change = {
+            "eta": etas(5),
+            "eta_prev": etas(4),
+            "c_prev": cs(3),
+            "smoothness": 3.0,
+        }
+        assert abs(
+            theory.remainder(1.0, 0.0, c=cs(4), **change)
+        ) <= 1e-12 * 3 * factor / (eta * c)
+        assert (
+            factor < 1.01 or theory.remainder(1.0, 0.0, c=cs(3), **change) > 0
+        )  # c constant
         assert cs(3) <= cs(4) <= 1  # increased, not reduced
         np.testing.assert_allclose(1 / cs(4), 1 + (1 / cs(3) - 1) / factor, rtol=1e-9)
 
 
 def test_the_augmented_function_accounts_for_all_noise() -> None:
-    """On pure noise at constants the noise weight is what Λ gains, and what of L the rest cancels.
+    """On pure noise at constants the noise weight is what Λ gains, and what of L the
+    rest cancels.
 
-    With g independent of all and of unit variance, ‖x_{k+1} − x_k‖² follows the recursion without
-    the inner product, and in expectation the augmented step equation adds up exactly:
-    ρE‖x_{k+1} − x_k‖² = ρ‖x_k − x_{k−1}‖² − `step_weight`·‖x_k − x_{k−1}‖² + ρc²η² E‖g‖², whose
-    last weight is `noise_weight` − L. For small η it is −L/2; Insight 1 prints L/2.
-    """
+    With g independent of all and of unit variance, ‖x_{k+1} − x_k‖² follows the
+    recursion without the inner product, and in expectation the augmented step equation
+    adds up exactly: ρE‖x_{k+1} − x_k‖² = ρ‖x_k − x_{k−1}‖² − `step_weight`·‖x_k −
+    x_{k−1}‖² + ρc²η² E‖g‖², whose last weight is `noise_weight` − L. For small η it is
+    −L/2; Insight 1 prints L/2."""
     rng = np.random.default_rng(0)
     with x64():
         for k in range(100):
             c, L, part, v, noise = rng.uniform((0.05, 0.1, 0, 0, 0), (1, 10, 1, 1, 1))
             eta = (part if k else 1e-8) * min(float(theory.max_learning_rate(c, L)), 10)
-            rho = L / (2 * eta * c**2) * (L * (1 - c) / (c * (2 - c)) - 1 / eta)  # as printed
+            rho = (
+                L / (2 * eta * c**2) * (L * (1 - c) / (c * (2 - c)) - 1 / eta)
+            )  # as printed
             weight = theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
             gain = theory.noise_weight(eta, c, L) - L
-            left = rho * ((1 - c) ** 2 * v + (c * eta) ** 2 * noise) - (rho - weight) * v
-            np.testing.assert_allclose(left, gain * noise, rtol=1e-6, atol=1e-9 * abs(weight))
+            left = (
+                rho * ((1 - c) ** 2 * v + (c * eta) ** 2 * noise) - (rho - weight) * v
+            )
+            np.testing.assert_allclose(
+                left, gain * noise, rtol=1e-6, atol=1e-9 * abs(weight)
+            )
             assert k or abs(gain / L + 1 / 2) < 1e-6
             known: Any = {"eta": eta, "c": c, "c_next": c, "smoothness": L}
-            plain, other = (theory.lyapunov(1, 2, v, **known, augmented=a) for a in (False, True))
-            np.testing.assert_allclose(other - plain, rho * v, atol=1e-12 * float(plain))
+            plain, other = (
+                theory.lyapunov(1, 2, v, **known, augmented=a) for a in (False, True)
+            )
+            np.testing.assert_allclose(
+                other - plain, rho * v, atol=1e-12 * float(plain)
+            )
 
 
 @examples(100)
 @hypothesis.given(st.tuples(*[st.floats(0.1, 10)] * 3), st.integers(1, 10_000), C)
-def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: float) -> None:
+def test_the_tuned_bounds(
+    known: tuple[float, float, float], num_steps: int, c: float
+) -> None:
     """Where the bound is least, for SGD+M and for SGD, and what it comes to there."""
     L, gap, G = known
     with x64():
@@ -279,10 +338,14 @@ def test_the_tuned_bounds(known: tuple[float, float, float], num_steps: int, c: 
             expected = 2 * root * np.sqrt(L * gap / num_steps) + rest
             np.testing.assert_allclose(bound(best), expected, rtol=1e-9)
             assert bound(best) < min(bound(0.9 * best), bound(1.1 * best))
-        assert theory.sgdm_bound(num_steps, 1 / L, c, growth=1, grad_bound=G, **constants) == np.inf
+        assert (
+            theory.sgdm_bound(num_steps, 1 / L, c, growth=1, grad_bound=G, **constants)
+            == np.inf
+        )
 
 
-# The other slips of the paper that change a value: the printed form fails, the corrected one holds.
+# The other slips of the paper that change a value: the printed form fails, the
+# corrected one holds.
 
 
 def test_the_base_case_of_the_telescope() -> None:
@@ -290,7 +353,11 @@ def test_the_base_case_of_the_telescope() -> None:
     printed_fails = False
     for seed in range(40):
         rng, f = np.random.default_rng(seed), FiniteSum(seed)
-        L, c, eta = f.smoothness, rng.uniform(0.05, 1), 10 ** rng.uniform(-1, 1) / f.smoothness
+        L, c, eta = (
+            f.smoothness,
+            rng.uniform(0.05, 1),
+            10 ** rng.uniform(-1, 1) / f.smoothness,
+        )
         grads = f.component_gradients(f.start)
         fall = f(f.start) - f(f.start - eta * grads).mean()
         left = sq(f.gradient(f.start)) / eta
@@ -301,7 +368,8 @@ def test_the_base_case_of_the_telescope() -> None:
 
 
 def test_the_sum_of_sgd_has_a_term_of_noise_for_each_step() -> None:
-    """SGD reference proof: a sum over k = 0, …, T has T + 1 of them, and T is printed."""
+    """SGD reference proof: a sum over k = 0, …, T has T + 1 of them, and T is
+    printed."""
     f, eta = FiniteSum(0), 1.0
     grads = f.component_gradients(f.start)
     left = sq(f.gradient(f.start)) / eta

@@ -11,7 +11,13 @@ import optax
 import pytest
 from helpers import FLOAT16, WARMUP_COSINE, run, x64
 
-from spa_optax import eval_params, in_float32, primal_averaging, spa, stochastic_rounding
+from spa_optax import (
+    eval_params,
+    in_float32,
+    primal_averaging,
+    spa,
+    stochastic_rounding,
+)
 from spa_optax._precision import round_update
 
 KEY = jax.random.key(0)
@@ -28,7 +34,8 @@ every_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 
 @pytest.mark.parametrize("params_of_base", ["params", "z"])
 def test_from_the_equations(params_of_base: Any) -> None:
-    """In NumPy, around SGD with momentum 0.9 and a decay of 0.1 of what the base sees."""
+    """In NumPy, around SGD with momentum 0.9 and a decay of 0.1 of what the base
+    sees."""
     rate, c, mu_y, decay = 0.05, 0.2, 0.7, 0.1
     gradients = np.random.default_rng(0).normal(size=(100, 20))
     x = z = y = np.linspace(-1, 1, 20)
@@ -46,7 +53,9 @@ def test_from_the_equations(params_of_base: Any) -> None:
             updates, state = tx.update(jnp.asarray(g), state, params)
             params = optax.apply_updates(params, updates)
             np.testing.assert_allclose(params, y, rtol=0, atol=1e-13)
-            np.testing.assert_allclose(eval_params(state, params), x, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(
+                eval_params(state, params), x, rtol=0, atol=1e-12
+            )
     scalars = state.average.eta, state.average.c, state.average.w, state.average.mu_y
     np.testing.assert_array_equal(scalars, [1, c, 1 - c, mu_y])
 
@@ -54,7 +63,8 @@ def test_from_the_equations(params_of_base: Any) -> None:
 @every_base
 @pytest.mark.usefixtures("standard_promotion")
 def test_no_averaging_is_the_base(base: Callable[[], Any]) -> None:
-    """c = 1: z = x = y. In float64, since x + (x' − x) rounds. Nor does float32 round."""
+    """c = 1: z = x = y. In float64, since x + (x' − x) rounds. Nor does float32
+    round."""
     with x64():
         params, grads = optax.tree.cast((PARAMS, GRADS), jnp.float64)
         expected, _ = run(base(), params, [grads] * 20)
@@ -79,7 +89,9 @@ def test_moments_of_narrow_params_are_float32() -> None:
     updates, _ = in_float32(base).update(grads, wide, params)
     assert (updates["n"], updates["none"]) == (3, None)
     chex.assert_trees_all_equal_dtypes(updates["w"], PARAMS["w"])
-    with pytest.raises(ValueError, match="`updates` must have the structure of `params`"):
+    with pytest.raises(
+        ValueError, match="`updates` must have the structure of `params`"
+    ):
         in_float32(base).update(GRADS, wide, params)
 
 
@@ -101,7 +113,10 @@ def test_refused() -> None:
         "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
         "not search, got a `ScaleByZoom": [optax.lbfgs()],
         "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
-        "not find its rate by how far": [optax.contrib.prodigy(), optax.contrib.dadapt_adamw()],
+        "not find its rate by how far": [
+            optax.contrib.prodigy(),
+            optax.contrib.dadapt_adamw(),
+        ],
         'not compare params .*: set `params_of_base="z"`': [
             optax.contrib.cocob(),
             optax.contrib.mechanize(sgd),
@@ -110,7 +125,9 @@ def test_refused() -> None:
         ],
     }
     if hasattr(optax.contrib, "madgrad"):
-        refused["not average, got a `MadgradState`: use it alone"] = [optax.contrib.madgrad(0.1)]
+        refused["not average, got a `MadgradState`: use it alone"] = [
+            optax.contrib.madgrad(0.1)
+        ]
     both: Any = optax.LookaheadParams(1.0, 1.0)
     for match, bases in refused.items():
         for base in bases:
@@ -119,35 +136,53 @@ def test_refused() -> None:
     primal_averaging(optax.contrib.sam(sgd, sgd, opaque_mode=True), 0.1).init(PARAMS)
     for base in (optax.contrib.cocob(), optax.contrib.mechanize(sgd)):
         primal_averaging(base, 0.1, params_of_base="z").init(PARAMS)
-    with pytest.raises(ValueError, match=r'not relate .* `ScaleByLBFGSState`: .*="params"'):
+    with pytest.raises(
+        ValueError, match=r'not relate .* `ScaleByLBFGSState`: .*="params"'
+    ):
         primal_averaging(optax.scale_by_lbfgs(), 0.1, params_of_base="z").init(PARAMS)
     for base in averages:  # `eval_params` would be y
-        with pytest.raises(ValueError, match=r"not average, .*and pass `rounding_key` to that"):
+        with pytest.raises(
+            ValueError, match=r"not average, .*and pass `rounding_key` to that"
+        ):
             stochastic_rounding(base, KEY).init(PARAMS)
     for tx in (primal_averaging(sgd, 0.1), stochastic_rounding(sgd, KEY)):
-        with pytest.raises(ValueError, match=r"`state` must be of type `\w+State`, got tuple"):
+        with pytest.raises(
+            ValueError, match=r"`state` must be of type `\w+State`, got tuple"
+        ):
             tx.update(GRADS, sgd.init(PARAMS), PARAMS)
-        with pytest.raises(ValueError, match="`params` must be passed to `update`, got None"):
+        with pytest.raises(
+            ValueError, match="`params` must be passed to `update`, got None"
+        ):
             tx.update(GRADS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, jnp.float32])
 def test_updates_of_any_dtype_are_added_in_float32(dtype: Any) -> None:
-    """Of a base that casts them itself: the mean is right, and 3e4 + 6e4 no infinity on the way."""
+    """Of a base that casts them itself: the mean is right, and 3e4 + 6e4 no infinity on
+    the way."""
     params = jnp.concatenate([jnp.full(10_000, 1.0), jnp.full(9, 3e4)]).astype(dtype)
-    tx = stochastic_rounding(optax.stateless(lambda g, _: optax.tree.cast(g, jnp.bfloat16)), KEY)
-    updates, _ = tx.update(jnp.where(params == 1, -0.0009765625, 3e4), tx.init(params), params)
+    tx = stochastic_rounding(
+        optax.stateless(lambda g, _: optax.tree.cast(g, jnp.bfloat16)), KEY
+    )
+    updates, _ = tx.update(
+        jnp.where(params == 1, -0.0009765625, 3e4), tx.init(params), params
+    )
     x = optax.apply_updates(params, updates)
     assert x.dtype == dtype
     # In bfloat16 the neighbours are 1/256 apart: 5 standard errors.
-    np.testing.assert_allclose(x[:10_000].astype(float).mean(), 1 - 2**-10, atol=5 * 2**-8 / 200)
+    np.testing.assert_allclose(
+        x[:10_000].astype(float).mean(), 1 - 2**-10, atol=5 * 2**-8 / 200
+    )
     assert jnp.all(x[10_000:].astype(float) > 5.9e4)
 
 
 def test_where_a_step_is_rounded_once() -> None:
-    """By Sterbenz: x to x' from x/2 to 2x. All x' from x/4 to 4x, for all x from 1 to 2."""
+    """By Sterbenz: x to x' from x/2 to 2x. All x' from x/4 to 4x, for all x from 1 to
+    2."""
     mantissas = 1 + jnp.arange(128) / 128
-    x, new = jnp.meshgrid(mantissas, jnp.concatenate([mantissas * 2.0**e for e in (-2, -1, 0, 1)]))
+    x, new = jnp.meshgrid(
+        mantissas, jnp.concatenate([mantissas * 2.0**e for e in (-2, -1, 0, 1)])
+    )
     narrow = x.astype(jnp.bfloat16)
     found = (narrow + round_update(new - x, narrow, None)).astype(float)
     ratio, ulp = new / x, jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(new, x))) - 7)
@@ -163,7 +198,10 @@ def test_a_step_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: Any) -> None
     num_places, num_steps, rate = 400, 20, 2.0**-14
     params, g = (jnp.linspace(*ends, 64)[:, None] for ends in ((0.5, 2.0), (-1.0, 1.0)))
     shape = (64, num_places)
-    params, grads = jnp.broadcast_to(params.astype(dtype), shape), jnp.broadcast_to(g, shape)
+    params, grads = (
+        jnp.broadcast_to(params.astype(dtype), shape),
+        jnp.broadcast_to(g, shape),
+    )
     assert np.all((params.astype(jnp.float32) - rate * grads).astype(dtype) == params)
     x, tx = params, stochastic_rounding(optax.sgd(rate), KEY)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -177,6 +215,7 @@ def test_a_step_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: Any) -> None
     assert moved.sum() > 60
     # 64 of them: 5 standard errors are passed once in 30,000 times.
     assert np.all(np.abs(np.float64(x).mean(1) - exact)[moved] < 5 * error[moved])
-    # Steps are independent, so their variances add up: ulp · rate |g| or less. Else 20 times that.
+    # Steps are independent, so their variances add up: ulp · rate |g| or less. Else 20
+    # times that.
     sq_error = num_steps * float(jnp.finfo(dtype).eps) * rate * np.abs(g).mean()
     assert np.float64(x).var(1).mean() < 1.5 * sq_error

@@ -1,4 +1,5 @@
-"""nanoGPT on bytes, fully sharded: the params of each layer are spread over all devices.
+"""nanoGPT on bytes, fully sharded: the params of each layer are spread over all
+devices.
 
 Run as a script, with `benchmarks` on the path, by each of several processes:
 `transformer.py HOST:PORT NUM_PROCESSES PROCESS_ID OUT`.
@@ -22,8 +23,11 @@ SIZES = nanogpt.Sizes(vocabulary=256, length=LENGTH, layers=1, heads=4, width=64
 
 
 def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
-    """Along the largest axis that the devices divide; what has none is on all of them."""
-    axes = [axis for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0]
+    """Along the largest axis that the devices divide; what has none is on all of
+    them."""
+    axes = [
+        axis for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0
+    ]
     spec: list[Any] = [None] * len(leaf.shape)
     if axes:
         spec[max(axes, key=lambda axis: leaf.shape[axis])] = "all"
@@ -46,17 +50,25 @@ def make_init(mesh: Mesh, tx: Any) -> Any:
 def batches(mesh: Mesh) -> Any:
     """Text: this file's own, NUM_STEPS batches of it, split among the devices."""
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
-    starts = np.random.default_rng(0).integers(0, len(text) - LENGTH - 1, (NUM_STEPS, BATCH))
+    starts = np.random.default_rng(0).integers(
+        0, len(text) - LENGTH - 1, (NUM_STEPS, BATCH)
+    )
     tokens = text[starts[..., None] + np.arange(LENGTH + 1)]
-    split = NamedSharding(mesh, PartitionSpec(None, "all" if BATCH % mesh.size == 0 else None))
-    return jax.make_array_from_callback(tokens.shape, split, lambda index: tokens[index])
+    split = NamedSharding(
+        mesh, PartitionSpec(None, "all" if BATCH % mesh.size == 0 else None)
+    )
+    return jax.make_array_from_callback(
+        tokens.shape, split, lambda index: tokens[index]
+    )
 
 
 def optimizer() -> Any:
     return spa_from_sgdm(optax.cosine_decay_schedule(0.05, NUM_STEPS), 0.9)
 
 
-def train(mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NUM_STEPS) -> Any:
+def train(
+    mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NUM_STEPS
+) -> Any:
     """Params, state, and the losses of the steps from `start` to `stop`."""
     params, state = carry or make_init(mesh, tx)()
     tokens, losses = batches(mesh), []
@@ -64,7 +76,9 @@ def train(mesh: Mesh, tx: Any, carry: Any = None, start: int = 0, stop: int = NU
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss_of)(params, tokens[:, :-1], tokens[:, 1:])
+        value, grads = jax.value_and_grad(loss_of)(
+            params, tokens[:, :-1], tokens[:, 1:]
+        )
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

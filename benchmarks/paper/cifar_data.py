@@ -18,11 +18,19 @@ Images = tuple[Any, Any]  # (n, 32, 32, 3) uint8, and labels (n,) int32
 
 
 def read(folder: Path, names: list[str]) -> Images:
-    """The images of some files of the binary version; downloaded if they are not there."""
-    place = next((p for p in (folder, folder / FOLDER) if (p / names[0]).exists()), None)
+    """The images of some files of the binary version; downloaded if they are not
+    there.
+    """
+    place = next(
+        (p for p in (folder, folder / FOLDER) if (p / names[0]).exists()), None
+    )
     if place is None:
-        unpack = pooch.Untar([f"{FOLDER}/{name}" for name in TRAIN + TEST], extract_dir=".")
-        pooch.retrieve(URL, f"md5:{MD5}", "cifar-10.tar.gz", folder, unpack, progressbar=True)
+        unpack = pooch.Untar(
+            [f"{FOLDER}/{name}" for name in TRAIN + TEST], extract_dir="."
+        )
+        pooch.retrieve(
+            URL, f"md5:{MD5}", "cifar-10.tar.gz", folder, unpack, progressbar=True
+        )
         place = folder / FOLDER
     files = [np.fromfile(place / name, np.uint8).reshape(-1, RECORD) for name in names]
     records = np.concatenate(files)
@@ -31,7 +39,9 @@ def read(folder: Path, names: list[str]) -> Images:
 
 
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Random flips, then random crops out of a black frame of 4 pixels; uint8 (b, 32, 32, 3)."""
+    """Random flips, then random crops out of a black frame of 4 pixels; uint8 (b, 32,
+    32, 3).
+    """
     flip_key, crop_key = jax.random.split(key)
     flip = jax.random.bernoulli(flip_key, shape=(len(images), 1, 1, 1))
     images = jnp.where(flip, images[:, :, ::-1], images)

@@ -1,4 +1,6 @@
-"""Helpers for command lines: checks of options, errors without a traceback, numbers as text."""
+"""Helpers for command lines: checks of options, errors without a traceback, numbers as
+text.
+"""
 
 import argparse
 import math
@@ -12,14 +14,18 @@ import numpy as np
 
 
 class UserError(ValueError):
-    """An error that the user can correct at the command line; `run` shows no traceback."""
+    """An error that the user can correct at the command line; `run` shows no
+    traceback.
+    """
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Calls `main`; errors of the user, of files and of the network end as one line `error: …`.
+    """Calls `main`; errors of the user, of files and of the network end as one line
+    `error: …`.
 
-    Ctrl-C ends the process at once. As an exception it can be lost in a callback of JAX, and can
-    end in a segmentation fault while XLA compiles, in a thread that it does not stop.
+    Ctrl-C ends the process at once. As an exception it can be lost in a callback of
+    JAX, and can end in a segmentation fault while XLA compiles, in a thread that it
+    does not stop.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -28,8 +34,12 @@ def run(main: Callable[[], Any]) -> None:
         sys.exit(f"error: {error}")
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and adds defaults to the help of the options."""
+class HelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """Keeps the lines of the description, and adds defaults to the help of the
+    options.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # "(default: None)" and "(default: False)" say nothing.
@@ -37,7 +47,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help if unset else super()._get_help_string(action)
 
 
-def make_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+def make_parser(
+    description: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, epilog=epilog, formatter_class=HelpFormatter
     )
@@ -46,7 +58,9 @@ def make_parser(description: str | None, epilog: str | None = None) -> argparse.
 def check_positive(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str
 ) -> None:
-    """Ends with an error unless each option is > 0 and finite; None is for options not given."""
+    """Ends with an error unless each option is > 0 and finite; None is for options not
+    given.
+    """
     for name in names:
         value = getattr(arguments, name, None)
         if value is not None and not 0 < value < float("inf"):
@@ -54,9 +68,14 @@ def check_positive(
 
 
 def check_writable(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str, kind: str = "file"
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    name: str,
+    kind: str = "file",
 ) -> None:
-    """Ends with an error unless the option's file or folder can be written; creates nothing."""
+    """Ends with an error unless the option's file or folder can be written; creates
+    nothing.
+    """
     path = getattr(arguments, name)
     if path is None:
         return
@@ -76,7 +95,9 @@ def count(number: int, noun: str) -> str:
 
 
 def mean_and_error(values: Any) -> tuple[Any, Any]:
-    """Over seeds, the first axis, with the standard error, which is NaN for one seed."""
+    """Over seeds, the first axis, with the standard error, which is NaN for one
+    seed.
+    """
     values = np.asarray(values)
     one = len(values) == 1
     spread = np.full(values.shape[1:], np.nan) if one else values.std(0, ddof=1)
@@ -84,6 +105,8 @@ def mean_and_error(values: Any) -> tuple[Any, Any]:
 
 
 def plus_minus(mean: float, spread: float, spec: str = ".4f", unit: str = "") -> str:
-    """Mean ± spread; the mean alone where there is no spread, which is NaN for one seed."""
+    """Mean ± spread; the mean alone where there is no spread, which is NaN for one
+    seed.
+    """
     error = "" if math.isnan(spread) else f" ± {spread:{spec}}{unit}"
     return f"{mean:{spec}}{unit}{error}"

@@ -5,15 +5,17 @@
 writes figure1.png, and for the recipe that most people have audit.png. With
 
     python benchmarks/paper/train_cifar10.py --optimizer all --seeds 5 --out runs
-    python benchmarks/paper/train_cifar10.py --optimizer spa-eta --track --seeds 5 --out tracked
+    python benchmarks/paper/train_cifar10.py --optimizer spa-eta \
+        --track --seeds 5 --out tracked
     python benchmarks/paper/figures.py --runs runs --tracked tracked
 
 figures 2, 3 and 4 as well, and tables of their numbers.
 
-Figure 1 maps hyper-parameters from one form of momentum to the other, over 100 steps with a change
-at step 20; (a) and (b) have beside the paper's recursion the solution that looks ahead. Figure 2 is
-the gauge over a run, Figure 3 training with momentum kept and dropped, and Figure 4 the training
-loss around the first drop of the learning rate, and the test accuracy of all optimizers.
+Figure 1 maps hyper-parameters from one form of momentum to the other, over 100 steps
+with a change at step 20; (a) and (b) have beside the paper's recursion the solution
+that looks ahead. Figure 2 is the gauge over a run, Figure 3 training with momentum kept
+and dropped, and Figure 4 the training loss around the first drop of the learning rate,
+and the test accuracy of all optimizers.
 """
 
 from pathlib import Path
@@ -33,13 +35,16 @@ from spa_optax import hyperparams_from_sgdm, hyperparams_to_sgdm, stagewise, the
 NUM_STEPS, CHANGE = 100, 20
 ALPHA, BETA = 1.0, 0.9
 ETA, C = ALPHA / (1 - BETA), 1 - BETA
-RATE = 1.05  # of (f): a factor of 10 takes 48 steps, so that it arrives; the paper's is 1.0005
+# of (f): a factor of 10 takes 48 steps, so that it arrives; the paper's is 1.0005
+RATE = 1.05
 
 Series = dict[str, np.ndarray]
 GREY: Any = {"color": "0.8", "linewidth": 0.8, "zorder": 0}  # lines behind the curves
 
 
-def from_sgdm(learning_rate: optax.ScalarOrSchedule, momentum: optax.ScalarOrSchedule) -> Series:
+def from_sgdm(
+    learning_rate: optax.ScalarOrSchedule, momentum: optax.ScalarOrSchedule
+) -> Series:
     """η and c of a recipe of SGD+M: by the paper's recursion, and looking ahead."""
     counts = np.arange(NUM_STEPS)
     over = lambda h: np.array([h(k) if callable(h) else h for k in counts], float)
@@ -49,7 +54,9 @@ def from_sgdm(learning_rate: optax.ScalarOrSchedule, momentum: optax.ScalarOrSch
     return dict(zip(names, (*forward, *ahead), strict=True))
 
 
-def to_sgdm(learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule) -> Series:
+def to_sgdm(
+    learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
+) -> Series:
     """α and β of a recipe of SPA."""
     counts = jnp.arange(NUM_STEPS)
     alpha, beta = hyperparams_to_sgdm(learning_rate, averaging)
@@ -67,18 +74,25 @@ def figure_1() -> dict[str, Series]:
         "(c) η ÷ 10": to_sgdm(*stagewise(ETA, C, [CHANGE], averaging_rule="constant")),
         "(d) c × 10": to_sgdm(ETA, increased),
         "(e) η ÷ 10 and c × 10": to_sgdm(*stagewise(ETA, C, [CHANGE])),
-        f"(f) as (e), by {RATE} a step": to_sgdm(*stagewise(ETA, C, [CHANGE], step_factor=RATE)),
+        f"(f) as (e), by {RATE} a step": to_sgdm(
+            *stagewise(ETA, C, [CHANGE], step_factor=RATE)
+        ),
     }
 
 
 def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
     """Two axes a panel: η over c from SGD+M, α over β to it."""
-    figure, axes = plt.subplots(4, 3, figsize=(10, 9), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        4, 3, figsize=(10, 9), sharex=True, layout="constrained"
+    )
     slots = [axes[row : row + 2, column] for row in (0, 2) for column in range(3)]
     for (title, series), (upper, lower) in zip(panels.items(), slots, strict=True):
         for name, values in series.items():
             symbol, _, form = name.partition(" ")
-            axis, color = upper if symbol in "ηα" else lower, "C3" if form == "forward" else "C0"
+            axis, color = (
+                upper if symbol in "ηα" else lower,
+                "C3" if form == "forward" else "C0",
+            )
             axis.plot(values, label=form or None, drawstyle="steps-mid", color=color)
             axis.set_ylabel(symbol)
         upper.set_title(title, fontsize=10)
@@ -95,7 +109,9 @@ def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
 def draw_audit(audit: theory.Audit, path: Path) -> None:
     """η, c, α and β at all steps, and close to the first finding."""
     k, steps = audit.findings()[0].steps[0], np.arange(len(audit.eta))
-    figure, axes = plt.subplots(4, 2, figsize=(12, 9), sharex="col", layout="constrained")
+    figure, axes = plt.subplots(
+        4, 2, figsize=(12, 9), sharex="col", layout="constrained"
+    )
     figure.suptitle(audit.report().splitlines()[0])
     for row, name, values in zip(axes, ("η", "c", "α", "β"), audit[:4], strict=True):
         for axis, shown in zip(row, (steps, steps[k - 50 : k + 20]), strict=True):
@@ -118,12 +134,18 @@ def save(figure: Any, path: Path) -> None:
 
 
 def of_steps(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
-    """What was written at every step, (seeds, steps): the loss, or what `momentum_report` said."""
+    """What was written at every step, (seeds, steps): the loss, or what
+    `momentum_report` said.
+    """
     values = lambda line: line["losses"] if key == "loss" else line["momentum"][key]
     try:
-        return np.array([[v for line in run for v in values(line)] for run in runs], float)
+        return np.array(
+            [[v for line in run for v in values(line)] for run in runs], float
+        )
     except KeyError:
-        raise UserError(f"runs must have {key} of every step: train with --track") from None
+        raise UserError(
+            f"runs must have {key} of every step: train with --track"
+        ) from None
 
 
 def over(runs: list[Any]) -> str:
@@ -145,7 +167,9 @@ PANELS = {
 
 
 def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> str:
-    """Both terms, their ratio beside the noise level, and the alignment, at every step."""
+    """Both terms, their ratio beside the noise level, and the alignment, at every
+    step.
+    """
     keys = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
     found = {key: of_steps(runs, key) for key in keys}
     found["gain / noise_level"] = found["gain"] / found["noise_level"]
@@ -163,9 +187,28 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> str:
     axes[3].axhline(0, **GREY)
     figure.suptitle(f"{over(runs)}; η drops at the grey lines")
     save(figure, out / "figure2.png")
-    titles, drop = ("gain", "noise_level", "gain / noise_level", "alignment"), first_drop(num_steps)
-    steps = (1, 2, 5, 10, 20, 50, 100, 200, 390, 1000, drop - 1, drop + 20, num_steps - 1)
-    rows = {str(k): [found[title][:, k] for title in titles] for k in steps if k < num_steps}
+    titles, drop = (
+        ("gain", "noise_level", "gain / noise_level", "alignment"),
+        first_drop(num_steps),
+    )
+    steps = (
+        1,
+        2,
+        5,
+        10,
+        20,
+        50,
+        100,
+        200,
+        390,
+        1000,
+        drop - 1,
+        drop + 20,
+        num_steps - 1,
+    )
+    rows = {
+        str(k): [found[title][:, k] for title in titles] for k in steps if k < num_steps
+    }
     return table(titles, rows)
 
 
@@ -178,7 +221,9 @@ DROPPED = {
 
 
 def figure_3(runs: Runs, out: Path) -> str:
-    """Training loss and test error, with momentum and without; differences are by seed."""
+    """Training loss and test error, with momentum and without; differences are by
+    seed.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rows, epochs = {}, np.arange(1, len(runs["spa-eta"][0]) + 1)
     kept = last(runs, "spa-eta", "test_accuracy")
@@ -201,7 +246,9 @@ WINDOWS = ((-60, 0), (0, 20), (20, 60), (60, 120), (120, 200))
 
 
 def figure_4(runs: Runs, out: Path) -> str:
-    """The training loss around the first drop, and test accuracies; differences are by seed."""
+    """The training loss around the first drop, and test accuracies; differences are by
+    seed.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     color = {name: f"C{i}" for i, name in enumerate(runs)}
     at_the_drop, at_the_end = {}, {}
@@ -209,7 +256,10 @@ def figure_4(runs: Runs, out: Path) -> str:
         losses = of_steps(runs[name], "loss")
         drop = first_drop(losses.shape[1])
         within = lambda a, b, losses=losses, drop=drop: losses[:, drop + a : drop + b]
-        at_the_drop[name] = [*(within(*w).mean(1) for w in WINDOWS), within(0, 20).max(1)]
+        at_the_drop[name] = [
+            *(within(*w).mean(1) for w in WINDOWS),
+            within(0, 20).max(1),
+        ]
         around = within(-BEFORE - SMOOTHED + 1, AFTER).mean(0)
         smooth = np.convolve(around, np.full(SMOOTHED, 1 / SMOOTHED), mode="valid")
         axes[0].plot(np.arange(-BEFORE, AFTER), smooth, color=color[name], label=name)
@@ -221,7 +271,10 @@ def figure_4(runs: Runs, out: Path) -> str:
         end = accuracy[:, -1]
         at_the_end[name] = last(runs, name, "train_loss"), end, end - of_sgdm
     axes[0].axvline(0, **GREY)
-    axes[0].set(xlabel="steps from the first drop", ylabel=f"training loss, mean over {SMOOTHED}")
+    axes[0].set(
+        xlabel="steps from the first drop",
+        ylabel=f"training loss, mean over {SMOOTHED}",
+    )
     axes[1].set(xlabel="epoch", ylabel="test accuracy, %")
     for axis in axes:
         axis.legend(frameon=False, fontsize=8)
@@ -235,8 +288,12 @@ def figure_4(runs: Runs, out: Path) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="a folder")
-    parser.add_argument("--runs", type=Path, help="the folder that train_cifar10.py wrote all of")
-    parser.add_argument("--tracked", type=Path, help="the folder that it wrote spa-eta --track of")
+    parser.add_argument(
+        "--runs", type=Path, help="the folder that train_cifar10.py wrote all of"
+    )
+    parser.add_argument(
+        "--tracked", type=Path, help="the folder that it wrote spa-eta --track of"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="how many it has of each")
     arguments = parser.parse_args(argv)
     command_line.check_positive(parser, arguments, "seeds")
@@ -246,7 +303,9 @@ def main(argv: list[str] | None = None) -> None:
     draw_figure_1(figure_1(), out / "figure1.png")
     # The usual recipe: drops by 10 at epochs 150 and 225 of 300, of 391 steps each.
     drops: dict[int, float] = {150 * 391: 0.1, 225 * 391: 0.1}
-    audit = theory.audit_sgdm(optax.piecewise_constant_schedule(0.1, drops), 0.9, 300 * 391)
+    audit = theory.audit_sgdm(
+        optax.piecewise_constant_schedule(0.1, drops), 0.9, 300 * 391
+    )
     draw_audit(audit, out / "audit.png")
     print(audit.report())
     if arguments.runs:

@@ -1,6 +1,7 @@
 """Residual networks: He et al.'s of 2016 for CIFAR-10, and of 2015 for ImageNet.
 
-`dtype=jnp.bfloat16` computes convolutions in bfloat16. Params and all of BatchNorm stay float32.
+`dtype=jnp.bfloat16` computes convolutions in bfloat16. Params and all of BatchNorm stay
+float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-def convolution(before: int, after: int, kernel: int, strides: int, **options: Any) -> nnx.Conv:
+def convolution(
+    before: int, after: int, kernel: int, strides: int, **options: Any
+) -> nnx.Conv:
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     of = {"kernel_size": (kernel, kernel), "strides": strides, "padding": kernel // 2}
     return nnx.Conv(before, after, use_bias=False, kernel_init=init, **of, **options)
@@ -24,12 +27,19 @@ batch_norm = partial(nnx.BatchNorm, momentum=0.9)
 class Block(nnx.Module):
     """A pre-activation residual block: BatchNorm and ReLU before each convolution.
 
-    A bottleneck has kernels of 1×1, 3×3 and 1×1, the last with four times as many filters. Where
-    the shape changes, the shortcut is a 1×1 convolution after the first BatchNorm and ReLU.
+    A bottleneck has kernels of 1×1, 3×3 and 1×1, the last with four times as many
+    filters. Where the shape changes, the shortcut is a 1×1 convolution after the first
+    BatchNorm and ReLU.
     """
 
     def __init__(
-        self, width_in: int, width: int, strides: int, *, bottleneck: bool, **options: Any
+        self,
+        width_in: int,
+        width: int,
+        strides: int,
+        *,
+        bottleneck: bool,
+        **options: Any,
     ) -> None:
         """`width` is the number of filters."""
         shapes = [(width, 3, strides), (width, 3, 1)]
@@ -44,7 +54,9 @@ class Block(nnx.Module):
         self.residual = nnx.Sequential(*layers[2:])
         self.width_out = before
         reshapes = strides != 1 or width_in != before
-        self.shortcut = convolution(width_in, before, 1, strides, **options) if reshapes else None
+        self.shortcut = (
+            convolution(width_in, before, 1, strides, **options) if reshapes else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(b, h, w, width_in) to (b, h / strides, w / strides, width_out)."""
@@ -53,10 +65,14 @@ class Block(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """Convolutions of 1×1, 3×3 (with the strides) and 1×1, each with BatchNorm, and a shortcut."""
+    """Convolutions of 1×1, 3×3 (with the strides) and 1×1, each with BatchNorm, and a
+    shortcut.
+    """
 
     def __init__(self, width_in: int, width: int, strides: int, **options: Any) -> None:
-        """`width` is the number of filters; the last convolution has four times as many."""
+        """`width` is the number of filters; the last convolution has four times as
+        many.
+        """
         conv, norm = partial(convolution, **options), partial(batch_norm, **options)
         self.width_out = 4 * width
         self.residual = nnx.Sequential(
@@ -64,7 +80,9 @@ class Bottleneck(nnx.Module):
             *(conv(width, width, 3, strides), norm(width), nnx.relu),
             *(conv(width, 4 * width, 1, 1), norm(4 * width)),
         )
-        project = lambda: nnx.Sequential(conv(width_in, 4 * width, 1, strides), norm(4 * width))
+        project = lambda: nnx.Sequential(
+            conv(width_in, 4 * width, 1, strides), norm(4 * width)
+        )
         reshapes = strides != 1 or width_in != 4 * width
         self.shortcut = project() if reshapes else None
 
@@ -87,7 +105,9 @@ def stages(
 
 
 class PreActResNet(nnx.Module):
-    """He et al., Identity Mappings in Deep Residual Networks, 2016, for images of 32×32."""
+    """He et al., Identity Mappings in Deep Residual Networks, 2016, for images of
+    32×32.
+    """
 
     def __init__(
         self,
@@ -112,16 +132,22 @@ class PreActResNet(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """He et al., Deep Residual Learning, 2015, with the strides at the 3×3 convolutions."""
+    """He et al., Deep Residual Learning, 2015, with the strides at the 3×3
+    convolutions.
+    """
 
     def __init__(
         self, num_blocks: Sequence[int], width: int, num_classes: int, **options: Any
     ) -> None:
-        """Stages of `num_blocks` blocks; each stage has twice the width of the one before."""
+        """Stages of `num_blocks` blocks; each stage has twice the width of the one
+        before.
+        """
         self.stem = convolution(3, width, 7, 2, **options)
         self.norm = batch_norm(width, **options)
         widths = [width * 2**stage for stage in range(len(num_blocks))]
-        self.blocks, last = stages(partial(Bottleneck, **options), width, num_blocks, widths)
+        self.blocks, last = stages(
+            partial(Bottleneck, **options), width, num_blocks, widths
+        )
         self.head = nnx.Linear(last, num_classes, rngs=options["rngs"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -134,10 +160,14 @@ class ResNet(nnx.Module):
 
 WIDTHS = (64, 128, 256, 512)
 PREACT_RESNETS: dict[str, Callable[..., PreActResNet]] = {
-    "small": partial(PreActResNet, (1, 1, 1), (16, 32, 64), stem_strides=2),  # for a CPU
+    "small": partial(
+        PreActResNet, (1, 1, 1), (16, 32, 64), stem_strides=2
+    ),  # for a CPU
     "resnet18": partial(PreActResNet, (2, 2, 2, 2), WIDTHS),
     "resnet50": partial(PreActResNet, (3, 4, 6, 3), WIDTHS, bottleneck=True),
-    "resnet152": partial(PreActResNet, (3, 8, 36, 3), WIDTHS, bottleneck=True),  # the paper's
+    "resnet152": partial(
+        PreActResNet, (3, 8, 36, 3), WIDTHS, bottleneck=True
+    ),  # the paper's
 }
 RESNETS: dict[str, Callable[..., ResNet]] = {
     "small": partial(ResNet, (1, 1), 8),  # for a CPU

@@ -14,17 +14,24 @@ from spa_optax.theory import momentum_drop
 
 Tx = optax.GradientTransformation
 FACTOR = 10.0  # of the learning rate at a drop
-RATE = 1.0005  # per step, where η falls gradually: a factor of 10 takes 4,606 steps, 11.8 epochs
+# per step, where η falls gradually: a factor of 10 takes 4,606 steps, 11.8 epochs
+RATE = 1.0005
 
 OPTIMIZERS = {
     "sgdm": "optax.sgd with momentum, in PyTorch's form: α ÷ 10 at the drops",
     "spa_from_sgdm": "the same, as primal averaging",
     "spa-eta": "primal averaging, η ÷ 10 at the drops",
     "spa-abrupt": "η ÷ 10 and c × 10, at once",
-    "spa-gradual": "η ÷ 10 and c × 10, by 1.0005 a step (more where the schedule is shortened)",
+    "spa-gradual": (
+        "η ÷ 10 and c × 10, by 1.0005 a step (more where the schedule is shortened)"
+    ),
     "drop-eta": "spa-eta without momentum (c = 1) after epoch 1, η held",
-    "drop-alpha": "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well",
-    "tenth": "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha",
+    "drop-alpha": (
+        "spa-eta without momentum after epoch 1, α held, which divides η by 10 as well"
+    ),
+    "tenth": (
+        "spa-eta with momentum, but η ÷ 10 after epoch 1: the control for drop-alpha"
+    ),
 }
 
 
@@ -60,8 +67,12 @@ def make_optimizer(config: Config, recipe: Recipe, steps_per_epoch: int) -> Tx:
     alpha, beta = eta * c, 1 - c
     scale = config.epochs / recipe.epochs
     drops = [round(epoch * scale * steps_per_epoch) for epoch in recipe.drops]
-    if drops[0] < 1 or any(after <= before for before, after in itertools.pairwise(drops)):
-        raise UserError(f"--epochs must leave steps between the drops, got drops at steps {drops}")
+    if drops[0] < 1 or any(
+        after <= before for before, after in itertools.pairwise(drops)
+    ):
+        raise UserError(
+            f"--epochs must leave steps between the drops, got drops at steps {drops}"
+        )
     # As gradual as the paper's, but each drop must be complete before the next.
     shortest = min(after - before for before, after in itertools.pairwise(drops))
     step_factor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
@@ -73,13 +84,19 @@ def make_optimizer(config: Config, recipe: Recipe, steps_per_epoch: int) -> Tx:
         "spa_from_sgdm": lambda: spa_from_sgdm(alphas, momentum=beta),
         "spa-eta": lambda: spa(*eta_only),
         "spa-abrupt": lambda: spa(*stagewise(eta, c, drops, FACTOR)),
-        "spa-gradual": lambda: spa(*stagewise(eta, c, drops, FACTOR, step_factor=step_factor)),
+        "spa-gradual": lambda: spa(
+            *stagewise(eta, c, drops, FACTOR, step_factor=step_factor)
+        ),
         "drop-eta": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="eta")),
-        "drop-alpha": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="alpha")),
+        "drop-alpha": lambda: spa(
+            *momentum_drop(*eta_only, steps_per_epoch, hold="alpha")
+        ),
         "tenth": lambda: spa(*constant_c([steps_per_epoch, *drops])),
     }
     if config.optimizer == "tenth" and drops[0] <= steps_per_epoch:
-        raise UserError(f"tenth needs a first drop after epoch 1, got {config.epochs} epochs")
+        raise UserError(
+            f"tenth needs a first drop after epoch 1, got {config.epochs} epochs"
+        )
     tx = make[config.optimizer]()
     if config.track:
         tx = diagnostics.track_momentum(tx)

@@ -17,7 +17,9 @@ HEARTBEAT = 30  # seconds without a sign of life after which a process counts as
 def make_parser(
     description: str | None, models: Sequence[str], model: str, out: str
 ) -> argparse.ArgumentParser:
-    epilog = "optimizers:\n" + "\n".join(f"  {name:14} {text}" for name, text in OPTIMIZERS.items())
+    epilog = "optimizers:\n" + "\n".join(
+        f"  {name:14} {text}" for name, text in OPTIMIZERS.items()
+    )
     parser = command_line.make_parser(description, epilog)
     add = parser.add_argument
     optimizers = [*OPTIMIZERS, "all"]
@@ -32,15 +34,25 @@ def make_parser(
     add("--weight-decay", type=float, default=1e-4, help="added to the gradient")
     add("--out", type=Path, default=Path(out), help="a folder for all that is written")
     add("--track", action="store_true", help="write the measurements of track_momentum")
-    add("--distributed", action="store_true", help="one of several processes of a cluster, found")
-    add("--coordinator", help="HOST:PORT of the first process, where the cluster is not found")
+    add(
+        "--distributed",
+        action="store_true",
+        help="one of several processes of a cluster, found",
+    )
+    add(
+        "--coordinator",
+        help="HOST:PORT of the first process, where the cluster is not found",
+    )
     add("--num-processes", type=int, help="of the cluster, with --coordinator")
     add("--process-id", type=int, help="of this process, from 0, with --coordinator")
     return parser
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, kind: type[Config], recipe: Recipe
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    kind: type[Config],
+    recipe: Recipe,
 ) -> tuple[list[Any], argparse.Namespace]:
     """A config for each optimizer, with seed 0, and the options, checked."""
     options = parser.parse_args(argv)
@@ -52,11 +64,15 @@ def parse(
     if options.track and "sgdm" in names:
         parser.error("--track is for primal averaging, not for sgdm")
     positive = ("epochs", "seeds", "batch", "learning_rate", "averaging")
-    command_line.check_positive(parser, options, *positive, "subset", "image_size", "threads")
+    command_line.check_positive(
+        parser, options, *positive, "subset", "image_size", "threads"
+    )
     if options.averaging > 1:
         parser.error(f"--averaging must be <= 1, got {options.averaging}")
     if not 0 <= options.weight_decay < float("inf"):
-        parser.error(f"--weight-decay must be finite and >= 0, got {options.weight_decay}")
+        parser.error(
+            f"--weight-decay must be finite and >= 0, got {options.weight_decay}"
+        )
     command_line.check_writable(parser, options, "out", "folder")
     fields = {field.name for field in dataclasses.fields(kind)}
     shared = {key: value for key, value in vars(options).items() if key in fields}
@@ -66,9 +82,14 @@ def parse(
 
 
 def join_cluster(options: argparse.Namespace) -> None:
-    """If a process dies or fails after all have joined, JAX stops the others within a minute."""
+    """If a process dies or fails after all have joined, JAX stops the others within a
+    minute.
+    """
     if options.distributed or options.coordinator:
-        newer: Any = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": 30}
+        newer: Any = {
+            "heartbeat_timeout_seconds": HEARTBEAT,
+            "shutdown_timeout_seconds": 30,
+        }
         newer = newer if jax.__version_info__ >= (0, 7) else {}
         jax.distributed.initialize(*options.cluster, **newer)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX catches it, and would go on

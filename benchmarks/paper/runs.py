@@ -1,7 +1,9 @@
-"""Runs in folders: training from checkpoint to checkpoint, its metrics, and tables of them.
+"""Runs in folders: training from checkpoint to checkpoint, its metrics, and tables of
+them.
 
-Each run has a folder OUT/OPTIMIZER/seedN with `config.json`, `checkpoints` and `metrics.jsonl`, one
-line per epoch. A checkpoint holds the metrics as well, so that both always agree.
+Each run has a folder OUT/OPTIMIZER/seedN with `config.json`, `checkpoints` and
+`metrics.jsonl`, one line per epoch. A checkpoint holds the metrics as well, so that
+both always agree.
 """
 
 import dataclasses
@@ -21,13 +23,21 @@ from optimizers import Config
 from tqdm import tqdm
 from training import Program, State
 
-Runs = dict[str, list[list[dict[str, Any]]]]  # of an optimizer: of a seed: of an epoch: its metrics
+Runs = dict[
+    str, list[list[dict[str, Any]]]
+]  # of an optimizer: of a seed: of an epoch: its metrics
 
 
 def run_all(
-    configs: Sequence[Config], programs: Sequence[Program], num_seeds: int, digest: str, out: Path
+    configs: Sequence[Config],
+    programs: Sequence[Program],
+    num_seeds: int,
+    digest: str,
+    out: Path,
 ) -> str:
-    """Trains every config with every seed, each in a folder in `out`, and prints a table."""
+    """Trains every config with every seed, each in a folder in `out`, and prints a
+    table.
+    """
     for config, program in zip(configs, programs, strict=True):
         for seed in range(num_seeds):
             of_seed = dataclasses.replace(config, seed=seed)
@@ -39,7 +49,12 @@ def run_all(
     rows = {name: [last(runs, name, key) for key in keys] for name in runs}
     text = table(("training loss", "test accuracy, %"), rows)
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    of = configs[0].model, count(configs[0].epochs, "epoch"), count(num_seeds, "seed"), devices
+    of = (
+        configs[0].model,
+        count(configs[0].epochs, "epoch"),
+        count(num_seeds, "seed"),
+        devices,
+    )
     print(f"\n{', '.join(of)}\n{text}")
     return text
 
@@ -56,10 +71,19 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
     name = f"{config.optimizer}, seed {config.seed}"
     check_config(config, data_digest, folder)
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
-    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        state, metrics, first = program.init(config.seed), "", manager.latest_step() or 0
+    with ocp.CheckpointManager(
+        (folder / "checkpoints").absolute(), options=options
+    ) as manager:
+        state, metrics, first = (
+            program.init(config.seed),
+            "",
+            manager.latest_step() or 0,
+        )
         if first:
-            args = {"state": ocp.args.StandardRestore(state), "record": ocp.args.JsonRestore()}
+            args = {
+                "state": ocp.args.StandardRestore(state),
+                "record": ocp.args.JsonRestore(),
+            }
             found = manager.restore(first, args=ocp.args.Composite(**args))
             state, metrics = found["state"], found["record"]["metrics"]
         write_metrics(folder, metrics)
@@ -69,23 +93,35 @@ def run(config: Config, program: Program, data_digest: str, folder: Path) -> Sta
         say(f"{name}: epochs {first + 1} to {config.epochs}, in {folder}")
         initial, total = (n * program.steps_per_epoch for n in (first, config.epochs))
         hidden, title = jax.process_index() > 0, f"{config.optimizer} {config.seed}"
-        with tqdm(None, title, total, initial=initial, unit="step", disable=hidden) as bar:
+        with tqdm(
+            None, title, total, initial=initial, unit="step", disable=hidden
+        ) as bar:
             for epoch in range(first + 1, config.epochs + 1):
                 start = time.perf_counter()
                 state, of_steps = program.epoch(config.seed, state, epoch, bar)
-                speed = program.steps_per_epoch * config.batch / (time.perf_counter() - start)
+                speed = (
+                    program.steps_per_epoch
+                    * config.batch
+                    / (time.perf_counter() - start)
+                )
                 line = summarize(epoch, state, of_steps, program.evaluate(state), speed)
                 metrics += json.dumps(line) + "\n"
                 write_metrics(folder, metrics)
                 record = ocp.args.JsonSave({"metrics": metrics})
                 saved = {"state": ocp.args.StandardSave(state), "record": record}
                 manager.save(epoch, args=ocp.args.Composite(**saved))
-                bar.set_postfix({key: line[key] for key in ("train_loss", "test_accuracy")})
+                bar.set_postfix(
+                    {key: line[key] for key in ("train_loss", "test_accuracy")}
+                )
     return state
 
 
-def summarize(epoch: int, state: State, of_steps: Any, tested: Any, speed: float) -> dict[str, Any]:
-    """The metrics of an epoch: its line of `metrics.jsonl`, rounded, with null in place of NaN."""
+def summarize(
+    epoch: int, state: State, of_steps: Any, tested: Any, speed: float
+) -> dict[str, Any]:
+    """The metrics of an epoch: its line of `metrics.jsonl`, rounded, with null in place
+    of NaN.
+    """
     lists = {k: [as_json(v) for v in vs] for k, vs in of_steps.items()}
     # Those of the last step; SGD+M has neither.
     eta, c = (optax.tree.get(state.opt_state, name) for name in ("eta", "c"))
@@ -122,7 +158,9 @@ def write_metrics(folder: Path, metrics: str) -> None:
 
 
 def check_config(config: Config, data_digest: str, folder: Path) -> None:
-    """A folder holds one run: the first process writes its config, and all processes compare."""
+    """A folder holds one run: the first process writes its config, and all processes
+    compare.
+    """
     found = {**dataclasses.asdict(config), "data": data_digest}
     path = folder / "config.json"
     if jax.process_index() == 0 and not path.exists():
@@ -131,11 +169,15 @@ def check_config(config: Config, data_digest: str, folder: Path) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("config")
     if not path.exists():
-        raise UserError(f"--out must be on a disk that all processes share, got {folder}")
+        raise UserError(
+            f"--out must be on a disk that all processes share, got {folder}"
+        )
     there = json.loads(path.read_text())
     if there != found:
         keys = [key for key in {**there, **found} if there.get(key) != found.get(key)]
-        differences = ", ".join(f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys)
+        differences = ", ".join(
+            f"{k} {there.get(k)!r} and not {found.get(k)!r}" for k in keys
+        )
         raise UserError(f"--out has another run in {folder}, with {differences}")
 
 
@@ -147,11 +189,17 @@ def read_runs(out: Path, names: Sequence[str], num_seeds: int) -> Runs:
         for seed in range(num_seeds):
             path = run_folder(out, name, seed) / "metrics.jsonl"
             if not path.exists():
-                raise UserError(f"{out} must have a run of {name} with seed {seed}, got no {path}")
-            runs[name].append([json.loads(line) for line in path.read_text().splitlines()])
+                raise UserError(
+                    f"{out} must have a run of {name} with seed {seed}, got no {path}"
+                )
+            runs[name].append(
+                [json.loads(line) for line in path.read_text().splitlines()]
+            )
             found, num_epochs = len(runs[name][-1]), len(runs[names[0]][0])
             if found != num_epochs:
-                raise UserError(f"{path} must have {num_epochs} epochs, as the first, got {found}")
+                raise UserError(
+                    f"{path} must have {num_epochs} epochs, as the first, got {found}"
+                )
     return runs
 
 
@@ -169,4 +217,6 @@ def table(titles: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> st
     """Mean ± standard error over seeds of each cell."""
     cell = lambda values: f"{plus_minus(*mean_and_error(values)):>18}"
     lines = [" " * 30 + "".join(f"{title:>18}" for title in titles)]
-    return "\n".join(lines + [f"{n:30}" + "".join(map(cell, cells)) for n, cells in rows.items()])
+    return "\n".join(
+        lines + [f"{n:30}" + "".join(map(cell, cells)) for n, cells in rows.items()]
+    )

@@ -1,4 +1,6 @@
-"""One step of training and of evaluation, for any network and any way to place the images."""
+"""One step of training and of evaluation, for any network and any way to place the
+images.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,21 +30,30 @@ class State(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Functions of one batch, x (b, h, w, 3) and labels (b,); images labelled −1 do not count."""
+    """Functions of one batch, x (b, h, w, 3) and labels (b,); images labelled −1 do not
+    count.
+    """
 
     init: Callable[[Any], State]  # from a seed
-    update: Callable[..., tuple[State, dict[str, jax.Array]]]  # from state, x and labels
-    totals: Callable[..., tuple[jax.Array, jax.Array]]  # from params, batch_stats, x and labels
+    update: Callable[
+        ..., tuple[State, dict[str, jax.Array]]
+    ]  # from state, x and labels
+    totals: Callable[
+        ..., tuple[jax.Array, jax.Array]
+    ]  # from params, batch_stats, x and labels
 
 
 def make_steps(
-    config: Config, make_model: Callable, tx: optax.GradientTransformation, group: int | None = None
+    config: Config,
+    make_model: Callable,
+    tx: optax.GradientTransformation,
+    group: int | None = None,
 ) -> Steps:
     """Builds the functions of one batch, which the caller jits.
 
-    `make_model` is from a key to a network with BatchNorm, which takes its statistics from `group`
-    images, or from the whole batch. Metrics are the loss, and where momentum is tracked the fields
-    of `momentum_report` and c.
+    `make_model` is from a key to a network with BatchNorm, which takes its statistics
+    from `group` images, or from the whole batch. Metrics are the loss, and where
+    momentum is tracked the fields of `momentum_report` and c.
     """
     model = nnx.eval_shape(lambda: make_model(jax.random.key(0)))
     model.train()
@@ -54,7 +65,9 @@ def make_steps(
         model_key, key = jax.random.split(jax.random.key(seed))
         _, *state = nnx.split(make_model(model_key), nnx.Param, nnx.BatchStat)
         params, batch_stats = map(nnx.to_pure_dict, state)
-        return State(params, batch_stats, tx.init(params), jnp.zeros([], jnp.int32), key)
+        return State(
+            params, batch_stats, tx.init(params), jnp.zeros([], jnp.int32), key
+        )
 
     def forward(params: Any, batch_stats: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(train_graph, params, batch_stats)
@@ -65,7 +78,9 @@ def make_steps(
             return forward(params, batch_stats, x)
         x = x.reshape(-1, group, *x.shape[1:])
         logits, batch_stats = jax.vmap(forward, (None, None, 0))(params, batch_stats, x)
-        return logits.reshape(-1, logits.shape[-1]), jax.tree.map(lambda s: s.mean(0), batch_stats)
+        return logits.reshape(-1, logits.shape[-1]), jax.tree.map(
+            lambda s: s.mean(0), batch_stats
+        )
 
     def update(state: State, x: jax.Array, labels: jax.Array) -> Any:
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
@@ -73,7 +88,9 @@ def make_steps(
             loss, _ = sums(logits, labels)
             return loss / jnp.maximum((labels >= 0).sum(), 1), batch_stats
 
-        (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params
+        )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss}
@@ -89,18 +106,25 @@ def make_steps(
 
 
 def sums(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of losses and the number of right answers, of images that are not labelled −1."""
+    """The sum of losses and the number of right answers, of images that are not
+    labelled −1.
+    """
     real = labels >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(real, labels, 0))
-    return jnp.where(real, losses, 0).sum(), (real & (logits.argmax(-1) == labels)).sum()
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(real, labels, 0)
+    )
+    return jnp.where(real, losses, 0).sum(), (
+        real & (logits.argmax(-1) == labels)
+    ).sum()
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Trains and evaluates a network on its data, on the devices of a mesh.
 
-    `epoch` takes the seed, a state (which is donated), the number of the epoch, from 1, and a
-    progress bar, and returns the state after the epoch, and metrics with one value per step.
+    `epoch` takes the seed, a state (which is donated), the number of the epoch, from 1,
+    and a progress bar, and returns the state after the epoch, and metrics with one
+    value per step.
     """
 
     steps_per_epoch: int
@@ -111,13 +135,17 @@ class Program:
 
 def check_batch(config: Config, mesh: Mesh) -> None:
     if config.batch % mesh.size:
-        raise UserError(f"--batch must be a multiple of {mesh.size} devices, got {config.batch}")
+        raise UserError(
+            f"--batch must be a multiple of {mesh.size} devices, got {config.batch}"
+        )
 
 
 def on_all(arrays: Any, mesh: Mesh) -> Any:
     """NumPy arrays that every process has, placed on every device."""
     sharding = NamedSharding(mesh, PartitionSpec())
-    put = lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+    put = lambda a: jax.make_array_from_callback(
+        a.shape, sharding, lambda index: a[index]
+    )
     return jax.tree.map(put, arrays)
 
 

@@ -1,11 +1,13 @@
 """DiLoCo's outer step by `optax.sgd`, and by `spa_from_sgdm` in half of its state.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/trainers/diloco.py
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+        python benchmarks/trainers/diloco.py
 
-Two replicas take H steps of AdamW, each over four devices. Then their mean change is the gradient
-of an outer SGD with Nesterov momentum: rate 0.3 and momentum 0.9, as in MaxText. `spa_adamw` with
-an interpolation below 1 is its form for one worker, with c = 1 − 0.9^(1/H). The network and the
-text are nanoGPT's; the text is in the folder `data`, or another argument, or downloaded to it.
+Two replicas take H steps of AdamW, each over four devices. Then their mean change is
+the gradient of an outer SGD with Nesterov momentum: rate 0.3 and momentum 0.9, as in
+MaxText. `spa_adamw` with an interpolation below 1 is its form for one worker, with c =
+1 − 0.9^(1/H). The network and the text are nanoGPT's; the text is in the folder `data`,
+or another argument, or downloaded to it.
 
 Douillard et al., DiLoCo, 2023, arXiv:2311.08105, Algorithm 1.
 """
@@ -30,7 +32,10 @@ from spa_optax import eval_params, spa_adamw, spa_from_sgdm
 
 REPLICAS, H, ROUNDS, RATE = 2, 30, 10, 4e-3
 SIZES, BATCH = nanogpt.Sizes(width=64, layers=2), 8
-NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+NARROW: dict[str, Any] = {
+    "state_dtype": jnp.bfloat16,
+    "rounding_key": jax.random.key(0),
+}
 OUTER = {
     "optax.sgd(0.3, 0.9, nesterov=True)": optax.sgd(0.3, 0.9, nesterov=True),
     "spa_from_sgdm(0.3, 0.9, True)": spa_from_sgdm(0.3, 0.9, True),
@@ -50,7 +55,9 @@ class Run:
         seen, unseen = map(jnp.asarray, nanogpt.read(folder))
         self.seen = lambda key: nanogpt.batch(seen, key, SIZES, BATCH)
         self.unseen = lambda key: nanogpt.batch(unseen, key, SIZES, BATCH)
-        self.loss = lambda params, batch: nanogpt.losses(params, *batch, sizes=SIZES).mean()
+        self.loss = lambda params, batch: nanogpt.losses(
+            params, *batch, sizes=SIZES
+        ).mean()
         self.inner = optax.adamw(RATE, 0.9, 0.99, weight_decay=0.1)
         new_params = lambda key: nanogpt.init(key, SIZES)
         self.params = jax.jit(new_params, out_shardings=self.split())(self.key)
@@ -67,16 +74,22 @@ class Run:
 
     def validation_loss(self, params: Any) -> str:
         keys = jax.random.split(jax.random.key(1), 16)
-        mean = lambda params: jax.lax.map(lambda k: self.loss(params, self.unseen(k)), keys)
+        mean = lambda params: jax.lax.map(
+            lambda k: self.loss(params, self.unseen(k)), keys
+        )
         return f"{float(jax.jit(mean, out_shardings=self.split())(params).mean()):.4f}"
 
     def diloco(self, outer: Any) -> list[str]:
-        """Bytes of the outer state, the loss in the end, and all-reduces of each program."""
+        """Bytes of the outer state, the loss in the end, and all-reduces of each
+        program.
+        """
         spread = lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape))
 
         def outer_step(params: Any, state: Any, copies: Any) -> Any:
             # One array, so that its mean over the replicas is one all-reduce.
-            change = lambda copy: ravel_pytree(jax.tree.map(jnp.subtract, params, copy))[0]
+            change = lambda copy: ravel_pytree(
+                jax.tree.map(jnp.subtract, params, copy)
+            )[0]
             grads = ravel_pytree(params)[1](jax.vmap(change)(copies).mean(0))
             params, state = common.update(outer, grads, params, state)
             return params, state, jax.tree.map(spread, params)
@@ -86,20 +99,28 @@ class Run:
             return copies, jax.vmap(self.inner.init)(copies)
 
         whole, of_replica = self.split(), self.split("replica")
-        params, state = self.params, jax.jit(outer.init, out_shardings=whole)(self.params)
+        params, state = (
+            self.params,
+            jax.jit(outer.init, out_shardings=whole)(self.params),
+        )
         copies, of_inner = jax.jit(start, out_shardings=of_replica)(params)
-        split_key = lambda k: jax.random.split(jax.random.fold_in(self.key, k), REPLICAS)
+        split_key = lambda k: jax.random.split(
+            jax.random.fold_in(self.key, k), REPLICAS
+        )
         keys = jax.jit(split_key, out_shardings=of_replica)
         inner = jax.jit(self.inner_step, out_shardings=of_replica)
         inner = inner.lower(copies, of_inner, keys(0)).compile()
         outer_jit = jax.jit(outer_step, out_shardings=(whole, whole, of_replica))
         outer_jit = outer_jit.lower(params, state, copies).compile()
         for k in range(ROUNDS * H):
-            # One step at a time: on a CPU collectives of several could wait for each other.
+            # One step at a time: on a CPU collectives of several could wait for each
+            # other.
             copies, of_inner = jax.block_until_ready(inner(copies, of_inner, keys(k)))
             if (k + 1) % H == 0:
                 params, state, copies = outer_jit(params, state, copies)
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / optax.tree.size(params)
+        num_bytes = sum(
+            leaf.nbytes for leaf in jax.tree.leaves(state)
+        ) / optax.tree.size(params)
         x = eval_params(state, params) if hasattr(state, "z") else params
         counts = map(all_reduces, (inner, outer_jit))
         return [f"{num_bytes:.1f}", self.validation_loss(x), *counts]

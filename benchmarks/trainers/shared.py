@@ -1,9 +1,10 @@
 """What the script of every trainer does: optimizers, each killed and resumed.
 
-A script has `train(name, folder, kill_at)`, and calls `main`. That runs itself three times for each
-optimizer: to the end; killed on the way; and resumed from the trainer's own checkpoints. If the
-optimizer has a `state_dtype`, a fourth run resumes with another one, which must raise an error.
-With --json each optimizer is a line of OUT, and what OUT has is not run again.
+A script has `train(name, folder, kill_at)`, and calls `main`. That runs itself three
+times for each optimizer: to the end; killed on the way; and resumed from the trainer's
+own checkpoints. If the optimizer has a `state_dtype`, a fourth run resumes with another
+one, which must raise an error. With --json each optimizer is a line of OUT, and what
+OUT has is not run again.
 """
 
 import argparse
@@ -45,24 +46,33 @@ BY_LEAF = "spa, factored by leaf"
 
 
 def by_leaf(tx):
-    """The state is that of a list of arrays, so that nnx gives it no sharding of a parameter."""
+    """The state is that of a list of arrays, so that nnx gives it no sharding of a
+    parameter.
+    """
 
     def update(updates, state, params=None):
-        leaves, state = tx.update(jax.tree.leaves(updates), state, jax.tree.leaves(params))
+        leaves, state = tx.update(
+            jax.tree.leaves(updates), state, jax.tree.leaves(params)
+        )
         return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
-    return optax.GradientTransformation(lambda params: tx.init(jax.tree.leaves(params)), update)
+    return optax.GradientTransformation(
+        lambda params: tx.init(jax.tree.leaves(params)), update
+    )
 
 
 THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
-    FACTORED: lambda rate, own: spa_adamw(rate, 0.05, 0.9, second_moment="factored", **NARROW),
+    FACTORED: lambda rate, own: spa_adamw(
+        rate, 0.05, 0.9, second_moment="factored", **NARROW
+    ),
     "spa_adamw, 6 bytes": lambda rate, own: spa_adamw(
         rate, 0.05, 0.9, second_moment="bfloat16", **NARROW
     ),
     BY_LEAF: lambda rate, own: optax.chain(
-        by_leaf(in_float32(scale_by_factored_second_moment())), spa(rate, 0.05, 0.9, **NARROW)
+        by_leaf(in_float32(scale_by_factored_second_moment())),
+        spa(rate, 0.05, 0.9, **NARROW),
     ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
@@ -72,14 +82,23 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
 def make(name: str, rate: Any, own: Any, b2: float = 0.999) -> Any:
     """One of them, with the gauge, which needs the β₂ of Adam in `own`."""
     averaging = 0.1 if name == "stochastic_rounding" else None  # of Adam in it
-    return track_momentum(OPTIMIZERS[name](rate, own), every=10, averaging=averaging, b2=b2)
+    return track_momentum(
+        OPTIMIZERS[name](rate, own), every=10, averaging=averaging, b2=b2
+    )
 
 
-def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np.ndarray]:
-    """Texts of Python's own library, `length` bytes. The last tenth is for seeds that are odd."""
+def batches(
+    num: int, seed: int, size: int = 8, length: int = 64
+) -> Iterator[np.ndarray]:
+    """Texts of Python's own library, `length` bytes. The last tenth is for seeds that
+    are odd.
+    """
     names = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
     data = np.frombuffer(b"".join(name.read_bytes() for name in names), np.uint8)
-    random, (begin, end) = np.random.default_rng(seed), (0.9, 1.0) if seed % 2 else (0.0, 0.9)
+    random, (begin, end) = (
+        np.random.default_rng(seed),
+        (0.9, 1.0) if seed % 2 else (0.0, 0.9),
+    )
     for _ in range(num):
         low, high = int(begin * len(data)), int(end * len(data)) - length
         starts = random.integers(low, high, (size, 1))
@@ -88,13 +107,21 @@ def batches(num: int, seed: int, size: int = 8, length: int = 64) -> Iterator[np
 
 def num_bytes(params: Any, state: Any) -> float:
     """Of params and state, a parameter."""
-    arrays = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
-    return sum(a.nbytes for a in arrays((params, state))) / sum(a.size for a in arrays(params))
+    arrays = lambda tree: [
+        leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")
+    ]
+    return sum(a.nbytes for a in arrays((params, state))) / sum(
+        a.size for a in arrays(params)
+    )
 
 
 def result(loss: Any, first_step: int, params: Any, state: Any) -> dict[str, Any]:
     """What `train` returns."""
-    found = {"losses": [float(loss)], "first step": first_step, "bytes": num_bytes(params, state)}
+    found = {
+        "losses": [float(loss)],
+        "first step": first_step,
+        "bytes": num_bytes(params, state),
+    }
     return found | {"devices": jax.device_count()}
 
 
@@ -111,7 +138,15 @@ def die() -> None:
 
 def run(script: str, name: str, folder: Path, *options: str) -> dict[str, Any] | None:
     """The result of a process, or None if it was killed."""
-    command = [sys.executable, script, "--optimizer", name, "--folder", str(folder), *options]
+    command = [
+        sys.executable,
+        script,
+        "--optimizer",
+        name,
+        "--folder",
+        str(folder),
+        *options,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == -signal.SIGKILL:
         return None
@@ -121,7 +156,9 @@ def run(script: str, name: str, folder: Path, *options: str) -> dict[str, Any] |
 
 
 def compare(script: str, name: str, version: str) -> dict[str, Any]:
-    """Runs an optimizer to the end, and killed and resumed, also with another `state_dtype`."""
+    """Runs an optimizer to the end, and killed and resumed, also with another
+    `state_dtype`.
+    """
     start = time.time()
     with tempfile.TemporaryDirectory() as root:
         whole = run(script, name, Path(root, "whole"))
@@ -135,9 +172,14 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
             changed = run(script, name, other, "--state-dtype", ANOTHER_DTYPE)
     assert whole is not None
     assert resumed is not None
-    same = {"resumed": resumed["losses"] == whole["losses"], "resumed at": resumed["first step"]}
+    same = {
+        "resumed": resumed["losses"] == whole["losses"],
+        "resumed at": resumed["first step"],
+    }
     if changed is not None:
-        goes_on = lambda: f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
+        goes_on = lambda: (
+            f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
+        )
         same["another state_dtype"] = changed.get("raises") or goes_on()
     trainer = Path(script).stem.removeprefix("with_")
     names = {"trainer": trainer, "version": version, "optimizer": name}
@@ -147,7 +189,9 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
 Train = Callable[[str, Path, int], dict[str, Any]]
 
 
-def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS) -> None:
+def main(
+    script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS
+) -> None:
     """`train` takes the name of an optimizer, a folder and a step to die at."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
@@ -160,7 +204,9 @@ def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZ
         if options.state_dtype:
             NARROW["state_dtype"] = jnp.dtype(options.state_dtype)
         try:
-            result = train(options.optimizer, options.folder.absolute(), options.kill_at)
+            result = train(
+                options.optimizer, options.folder.absolute(), options.kill_at
+            )
         except Exception as error:
             if not options.state_dtype:
                 raise
@@ -168,7 +214,11 @@ def main(script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZ
             result = {"raises": f"raises {type(error).__name__}"}
         print(json.dumps(result))
         return
-    lines = options.json.read_text().splitlines() if options.json and options.json.exists() else []
+    lines = (
+        options.json.read_text().splitlines()
+        if options.json and options.json.exists()
+        else []
+    )
     done = [json.loads(line) for line in lines]
     trainer = Path(script).stem.removeprefix("with_")
     known = {record["optimizer"] for record in done if record["trainer"] == trainer}

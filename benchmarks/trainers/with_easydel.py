@@ -15,7 +15,11 @@ from spa_optax import eval_params
 from spa_optax.diagnostics import momentum_report
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def at_x(state):

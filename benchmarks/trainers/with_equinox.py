@@ -42,8 +42,12 @@ class Decoder(eqx.Module):
     def __init__(self, key: jax.Array, **narrow: Any) -> None:
         *keys, first, second = jax.random.split(key, LAYERS + 2)
         normal = lambda key, num: 0.02 * jax.random.normal(key, (num, WIDTH), **narrow)
-        attention = lambda key: eqx.nn.MultiheadAttention(HEADS, WIDTH, key=key, **narrow)
-        mlp = lambda key: eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key, **narrow)
+        attention = lambda key: eqx.nn.MultiheadAttention(
+            HEADS, WIDTH, key=key, **narrow
+        )
+        mlp = lambda key: eqx.nn.MLP(
+            WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key, **narrow
+        )
         self.embeddings = [normal(first, 256), normal(second, LENGTH)]
         self.layers = [(attention(key), mlp(key)) for key in keys]
 
@@ -76,9 +80,15 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     saved = folder / "saved.eqx"
     if saved.exists():
-        last, model, state = split(eqx.tree_deserialise_leaves(saved, (last, model, state)))
-    texts = lambda num, seed: map(jnp.asarray, shared.batches(num, seed, length=LENGTH + 1))
-    for num, batch in itertools.islice(enumerate(texts(shared.STEPS, 0), 1), last, None):
+        last, model, state = split(
+            eqx.tree_deserialise_leaves(saved, (last, model, state))
+        )
+    texts = lambda num, seed: map(
+        jnp.asarray, shared.batches(num, seed, length=LENGTH + 1)
+    )
+    for num, batch in itertools.islice(
+        enumerate(texts(shared.STEPS, 0), 1), last, None
+    ):
         model, state = step(model, state, split(batch))
         if num % shared.SAVE_EVERY == 0:
             eqx.tree_serialise_leaves(saved, (num, model, state))
@@ -86,7 +96,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
             shared.die()
     eqx.tree_serialise_leaves(folder / "x.eqx", average := at_x(model, state))
     losses = [eqx.filter_jit(loss_of)(average, split(batch)) for batch in texts(20, 1)]
-    return shared.result(np.mean(losses), last + 1, eqx.filter(model, eqx.is_array), state)
+    return shared.result(
+        np.mean(losses), last + 1, eqx.filter(model, eqx.is_array), state
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Flax' example `lm1b` trains its transformer on bytes, split over 8 devices.
 
-The transformer, the steps, the shardings and the schedule are those of the example. It is in Flax'
-source, which `run` puts into the environment.
+The transformer, the steps, the shardings and the schedule are those of the example. It
+is in Flax' source, which `run` puts into the environment.
 """
 
 import importlib.metadata
@@ -28,7 +28,13 @@ import utils  # noqa: E402
 from configs import default  # noqa: E402
 
 RATE, LENGTH = 4e-3, 64
-SIZES = {"emb_dim": 128, "num_heads": 8, "num_layers": 2, "qkv_dim": 128, "mlp_dim": 512}
+SIZES = {
+    "emb_dim": 128,
+    "num_heads": 8,
+    "num_layers": 2,
+    "qkv_dim": 128,
+    "mlp_dim": 512,
+}
 
 
 class Narrow(models.TransformerLM):
@@ -42,14 +48,21 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     config = default.get_config()
     config.per_device_batch_size, config.max_target_length = 1, LENGTH
     mesh = Mesh(utils.create_device_mesh(config), config.mesh_axes)
-    of_model = {"vocab_size": 256, "output_vocab_size": 256, "dtype": jnp.bfloat16, **SIZES}
+    of_model = {
+        "vocab_size": 256,
+        "output_vocab_size": 256,
+        "dtype": jnp.bfloat16,
+        **SIZES,
+    }
     train_config = models.TransformerConfig(**of_model, max_len=LENGTH)
     eval_config = train_config.replace(deterministic=True)
     key, init_key = jax.random.split(jax.random.key(config.seed))
     rate = lm1b.create_learning_rate_schedule(RATE, 50)
     own = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
     tx = shared.make(name, rate, own, b2=0.98)
-    state, shardings = utils.setup_initial_state(Narrow(eval_config), tx, config, init_key, mesh)
+    state, shardings = utils.setup_initial_state(
+        Narrow(eval_config), tx, config, init_key, mesh
+    )
     state = checkpoints.restore_checkpoint(folder, state)
     last = int(state.step)
     of_data = NamedSharding(mesh, PartitionSpec(config.data_sharding))
@@ -60,8 +73,12 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         static_argnums=(2, 3, 4),
         donate_argnums=0,
     )
-    batches = lambda num, seed: ({"inputs": text} for text in shared.batches(num, seed, 8, LENGTH))
-    for num, batch in itertools.islice(enumerate(batches(shared.STEPS, 0), 1), last, None):
+    batches = lambda num, seed: (
+        {"inputs": text} for text in shared.batches(num, seed, 8, LENGTH)
+    )
+    for num, batch in itertools.islice(
+        enumerate(batches(shared.STEPS, 0), 1), last, None
+    ):
         state, _ = step(state, batch, train_config, rate, 0.0, key)
         if num % shared.SAVE_EVERY == 0:
             checkpoints.save_checkpoint_multiprocess(folder, state, num)

@@ -1,7 +1,9 @@
-"""Flax' example `mnist` trains its convolutional network on digits, with nnx, on one device.
+"""Flax' example `mnist` trains its convolutional network on digits, with nnx, on one
+device.
 
-The network and the steps are those of the example. It is in Flax' source, which `run` puts into the
-environment. The example has no checkpoints; these are Orbax'. The digits are scikit-learn's.
+The network and the steps are those of the example. It is in Flax' source, which `run`
+puts into the environment. The example has no checkpoints; these are Orbax'. The digits
+are scikit-learn's.
 """
 
 import importlib.metadata
@@ -55,10 +57,16 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     rate = optax.cosine_decay_schedule(RATE, 2 * shared.STEPS)
     model, rngs = mnist.CNN(rngs=nnx.Rngs(0)), nnx.Rngs(0)
     nnx.update(model, optax.tree.cast(nnx.state(model, nnx.Param), jnp.bfloat16))
-    optimizer = nnx.Optimizer(model, shared.make(name, rate, optax.adamw(rate)), wrt=nnx.Param)
-    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    optimizer = nnx.Optimizer(
+        model, shared.make(name, rate, optax.adamw(rate)), wrt=nnx.Param
+    )
+    metrics = nnx.MultiMetric(
+        accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")
+    )
     everything = (model, optimizer, rngs)
-    options = ocp.CheckpointManagerOptions(save_interval_steps=shared.SAVE_EVERY, max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=shared.SAVE_EVERY, max_to_keep=2
+    )
     with ocp.CheckpointManager(folder, options=options) as saved:
         last = saved.latest_step() or 0
         if last:
@@ -66,7 +74,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
             restored = saved.restore(last, args=ocp.args.StandardRestore(like))
             nnx.update(everything, restored)
         model.train()
-        for num, batch in itertools.islice(enumerate(batches(shared.STEPS, 0), 1), last, None):
+        for num, batch in itertools.islice(
+            enumerate(batches(shared.STEPS, 0), 1), last, None
+        ):
             mnist.train_step(model, optimizer, metrics, batch, rngs)
             if saved.should_save(num):
                 saved.save(num, args=ocp.args.StandardSave(nnx.state(everything)))
@@ -78,7 +88,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     for batch in batches(20, 1):
         mnist.eval_step(average, metrics, batch)
     params, state = nnx.state(model, nnx.Param), nnx.state(optimizer)
-    return shared.result(metrics.compute()["loss"], last + 1, params, state) | {"devices": 1}
+    return shared.result(metrics.compute()["loss"], last + 1, params, state) | {
+        "devices": 1
+    }
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         optimizer=shared.make(name, rate, optax.adamw(rate)),
         num_train_steps=shared.STEPS,
         log_metrics_every=50,
-        checkpointer=kd.ckpts.Checkpointer(save_interval_steps=shared.SAVE_EVERY, max_to_keep=2),
+        checkpointer=kd.ckpts.Checkpointer(
+            save_interval_steps=shared.SAVE_EVERY, max_to_keep=2
+        ),
         sharding=kd.sharding.ShardingStrategy(params=kd.sharding.FSDPSharding()),
         evals={
             "at_x": kd.evals.Evaluator(

@@ -77,10 +77,16 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     optimizer = Ours(learning_rate=4e-3, name=name)
     with Trainer(config, optimizer.build(shared.STEPS), loss_of) as trainer:
         key, model_key = jax.random.split(jax.random.PRNGKey(0))
-        state = trainer.initial_state(key, model_init=lambda: LLAMA.build(VOCAB, key=model_key))
+        state = trainer.initial_state(
+            key, model_init=lambda: LLAMA.build(VOCAB, key=model_key)
+        )
         first_step = int(state.step)
-        trainer.add_hook(lambda info: shared.die() if info.step == kill_at > 0 else None)
-        loss = eqx.filter_jit(lambda model, example: trainer.loss_fn(model, example, key=None))
+        trainer.add_hook(
+            lambda info: shared.die() if info.step == kill_at > 0 else None
+        )
+        loss = eqx.filter_jit(
+            lambda model, example: trainer.loss_fn(model, example, key=None)
+        )
         evaluate = compute_validation_loss(loss, trainer.data_loader(dataset(20, 1)))
         trainer.add_hook(lambda info: evaluate(at_x(info)), every=100)
         loader = trainer.data_loader(dataset(shared.STEPS, 0))

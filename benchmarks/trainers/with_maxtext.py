@@ -1,4 +1,5 @@
-"""MaxText's trainer trains its decoder, split over 8 devices, with `maxtext.patch` applied.
+"""MaxText's trainer trains its decoder, split over 8 devices, with `maxtext.patch`
+applied.
 
 Its synthetic data is one batch, which is learned by heart.
 """
@@ -21,8 +22,10 @@ OPT_TYPES = {
     "stochastic_rounding": "rounded_adamw",
 }
 SIZES = """
-    base_emb_dim=128 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=512 head_dim=32
-    base_num_decoder_layers=2 vocab_size=256 max_target_length=64 per_device_batch_size=1
+    base_emb_dim=128 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=512
+    head_dim=32
+    base_num_decoder_layers=2 vocab_size=256 max_target_length=64
+    per_device_batch_size=1
 """
 ON_CPU = """
     hardware=cpu attention=dot_product skip_jax_distributed_system=True
@@ -58,7 +61,11 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     trainer.training_loop_iteration = iteration
     optimizers.STATE_DTYPE = shared.NARROW["state_dtype"]
     config = Path(maxtext.__file__).parent / "configs/base.yml"
-    arguments = [*SIZES.split(), *ON_CPU.split(), *(f"{k}={v}" for k, v in options.items())]
+    arguments = [
+        *SIZES.split(),
+        *ON_CPU.split(),
+        *(f"{k}={v}" for k, v in options.items()),
+    ]
     with contextlib.redirect_stdout(sys.stderr):
         config, recorder = trainer.initialize(["train", str(config), *arguments])
         state = trainer.train_loop(config, recorder)

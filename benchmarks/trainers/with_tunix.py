@@ -76,7 +76,9 @@ def make_model(mesh: jax.sharding.Mesh) -> nnx.Module:
 
 def inputs(tokens: np.ndarray) -> dict[str, jax.Array]:
     size, length = tokens.shape
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (size, length, length))
+    mask = jnp.broadcast_to(
+        jnp.tril(jnp.ones((length, length), bool)), (size, length, length)
+    )
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     whole = jnp.ones(tokens.shape, bool)
     return {
@@ -88,7 +90,8 @@ def inputs(tokens: np.ndarray) -> dict[str, jax.Array]:
 
 
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
-    # nnx gives the means of a factored ν, in Optax too, the shardings of params, which do not fit.
+    # nnx gives the means of a factored ν, in Optax too, the shardings of params, which
+    # do not fit.
     devices = np.array(jax.devices()[:1] if name == shared.FACTORED else jax.devices())
     mesh = jax.sharding.Mesh(devices.reshape(-1, 1), ("fsdp", "tp"))
     with mesh if len(devices) > 1 else contextlib.nullcontext():
@@ -100,17 +103,26 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
                 save_interval_steps=shared.SAVE_EVERY, max_to_keep=2
             ),
         )
-        factory = lambda learning_rate: shared.make(name, learning_rate, optax.adamw(learning_rate))
+        factory = lambda learning_rate: shared.make(
+            name, learning_rate, optax.adamw(learning_rate)
+        )
         rate = optax.cosine_decay_schedule(RATE, 2 * shared.STEPS)
         tx = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(rate)
         trainer = peft_trainer.PeftTrainer(make_model(mesh), tx, config)
         trainer.with_gen_model_input_fn(inputs)
         trainer.with_training_hooks(watch := Watch(kill_at))
-        trainer.train(list(shared.batches(shared.STEPS, 0)), list(shared.batches(20, 1)))
-        history = lambda name, mode: trainer.metrics_logger.get_metric_history("", name, mode)
+        trainer.train(
+            list(shared.batches(shared.STEPS, 0)), list(shared.batches(20, 1))
+        )
+        history = lambda name, mode: trainer.metrics_logger.get_metric_history(
+            "", name, mode
+        )
         params = nnx.state(trainer.model, nnx.Param)
         export(trainer, folder / "export")
-        loss, state = np.ravel(history("loss", "eval"))[-1], nnx.state(trainer.optimizer)
+        loss, state = (
+            np.ravel(history("loss", "eval"))[-1],
+            nnx.state(trainer.optimizer),
+        )
         result = shared.result(loss, watch.first_step, params, state)
         return result | {"devices": len(devices)}
 

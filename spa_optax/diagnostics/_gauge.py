@@ -21,7 +21,9 @@ class Means(NamedTuple):
     iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
     noise: Float[Array, "*n"]  # of the same, if every cross term vanished
     gradient: Float[Array, "*n"]  # of ½‖g_k‖²
-    subnormal: Float[Array, "*n"]  # of the share of nonzero z_k − y_k below the normal range
+    subnormal: Float[
+        Array, "*n"
+    ]  # of the share of nonzero z_k − y_k below the normal range
     weight: Float[Array, "*n"]
 
 
@@ -45,13 +47,17 @@ class Sums(NamedTuple):
 
 
 class Gauge(NamedTuple):
-    """The stored measurements: scalars, or vectors over the labels and then over all params.
+    """The stored measurements: scalars, or vectors over the labels and then over all
+    params.
 
-    The cross term of ‖u_k‖²/(η_k²c_{k+1}) is a_k = −2(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/η_k². Under pure
-    noise its mean is 0 given the steps before k, so the variance of Σ a_k is the mean of Σ a_k².
+    The cross term of ‖u_k‖²/(η_k²c_{k+1}) is a_k = −2(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/η_k².
+    Under pure noise its mean is 0 given the steps before k, so the variance of Σ a_k is
+    the mean of Σ a_k².
     """
 
-    iterate: Float[Array, "*n"]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
+    iterate: Float[
+        Array, "*n"
+    ]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
     noise: Float[Array, "*n"]  # the same, if every cross term vanished
     gradient: Float[Array, "*n"]  # ‖g‖² of the last measured step
     spread: Float[Array, "*n"]  # ‖z_k − x_k‖², if every cross term vanished
@@ -67,8 +73,12 @@ class Gauge(NamedTuple):
 
 
 def new_gauge(shape: tuple[int, ...]) -> Gauge:
-    """The gauge before the first step, of separate arrays, so that all can be donated."""
-    zeros = lambda number, dtype=jnp.float32: [jnp.zeros(shape, dtype) for _ in range(number)]
+    """The gauge before the first step, of separate arrays, so that all can be
+    donated.
+    """
+    zeros = lambda number, dtype=jnp.float32: [
+        jnp.zeros(shape, dtype) for _ in range(number)
+    ]
     means, alignment = Means(*zeros(5)), AlignmentMeans(*zeros(4))
     return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *zeros(5, jnp.int32)])
 
@@ -79,27 +89,44 @@ def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
     def of_leaf(d: Array, g: Array, rounding: Array, out_of_range: OutOfRange) -> Sums:
         g = g.astype(wide_dtype(g, d))
         dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
-        return Sums(dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), out_of_range)
+        return Sums(
+            dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), out_of_range
+        )
 
-    tree = map_trained(of_leaf, step.distance, step.gradient, step.rounding, step.out_of_range)
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Sums))
+    tree = map_trained(
+        of_leaf, step.distance, step.gradient, step.rounding, step.out_of_range
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, Sums)
+    )
     by_path = {keystr(path): sums for path, sums in leaves}
     zeros = lambda num: [jnp.zeros([], jnp.float32)] * num
     zero = Sums(*zeros(4), out_of_range=OutOfRange(*zeros(3)))
-    total = lambda of: functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), of, zero)
+    total = lambda of: functools.reduce(
+        lambda a, b: jax.tree.map(jnp.add, a, b), of, zero
+    )
     whole = total(by_path.values())
     if labels is None:
         return whole
     if odd := by_path.keys() - labels.keys():
         at = min(odd) or "its root"
-        raise ValueError(f"`per_leaf` must be False if `inner` changes the tree, got {at}")
-    of_label = lambda name: total(sums for path, sums in by_path.items() if labels[path] == name)
+        raise ValueError(
+            f"`per_leaf` must be False if `inner` changes the tree, got {at}"
+        )
+    of_label = lambda name: total(
+        sums for path, sums in by_path.items() if labels[path] == name
+    )
     groups = map(of_label, sorted(set(labels.values())))
     return jax.tree.map(lambda *sums: jnp.stack(sums), *groups, whole)
 
 
 def update_gauge(
-    gauge: Gauge, step: Step, sums: Sums, count: Int[Array, ""], decay: float, every: int
+    gauge: Gauge,
+    step: Step,
+    sums: Sums,
+    count: Int[Array, ""],
+    decay: float,
+    every: int,
 ) -> Gauge:
     """The gauge after a step."""
     f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
@@ -112,18 +139,27 @@ def update_gauge(
     one = jnp.ones_like(sq_g)
 
     def averaged(means: Any, terms: Any, counts: Array) -> Any:
-        new = lambda mean, term: jnp.where(counts, decay * mean + (1 - decay) * term, mean)
+        new = lambda mean, term: jnp.where(
+            counts, decay * mean + (1 - decay) * term, mean
+        )
         return jax.tree.map(new, means, terms)
 
     # Of the last measured u_{k−1}, and the gradient after it.
-    terms = Means(gauge.iterate, gauge.noise, sq_g / 2, subnormal / jnp.maximum(nonzero, 1), one)
+    terms = Means(
+        gauge.iterate, gauge.noise, sq_g / 2, subnormal / jnp.maximum(nonzero, 1), one
+    )
     means = averaged(gauge.means, terms, is_finite & (gauge.iterate >= 0))
 
-    # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error. Otherwise restart.
-    follows = is_finite & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
+    # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error. Otherwise
+    # restart.
+    follows = (
+        is_finite & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
+    )
     follows &= sq_rounding < 1e-4 * sq_d
     s = c_before / jnp.where(c_before < 1, 1 - c_before, 1) / jnp.where(r > 0, r, 1)
-    alignment = averaged(gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows)
+    alignment = averaged(
+        gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows
+    )
     alignment = jax.tree.map(lambda a: jnp.where(follows, a, 0), alignment)
 
     # ‖u_k‖² for u_k = c d_k − (c η + δ) g_k, and its value without cross terms.
@@ -138,26 +174,34 @@ def update_gauge(
     iterate, level, term = square / unit, noise / unit, -2 * c * b * g_d / unit
     fits = is_finite & jnp.isfinite(iterate) & jnp.isfinite(level)
     is_zero = fits & ((scale <= 0) | (square < jnp.finfo(jnp.float32).tiny))
-    is_rounded = fits & ~is_zero & (c**2 * sq_rounding > 0.1 * square)  # perhaps rounding error
+    is_rounded = (
+        fits & ~is_zero & (c**2 * sq_rounding > 0.1 * square)
+    )  # perhaps rounding error
     has_unit = fits & ~is_zero & ~is_rounded
 
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
     slow = jnp.maximum(decay, (1 - c) ** (2 * every))
     if_unit = lambda new, old: jnp.where(has_unit, new, old)
-    counted = lambda number, is_so: jnp.where(is_so, optax.safe_increment(number), number)
+    counted = lambda number, is_so: jnp.where(
+        is_so, optax.safe_increment(number), number
+    )
     new = gauge._replace(
         iterate=if_unit(iterate, -1),
         noise=if_unit(level, gauge.noise),
         gradient=gradient,
         cross_sum=if_unit(slow * gauge.cross_sum + term, gauge.cross_sum),
-        cross_error=if_unit(jnp.hypot(slow * gauge.cross_error, term), gauge.cross_error),
+        cross_error=if_unit(
+            jnp.hypot(slow * gauge.cross_error, term), gauge.cross_error
+        ),
         means=means,
         alignment=alignment,
         num_measured=counted(gauge.num_measured, has_unit),
         num_skipped=counted(gauge.num_skipped, ~fits),
         num_zero=counted(gauge.num_zero, is_zero),
         num_rounded=counted(gauge.num_rounded, is_rounded),
-        num_saturated=jnp.maximum(jnp.asarray(saturated, jnp.int32), gauge.num_saturated),
+        num_saturated=jnp.maximum(
+            jnp.asarray(saturated, jnp.int32), gauge.num_saturated
+        ),
     )
     new = jax.tree.map(lambda new, old: jnp.where(is_measured, new, old), new, gauge)
     return new._replace(spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread))

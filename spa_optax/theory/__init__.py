@@ -1,7 +1,9 @@
-"""The paper's theory as functions: Defazio, Momentum via Primal Averaging, arXiv:2010.00406.
+"""The paper's theory as functions: Defazio, Momentum via Primal Averaging,
+arXiv:2010.00406.
 
-The functions have corrected formulas. Each docstring says what the paper prints, and the tests
-check the inequalities themselves. The notation is at the top of `spa_optax.theory._formulas`.
+The functions have corrected formulas. Each docstring says what the paper prints, and
+the tests check the inequalities themselves. The notation is at the top of
+`spa_optax.theory._formulas`.
 """
 
 from spa_optax._schedules import momentum_drop

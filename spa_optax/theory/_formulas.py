@@ -1,19 +1,20 @@
 """The paper's formulas as functions, its misprints corrected (arXiv:2010.00406).
 
-    z_{k+1} = z_k − η_k g_k      x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}      z_0 = x_0
+    z_{k+1} = z_k − η_k g_k   x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}    z_0 = x_0
 
     symbol                        argument      unit    range
     η_k, the learning rate        eta           x²/f    > 0
-    c_k, the averaging            c             1       in (0, 1], 0 too in `max_…`; c_0 = c_1
+    c_k, the averaging         c          1       in (0, 1], 0 too in `max_…`; c_0 = c_1
     L, the smoothness             smoothness    f/x²    > 0; ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖
-    f(x_k) − f*, f(z_k) − f*      f_x, f_z      f       ≥ 0; any lower bound of f will do for f*
+    f(x_k) − f*, f(z_k) − f*   f_x, f_z    f    ≥ 0; any lower bound of f will do for f*
     Δ = f(x_0) − f*               gap           f       ≥ 0
     ‖x_{k+1} − x_k‖²              sq_step       x²      ≥ 0
     G, the size of gradients      grad_bound    f/x     ≥ 0
     T, the number of steps        num_steps     1       ≥ 1
 
-`_prev` is index k − 1, `_next` k + 1; E is over the gradient g_k at x_k. At c = 1, SGD, infinite
-limits are inf, not NaN. Arrays broadcast; all but `forward_recursion` can be jitted and vmapped.
+`_prev` is index k − 1, `_next` k + 1; E is over the gradient g_k at x_k. At c = 1, SGD,
+infinite limits are inf, not NaN. Arrays broadcast; all but `forward_recursion` can be
+jitted and vmapped.
 """
 
 from typing import Any
@@ -41,10 +42,14 @@ def _arrays(**values: Real) -> list[Reals]:
     """Raises ValueError where a value that is not traced is out of its range."""
     arrays = {name: jnp.asarray(value, float) for name, value in values.items()}
     for name, array in arrays.items():
-        low = {"num_steps": 1}.get(name, -np.inf if name.startswith(("f_", "sq_")) else 0)
+        low = {"num_steps": 1}.get(
+            name, -np.inf if name.startswith(("f_", "sq_")) else 0
+        )
         high = 1 if name in ("c", "c_prev", "c_next") else np.inf
         if checks.is_surely(jnp.any(~((array >= low) & (array <= high)))):
-            raise ValueError(f"`{name}` must be in [{low}, {high}], got {values[name]!r}")
+            raise ValueError(
+                f"`{name}` must be in [{low}, {high}], got {values[name]!r}"
+            )
     return list(arrays.values())
 
 
@@ -59,15 +64,18 @@ def lyapunov(
     smoothness: Real,
     augmented: bool = False,
 ) -> Reals:
-    """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}), and the step equation, for k ≥ 1.
+    """The Lyapunov function Λ_{k+1} (`f_z` is of z_{k+1}), and the step equation, for k
+    ≥ 1.
 
-        Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*] + w ‖x_{k+1} − x_k‖²
-              w = L/(2 η_k² c_{k+1}²); augmented: times η/`max_learning_rate`, the paper's w + ρ
+        Λ_{k+1} = [f(z_{k+1}) − f*]/η_k² + (L/η_k)(1/c_k − 1)[f(x_k) − f*]
+                  + w ‖x_{k+1} − x_k‖²
+              w = L/(2 η_k² c_{k+1}²); augmented: times η/`max_learning_rate`
         (‖∇f(x_k)‖² + ‖∇f(z_k)‖²)/(2η_k)
             ≤ Λ_k − E Λ_{k+1} + L E‖g_k‖² + R_k + `step_weight` · ‖x_k − x_{k−1}‖²
 
-    Section 3. If augmented (Insight 1; constant η and c), the last term is 0 and `noise_weight`
-    replaces L. The paper's base case divides f(x_0) − E f(z_1) by η_0, and should divide by η_0².
+    Section 3. If augmented (Insight 1; constant η and c), the last term is 0 and
+    `noise_weight` replaces L. The paper's base case divides f(x_0) − E f(z_1) by η_0,
+    and should divide by η_0².
 
     >>> known = {"eta": 0.5, "c": 0.5, "c_next": 0.5, "smoothness": 1.0}
     >>> print(*[lyapunov(3.0, 3.0, 3.0, **known, augmented=a) for a in (False, True)])
@@ -83,15 +91,23 @@ def lyapunov(
 
 
 def remainder(
-    f_x_prev: Real, f_z: Real, *, eta: Real, eta_prev: Real, c: Real, c_prev: Real, smoothness: Real
+    f_x_prev: Real,
+    f_z: Real,
+    *,
+    eta: Real,
+    eta_prev: Real,
+    c: Real,
+    c_prev: Real,
+    smoothness: Real,
 ) -> Reals:
     """The error R_k that a change of η or c adds to the step equation (Section 3.1).
 
         R_k = [(L/η_k)(1/c_k − 1) − (L/η_{k−1})(1/c_{k−1} − 1)] [f(x_{k−1}) − f*]
               + [1/η_k² − 1/η_{k−1}²] [f(z_k) − f*]
 
-    SGD's R_k is the second term, of f(x_k), for which Section 3 prints f(z_k). Section 5's title
-    (Insight 2) should read "Increase c_k": the first term is 0 if (1/c_k − 1)/η_k is constant.
+    SGD's R_k is the second term, of f(x_k), for which Section 3 prints f(z_k). Section
+    5's title (Insight 2) should read "Increase c_k": the first term is 0 if (1/c_k −
+    1)/η_k is constant.
 
     >>> known = {"eta": 0.5, "eta_prev": 1, "c": 0.5, "c_prev": 0.5, "smoothness": 1}
     >>> print(remainder(1, 2, **known))  # (2·1 − 1·1)·1 + (4 − 1)·2
@@ -104,20 +120,26 @@ def remainder(
 
 
 def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Reals:
-    """The weight of ‖x_k − x_{k−1}‖² in the step equation (Section 3.1); it should be ≤ 0.
+    """The weight of ‖x_k − x_{k−1}‖² in the step equation (Section 3.1); it should be ≤
+    0.
 
         (L/2) [q² + q L/c_k − 1/(η_{k−1} c_k)²]      q = (1/c_k − 1)/η_k
 
-    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))  # ½ [1² + 1·1/½ − 1/½²]
+    >>> # ½ [1² + 1·1/½ − 1/½²]
+    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))
     -0.5
     """
-    return _step_weight(*_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness))
+    return _step_weight(
+        *_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness)
+    )
 
 
 def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
-    """(1 + η/`max_learning_rate`) L/2, the weight of E‖g_k‖² with the augmented function.
+    """(1 + η/`max_learning_rate`) L/2, the weight of E‖g_k‖² with the augmented
+    function.
 
-    Where E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L (Insight 1: L/2).
+    Where E⟨∇f(x_k), x_k − x_{k−1}⟩ = 0. At small η momentum adds −L/2 to L (Insight 1:
+    L/2).
 
     >>> print(noise_weight(0.75, 0.5, 1.0))  # (1 + ¾/1½)·½
     0.75
@@ -127,9 +149,11 @@ def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
 
 
 def max_learning_rate(c: Real, smoothness: Real) -> Reals:
-    """The largest constant η with `step_weight` ≤ 0, c (2 − c)/(L(1 − c)). Good runs exceed it.
+    """The largest constant η with `step_weight` ≤ 0, c (2 − c)/(L(1 − c)). Good runs
+    exceed it.
 
-    Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 − c)/(L(1 − c)).
+    Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 −
+    c)/(L(1 − c)).
 
     >>> print(max_learning_rate(0.5, 1.0), max_learning_rate(1.0, 1.0))
     1.5 inf
@@ -137,15 +161,20 @@ def max_learning_rate(c: Real, smoothness: Real) -> Reals:
     return _max_learning_rate(*_arrays(c=c, smoothness=smoothness))
 
 
-def max_decay_ratio(eta: Real, c: Real, smoothness: Real, *, simplified: bool = False) -> Reals:
-    """The largest r by which one step may divide η: `step_weight` ≤ 0 at η_k = η/r, η = η_{k−1}.
+def max_decay_ratio(
+    eta: Real, c: Real, smoothness: Real, *, simplified: bool = False
+) -> Reals:
+    """The largest r by which one step may divide η: `step_weight` ≤ 0 at η_k = η/r, η =
+    η_{k−1}.
 
         r = (√(η²L² + 4) − ηL) / (2 (1 − c))
         simplified:  r = (√(η²L²(1 − c)⁴ + 4(1 − c)) − ηL(1 − c)²) / (2 (1 − c))
 
-    Section 6 (Insight 3) simplifies by η_k L ≤ 1. Under the root it prints 4(1 − c)c: 0.29 below.
+    Section 6 (Insight 3) simplifies by η_k L ≤ 1. Under the root it prints 4(1 − c)c:
+    0.29 below.
 
-    >>> print(*[f"{max_decay_ratio(0.1, 0.1, 1, simplified=s):.4f}" for s in (False, True)])
+    >>> rs = [max_decay_ratio(0.1, 0.1, 1, simplified=s) for s in (False, True)]
+    >>> print(*[f"{r:.4f}" for r in rs])
     1.0569 1.0101
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
@@ -166,15 +195,18 @@ def sgdm_bound(
     grad_bound: Real,
     growth: Real = 0.0,
 ) -> Reals:
-    """A bound on the mean of ½(‖∇f(x_k)‖² + ‖∇f(z_k)‖²) over T steps; η ≤ `max_learning_rate`.
+    """A bound on the mean of ½(‖∇f(x_k)‖² + ‖∇f(z_k)‖²) over T steps; η ≤
+    `max_learning_rate`.
 
-        [Δ/(ηT) + (L/T)(1/c − 1)Δ + ηLG²] / (1 − 2κηL)      if E‖g_k‖² ≤ G² + κ‖∇f(x_k)‖²
+        [Δ/(ηT) + (L/T)(1/c − 1)Δ + ηLG²] / (1 − 2κηL)     if E‖g_k‖² ≤ G² + κ‖∇f(x_k)‖²
 
-    κ is `growth`: G bounds the gradients at κ = 0, their standard deviation at κ = 1. At κ = 0 it
-    is least at η = √(Δ/(TLG²)). For SGD's bound pass c = 1 and G/√2. (Appendix "Telescoping"; "SGD
-    reference proof" prints the noise of T steps for a sum over T + 1.)
+    κ is `growth`: G bounds the gradients at κ = 0, their standard deviation at κ = 1.
+    At κ = 0 it is least at η = √(Δ/(TLG²)). For SGD's bound pass c = 1 and G/√2.
+    (Appendix "Telescoping"; "SGD reference proof" prints the noise of T steps for a sum
+    over T + 1.)
 
-    >>> sgdm_bound(4, 0.25, 0.5, smoothness=1, gap=1, grad_bound=1).item()  # 1 + (2 − 1)/4 + ¼
+    >>> # 1 + (2 − 1)/4 + ¼
+    >>> sgdm_bound(4, 0.25, 0.5, smoothness=1, gap=1, grad_bound=1).item()
     1.5
     """
     T, eta, c, L = _arrays(num_steps=num_steps, eta=eta, c=c, smoothness=smoothness)
@@ -187,12 +219,14 @@ def sgdm_bound(
 def forward_recursion(
     alphas: ArrayLike, betas: ArrayLike, *, eta0: float | None = None
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """The paper's own map from SGD+M to SPA, forward in k, in float64: all η_k and all c_{k+1}.
+    """The paper's own map from SGD+M to SPA, forward in k, in float64: all η_k and all
+    c_{k+1}.
 
-        η_{k+1} = (η_k − α_k) / β_{k+1}      c_{k+1} = α_k / η_k      η_0 = α_0 / (1 − β_0)
+        η_{k+1} = (η_k − α_k) / β_{k+1}    c_{k+1} = α_k / η_k     η_0 = α_0 / (1 − β_0)
 
-    Theorem 1; its appendix prints z_0 = 0 for z_0 = x_0, and c_0 for c_1. The default of η_0 is for
-    constants. Only Σ_j α_j β_1⋯β_j, as in `hyperparams_from_sgdm`, keeps η bounded in general.
+    Theorem 1; its appendix prints z_0 = 0 for z_0 = x_0, and c_0 for c_1. The default
+    of η_0 is for constants. Only Σ_j α_j β_1⋯β_j, as in `hyperparams_from_sgdm`, keeps
+    η bounded in general.
 
     >>> eta, c = forward_recursion([1.0, 0.5, 0.5, 0.5], 0.5)  # η_{k+1} = (η_k − α_k)·2
     >>> print(eta, c.round(3))

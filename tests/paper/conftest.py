@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from worker import small_networks
 
-# Programs of these small networks are compiled once, also if that takes less than a second.
+# Programs of these small networks are compiled once, also if that takes less than a
+# second.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # of other processes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -41,7 +42,8 @@ def _small_networks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Where `train_cifar10.py` finds the files of CIFAR-10's binary version, with other images."""
+    """Where `train_cifar10.py` finds the files of CIFAR-10's binary version, with other
+    images."""
     folder = tmp_path_factory.mktemp("data")
     for i, name in enumerate(cifar_data.TRAIN + cifar_data.TEST):
         (folder / name).write_bytes(records(i).tobytes())
@@ -59,7 +61,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / part / name).mkdir(parents=True)
             for i in range(num):
                 height, width = rng.integers(40, 90, 2, endpoint=True)
-                top, left = rng.integers(0, np.subtract(photograph.shape[:2], (height, width)) + 1)
-                piece = Image.fromarray(photograph[top : top + height, left : left + width])
-                piece.save(folder / part / name / f"{i}.{'JPEG' if i % 2 else 'jpg'}", quality=90)
+                top, left = rng.integers(
+                    0, np.subtract(photograph.shape[:2], (height, width)) + 1
+                )
+                piece = Image.fromarray(
+                    photograph[top : top + height, left : left + width]
+                )
+                piece.save(
+                    folder / part / name / f"{i}.{'JPEG' if i % 2 else 'jpg'}",
+                    quality=90,
+                )
     return folder

@@ -1,4 +1,5 @@
-"""Shared by the tests of the paper's experiments: small networks, data, configs and runs."""
+"""Shared by the tests of the paper's experiments: small networks, data, configs and
+runs."""
 
 import contextlib
 import itertools
@@ -26,7 +27,16 @@ from tqdm import tqdm
 from training import Program, State
 
 CIFAR10 = ["--model", "small", "--subset", "64", "--batch", "32", "--averaging", "0.2"]
-IMAGENET = ["--model", "small", "--image-size", "32", "--batch", "16", "--batch-norm-group", "4"]
+IMAGENET = [
+    "--model",
+    "small",
+    "--image-size",
+    "32",
+    "--batch",
+    "16",
+    "--batch-norm-group",
+    "4",
+]
 IMAGENET += ["--threads", "2", "--learning-rate", "0.1"]
 FIELDS = {
     "optimizer": "spa-gradual",
@@ -46,7 +56,8 @@ def config(optimizer: str = "spa-gradual", **kwargs: Any) -> optimizers.Config:
 
 
 def imagenet_config(**kwargs: Any) -> train_imagenet.Config:
-    """The paper's for ImageNet, but of the small network, with small images and batches."""
+    """The paper's for ImageNet, but of the small network, with small images and
+    batches."""
     fields = {**FIELDS, "epochs": 100, "batch": 16, "learning_rate": 0.1}
     fields |= {"batch_norm_group": 4, "image_size": 32}
     return train_imagenet.Config(**{**fields, **kwargs})
@@ -57,9 +68,12 @@ def mesh_of(num_devices: int) -> Mesh:
 
 
 def records(seed: int, num: int = 10_000) -> np.ndarray:
-    """Records as in CIFAR-10's files, (num, 3073): images of one colour, which compress well."""
+    """Records as in CIFAR-10's files, (num, 3073): images of one colour, which compress
+    well."""
     labels = np.random.default_rng(seed).integers(0, 10, num, np.uint8)
-    planes = np.stack([25 * labels, 255 - 25 * labels, np.full(num, 9 * seed, np.uint8)], 1)
+    planes = np.stack(
+        [25 * labels, 255 - 25 * labels, np.full(num, 9 * seed, np.uint8)], 1
+    )
     return np.hstack([labels[:, None], np.repeat(planes, 1024, axis=1)])
 
 
@@ -74,7 +88,8 @@ def small_data() -> tuple[Images, Images]:
 
 
 def arithmetic(stops_in: int | None = None) -> Program:
-    """Arithmetic in place of training, three steps per epoch; Ctrl-C in epoch `stops_in`."""
+    """Arithmetic in place of training, three steps per epoch; Ctrl-C in epoch
+    `stops_in`."""
 
     def init(seed: int) -> State:
         params = jax.random.normal(jax.random.key(seed), (5_000,))
@@ -104,7 +119,9 @@ def num_epochs(run: Path) -> int:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without those that depend on the clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     for line in lines:
         assert line.pop("images_per_second") > 0
     return lines
@@ -131,12 +148,13 @@ def noisy_optimizers(module: Any, ulps: float) -> Iterator[None]:
         yield
 
 
-def start(*commands: list[str], devices: int | None = None, **kwargs: Any) -> subprocess.Popen[str]:
+def start(
+    *commands: list[str], devices: int | None = None, **kwargs: Any
+) -> subprocess.Popen[str]:
     """A process that runs scripts one after the other, each a path and its options.
 
-    It has the networks of `worker.small_networks`, and by default the devices and XLA flags of this
-    process, so that its results have the same bits.
-    """
+    It has the networks of `worker.small_networks`, and by default the devices and XLA
+    flags of this process, so that its results have the same bits."""
     command = [sys.executable, worker.__file__, json.dumps(commands)]
     return subprocess.Popen(command, env=environment(devices), text=True, **kwargs)
 
@@ -149,12 +167,16 @@ def fake_runs(folder: Path) -> None:
 
     The drop is in the middle, as it is of all of CIFAR-10's runs.
     """
-    for (i, name), seed in itertools.product(enumerate(optimizers.OPTIMIZERS), range(2)):
+    for (i, name), seed in itertools.product(
+        enumerate(optimizers.OPTIMIZERS), range(2)
+    ):
         losses = np.where(np.arange(1_200) < 600, 2.0, 1.0) + seed
         losses[600:605] += i  # the spike
         lines = []
         for epoch, of_epoch in enumerate(losses.reshape(6, 200), 1):
-            gauge: dict[str, Any] = {key: [1.0 + j + seed] * 200 for j, key in enumerate(GAUGE)}
+            gauge: dict[str, Any] = {
+                key: [1.0 + j + seed] * 200 for j, key in enumerate(GAUGE)
+            }
             if epoch == 1:
                 gauge["gain"][0] = None  # there is no step before
             line = {

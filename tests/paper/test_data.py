@@ -22,16 +22,22 @@ def test_read(tmp_path: Path) -> None:
         (tmp_path / cifar_data.FOLDER / name).write_bytes(records(i, 100).tobytes())
     images, labels = cifar_data.read(tmp_path, cifar_data.TRAIN)
     assert images.shape == (500, 32, 32, 3)
-    # By the published layout: a label, then the red, the green and the blue plane, by rows.
+    # By the published layout: a label, then the red, the green and the blue plane, by
+    # rows.
     one = records(3, 100)[7]
     assert labels[307] == one[0]
     for row, column, channel in [(0, 0, 0), (0, 31, 1), (5, 6, 2), (31, 31, 1)]:
-        assert images[307, row, column, channel] == one[1 + 1024 * channel + 32 * row + column]
+        assert (
+            images[307, row, column, channel]
+            == one[1 + 1024 * channel + 32 * row + column]
+        )
 
 
 def test_augment() -> None:
     image = np.random.default_rng(0).integers(1, 256, (32, 32, 3), np.uint8)
-    augmented = jax.jit(cifar_data.augment)(jax.random.key(0), np.stack([image] * 3_000))
+    augmented = jax.jit(cifar_data.augment)(
+        jax.random.key(0), np.stack([image] * 3_000)
+    )
     framed = [np.pad(way, ((4, 4), (4, 4), (0, 0))) for way in (image, image[:, ::-1])]
     crops = {
         frame[i : i + 32, j : j + 32].tobytes(): (flipped, i, j)
@@ -39,7 +45,9 @@ def test_augment() -> None:
         for i in range(9)
         for j in range(9)
     }
-    found = [crops[one.tobytes()] for one in np.asarray(augmented)]  # each is one of the 162
+    found = [
+        crops[one.tobytes()] for one in np.asarray(augmented)
+    ]  # each is one of the 162
     counts = np.unique(found, axis=0, return_counts=True)[1]
     assert len(counts) == 162
     # Uniform: χ² of 161 degrees of freedom is within 6 standard deviations of its mean.
@@ -51,7 +59,9 @@ def test_find(tree: Path) -> None:
     assert files.classes == ["a temple", "flower", "upside down"]
     assert [path.name for path in files.paths[:3]] == ["0.jpg", "1.JPEG", "10.jpg"]
     np.testing.assert_array_equal(files.labels, np.repeat([0, 1, 2], 12))
-    assert imagenet_data.digest(imagenet_data.find(tree / "val")) != imagenet_data.digest(files)
+    assert imagenet_data.digest(
+        imagenet_data.find(tree / "val")
+    ) != imagenet_data.digest(files)
     with pytest.raises(ValueError, match="a folder for each class, got 3"):
         imagenet_data.find(tree / "val", ["a temple", "cat", "flower"])
 
@@ -62,9 +72,14 @@ def test_random_crop() -> None:
     boxes = np.array([imagenet_data.random_crop(400, 400, rng) for _ in range(4_000)])
     left, upper, right, lower = boxes.T
     assert (boxes.min(), boxes.max()) == (0, 400)
-    area, ratio = (right - left) * (lower - upper) / 400**2, (right - left) / (lower - upper)
+    area, ratio = (
+        (right - left) * (lower - upper) / 400**2,
+        (right - left) / (lower - upper),
+    )
     # Sides are whole numbers.
-    np.testing.assert_allclose((area.min(), ratio.min(), ratio.max()), (0.08, 3 / 4, 4 / 3), 0.02)
+    np.testing.assert_allclose(
+        (area.min(), ratio.min(), ratio.max()), (0.08, 3 / 4, 4 / 3), 0.02
+    )
     small = area < 0.4  # these always fit, and are uniform
     assert abs(np.mean(area[small]) - 0.24) < 0.01
     assert abs(np.log(ratio[small]).mean()) < 0.02
@@ -78,11 +93,15 @@ def test_decode_the_middle(tmp_path: Path) -> None:
 
     def decoded(image: Image.Image, name: str, size: int) -> np.ndarray:
         image.save(tmp_path / name, quality=95)
-        return imagenet_data.decode((tmp_path / name).read_bytes(), size, None).astype(float)
+        return imagenet_data.decode((tmp_path / name).read_bytes(), size, None).astype(
+            float
+        )
 
     photograph = Image.fromarray(load_sample_images().images[0])
     width, height = photograph.size
-    resized = photograph.resize((round(256 * width / height), 256), Image.Resampling.BILINEAR)
+    resized = photograph.resize(
+        (round(256 * width / height), 256), Image.Resampling.BILINEAR
+    )
     left = (resized.width - 224) // 2
     expected = np.asarray(resized.crop((left, 16, left + 224, 240)), float)
     assert np.abs(decoded(photograph, "it.png", 224) - expected).mean() < 4
@@ -97,14 +116,18 @@ def read(files: Any, order: Any, batch: int, **kwargs: Any) -> list[Any]:
     return list(imagenet_data.batches(files, np.array(order), batch, **given))
 
 
-def test_batches_do_not_depend_on_processes_or_threads(tree: Path, monkeypatch: Any) -> None:
+def test_batches_do_not_depend_on_processes_or_threads(
+    tree: Path, monkeypatch: Any
+) -> None:
     files = imagenet_data.find(tree / "train")
     order = np.random.default_rng(0).permutation(36)[:32]
     whole = read(files, order, 8)
     labels = [batch["labels"] for batch in whole]
     np.testing.assert_array_equal(labels, files.labels[order].reshape(4, 8))
     chex.assert_trees_all_equal(read(files, order, 8, num_threads=1), whole)
-    assert not np.array_equal(read(files, order, 8, seed=(0, 2))[0]["images"], whole[0]["images"])
+    assert not np.array_equal(
+        read(files, order, 8, seed=(0, 2))[0]["images"], whole[0]["images"]
+    )
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     parts = []
     for index in range(2):
@@ -127,5 +150,10 @@ def test_a_broken_file(tree: Path, tmp_path: Path) -> None:
 
 def test_normalize() -> None:
     black_and_white = jnp.array([[0, 0, 0], [255, 255, 255]], jnp.uint8)
-    expected = [[-2.1179, -2.0357, -1.8044], [2.2489, 2.4286, 2.64]]  # as everywhere in PyTorch
-    np.testing.assert_allclose(imagenet_data.normalize(black_and_white), expected, atol=1e-4)
+    expected = [
+        [-2.1179, -2.0357, -1.8044],
+        [2.2489, 2.4286, 2.64],
+    ]  # as everywhere in PyTorch
+    np.testing.assert_allclose(
+        imagenet_data.normalize(black_and_white), expected, atol=1e-4
+    )

@@ -1,4 +1,5 @@
-"""CIFAR-10: one run computed in different ways, killed and resumed, and the command line."""
+"""CIFAR-10: one run computed in different ways, killed and resumed, and the command
+line."""
 
 import dataclasses
 import random
@@ -35,11 +36,16 @@ def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
     for number in (1, 2):
         state, of_epoch = program.epoch(cfg.seed, state, number, tqdm(disable=True))
         losses.append(of_epoch["loss"])
-    return jax.device_get(state._replace(key=0)), np.concatenate(losses), program.evaluate(state)
+    return (
+        jax.device_get(state._replace(key=0)),
+        np.concatenate(losses),
+        program.evaluate(state),
+    )
 
 
 def test_other_ways_to_run_the_same() -> None:
-    """Over both drops: as SPA, and on eight devices, whose sums are in another order."""
+    """Over both drops: as SPA, and on eight devices, whose sums are in another
+    order."""
     cfg = paper.config("sgdm", batch=8, epochs=2, learning_rate=0.1)
     reference = run_epochs(cfg)
     with paper.noisy_optimizers(train_cifar10, ulps=4):
@@ -53,7 +59,14 @@ def test_other_ways_to_run_the_same() -> None:
 
 
 def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:
-    arguments = [*paper.CIFAR10, *data_options, "--epochs", "2", "--out", str(tmp_path / "out")]
+    arguments = [
+        *paper.CIFAR10,
+        *data_options,
+        "--epochs",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     arguments += ["--optimizer", "spa-gradual", "--seeds", "2"]
     text = train_cifar10.main(arguments)
     (row,) = text.splitlines()[1:]
@@ -61,7 +74,9 @@ def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> N
     assert row.count("±") == 2
     lines = paper.metrics(tmp_path / "out" / "spa-gradual" / "seed1")
     assert [(line["epoch"], len(line["losses"])) for line in lines] == [(1, 2), (2, 2)]
-    assert lines[0]["eta"] == lines[0]["c"] == 1  # in one step: the next drop is the next step
+    assert (
+        lines[0]["eta"] == lines[0]["c"] == 1
+    )  # in one step: the next drop is the next step
     assert "step/s" in capsys.readouterr().err
     assert train_cifar10.main(arguments) == text
     assert "step/s" not in capsys.readouterr().err  # nothing is trained again
@@ -70,7 +85,9 @@ def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> N
 def test_killed_and_resumed(data_options: list[str], tmp_path: Path) -> None:
     """SIGKILL at any moment: the params in the end are the same, to the bit."""
     arguments = [*paper.CIFAR10, *data_options, "--epochs", "8", "--out"]
-    whole, killed = (tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "killed"))
+    whole, killed = (
+        tmp_path / name / "spa-gradual" / "seed0" for name in ("whole", "killed")
+    )
     train_cifar10.main([*arguments, str(tmp_path / "whole")])
     process = paper.start(["train_cifar10.py", *arguments, str(tmp_path / "killed")])
     while process.poll() is None and paper.num_epochs(killed) == 0:
@@ -81,6 +98,8 @@ def test_killed_and_resumed(data_options: list[str], tmp_path: Path) -> None:
     assert paper.num_epochs(killed) < 8
     train_cifar10.main([*arguments, str(tmp_path / "killed")])
     target = make_program(paper.config()).init(0)
-    chex.assert_trees_all_equal(*(paper.last_checkpoint(run, target) for run in (whole, killed)))
+    chex.assert_trees_all_equal(
+        *(paper.last_checkpoint(run, target) for run in (whole, killed))
+    )
     assert paper.metrics(whole) == paper.metrics(killed)
     assert len(paper.metrics(whole)) == 8

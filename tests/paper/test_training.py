@@ -36,14 +36,26 @@ class Kept(nnx.Module):
         # 11.17 and 23.51 million, as usually quoted; and torchvision's.
         (PREACT_RESNETS["resnet18"], 10, 32, 11_172_170, (4, 4, 512)),
         (PREACT_RESNETS["resnet50"], 10, 32, 23_513_162, (4, 4, 2_048)),
-        (partial(RESNETS["resnet50"], num_classes=1_000), 1_000, 224, 25_557_032, (7, 7, 2_048)),
+        (
+            partial(RESNETS["resnet50"], num_classes=1_000),
+            1_000,
+            224,
+            25_557_032,
+            (7, 7, 2_048),
+        ),
     ],
 )
-def test_sizes(make: Any, num_classes: int, size: int, num_params: int, last_block: Any) -> None:
+def test_sizes(
+    make: Any, num_classes: int, size: int, num_params: int, last_block: Any
+) -> None:
     def forward(x: jax.Array) -> tuple[Any, Any, Any]:
         model = make(rngs=nnx.Rngs(0))
         model.blocks = nnx.Sequential(*model.blocks.layers, Kept())
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), model(x), model.blocks.layers[-1].kept
+        return (
+            nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+            model(x),
+            model.blocks.layers[-1].kept,
+        )
 
     params, logits, body = jax.eval_shape(forward, jnp.zeros((2, size, size, 3)))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_params
@@ -57,13 +69,18 @@ def test_evaluation(of: str, tree: Path) -> None:
     if of == "cifar10":
         (train, test), mesh, make = small_data(), mesh_of(8), PREACT_RESNETS["small"]
         program = train_cifar10.make_program(
-            config(batch=8, learning_rate=0.01), training.on_all(train, mesh), test, mesh
+            config(batch=8, learning_rate=0.01),
+            training.on_all(train, mesh),
+            test,
+            mesh,
         )
         images, labels = cifar_data.normalize(jnp.asarray(test[0])), test[1]
     else:
         files = [imagenet_data.find(tree / part) for part in ("train", "val")]
         program = train_imagenet.make_program(imagenet_config(), *files, mesh_of(4), 2)
-        decoded = [imagenet_data.decode(path.read_bytes(), 32, None) for path in files[1].paths]
+        decoded = [
+            imagenet_data.decode(path.read_bytes(), 32, None) for path in files[1].paths
+        ]
         images, labels = imagenet_data.normalize(np.stack(decoded)), files[1].labels
         make = partial(RESNETS["small"], num_classes=3)
 
@@ -77,7 +94,10 @@ def test_evaluation(of: str, tree: Path) -> None:
     state = program.init(0)
     logits = forward(state.params, state.batch_stats)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    expected = {"test_loss": loss, "test_accuracy": (logits.argmax(-1) == labels).mean()}
+    expected = {
+        "test_loss": loss,
+        "test_accuracy": (logits.argmax(-1) == labels).mean(),
+    }
     chex.assert_trees_all_close(program.evaluate(state), expected, rtol=1e-5)
 
 
@@ -87,7 +107,9 @@ def hyperparams(tx: Any, counts: list[int]) -> list[tuple[float, float]]:
     for count in counts:
         state = optax.tree.set(tx.init(params), count=jnp.int32(count))
         _, state = jax.jit(tx.update)(params, state, params)
-        found.append((float(optax.tree.get(state, "eta")), float(optax.tree.get(state, "c"))))
+        found.append(
+            (float(optax.tree.get(state, "eta")), float(optax.tree.get(state, "c")))
+        )
     return found
 
 
@@ -106,10 +128,14 @@ def test_recipe(epochs: int) -> None:
         "tenth": [(1, 0.1), (0.1, 0.1), (0.01, 0.1), (0.001, 0.1), (0.001, 0.1)],
     }
     for name, pairs in expected.items():
-        np.testing.assert_allclose(hyperparams(make(name), counts), pairs, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            hyperparams(make(name), counts), pairs, rtol=1e-5, err_msg=name
+        )
     # 1.0005 a step at full length: a factor of 10 in 4,606 steps, or 11.8 epochs.
     halfway = round(first + 2303 * scale)
-    found = hyperparams(make("spa-gradual"), [int(first) - 2, halfway, int(first + 4_700 * scale)])
+    found = hyperparams(
+        make("spa-gradual"), [int(first) - 2, halfway, int(first + 4_700 * scale)]
+    )
     np.testing.assert_allclose(found[0], (1, 0.1), rtol=1e-5)
     np.testing.assert_allclose(found[1], (10**-0.5, 0.1 * 10**0.5), rtol=0.01)
     np.testing.assert_allclose(found[2], (0.1, 1), rtol=1e-5)
@@ -117,11 +143,14 @@ def test_recipe(epochs: int) -> None:
     # ImageNet's: 100 epochs, drops by 10 at 30, 60 and 90.
     tx = make_optimizer(imagenet_config(optimizer="spa-eta"), IMAGENET, 10)
     found = hyperparams(tx, [0, 299, 300, 600, 900])
-    np.testing.assert_allclose([eta for eta, _ in found], [0.1, 0.1, 0.01, 1e-3, 1e-4], rtol=1e-5)
+    np.testing.assert_allclose(
+        [eta for eta, _ in found], [0.1, 0.1, 0.01, 1e-3, 1e-4], rtol=1e-5
+    )
 
 
 def test_weight_decay_is_a_gradient() -> None:
-    """As in `torch.optim.SGD(weight_decay=...)`: g + 1e-4 x goes through the momentum."""
+    """As in `torch.optim.SGD(weight_decay=...)`: g + 1e-4 x goes through the
+    momentum."""
     params, grads = jnp.array([2.0]), jnp.array([0.5])
     tx = make_optimizer(config("sgdm", weight_decay=0.1), CIFAR10, 391)
     updates, state = tx.update(grads, tx.init(params), params)
@@ -143,7 +172,10 @@ class Network(nnx.Module):
 
 
 def make_steps(group: int | None, dtype: Any = jnp.float32) -> Any:
-    model, tx = lambda key: Network(dtype, nnx.Rngs(key)), optax.identity()  # the gradient itself
+    model, tx = (
+        lambda key: Network(dtype, nnx.Rngs(key)),
+        optax.identity(),
+    )  # the gradient itself
     return training.make_steps(imagenet_config(), model, tx, group)
 
 
@@ -161,7 +193,9 @@ def test_batch_norm_by_groups() -> None:
         state = state._replace(**optax.tree.cast(kept, jnp.float64))
 
         def update(group: int | None, part: slice) -> Any:
-            return jax.jit(make_steps(group, jnp.float64).update)(state, x[part], labels[part])
+            return jax.jit(make_steps(group, jnp.float64).update)(
+                state, x[part], labels[part]
+            )
 
         whole, whole_metrics = update(None, slice(None))
         as_one, _ = update(8, slice(None))
@@ -200,7 +234,10 @@ def test_defaults_of_imagenet(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"batch": 18}, "multiple of 4 devices, got 18"),
         ({"batch_norm_group": 5}, "multiple of --batch-norm-group 5, got 16"),
-        ({"epochs": 1, "batch": 36}, r"--epochs must .*, got drops at steps \[0, 1, 1\]"),
+        (
+            {"epochs": 1, "batch": 36},
+            r"--epochs must .*, got drops at steps \[0, 1, 1\]",
+        ),
     ],
 )
 def test_batches_that_do_not_divide(fields: Any, message: str, tree: Path) -> None:

@@ -20,7 +20,8 @@ from models import PREACT_RESNETS, RESNETS, PreActResNet, ResNet
 
 @contextlib.contextmanager
 def small_networks() -> Iterator[None]:
-    """Under the name "small", networks of one or two blocks, which compile in seconds."""
+    """Under the name "small", networks of one or two blocks, which compile in
+    seconds."""
     preact = partial(PreActResNet, (1, 1), (4, 8), stem_strides=2)
     with (
         mock.patch.dict(PREACT_RESNETS, small=preact),
@@ -36,7 +37,9 @@ if __name__ == "__main__":
         for script, *arguments in json.loads(sys.argv[1]):
             sys.argv, status = [script, *arguments], None
             try:
-                runpy.run_path(str(Path(options.__file__).with_name(script)), run_name="__main__")
+                runpy.run_path(
+                    str(Path(options.__file__).with_name(script)), run_name="__main__"
+                )
             except SystemExit as error:
                 print(error, flush=True)
                 status = error.code
