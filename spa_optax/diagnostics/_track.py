@@ -95,8 +95,8 @@ def track_momentum(
       ...     updates, state = tx.update(jnp.array(gradient), state, params)
       ...     params = params + updates
       >>> report = momentum_report(state)
-      >>> print(f"{report.iterate_term:.3f} {report.gradient_term:.3f}", end=" ")
-      >>> print(f"{report.gain:.3f}")
+      >>> terms = report.iterate_term, report.gradient_term, report.gain
+      >>> print(*[f"{term:.3f}" for term in terms])
       2.000 0.500 4.000
 
     References: Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight
