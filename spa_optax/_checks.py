@@ -1,5 +1,6 @@
-"""Checks arguments when a transform is built: `RULE.check(argument=value)`. Traced
-values pass.
+"""Checks arguments when a transform is built: `REQUIREMENT.check(argument=value)`.
+
+Traced values pass.
 """
 
 import contextlib
@@ -22,135 +23,140 @@ from spa_optax._trees import is_array, is_trained, leaves_with_path
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
 
 
-class Rule(NamedTuple):
+class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    holds: Callable[
-        [Any], Any
-    ]  # of the value, or of a number as a float; if it raises, it fails
+    # Of the value, or, if there is a kind, of a number as a float. An error means no.
+    holds: Callable[[Any], Any]
     kind: str = ""  # any, or one of the above
     may_be_none: bool = False
-    is_averaging: bool = False  # a c of 0.8 or more is probably meant as the momentum
     needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
 
-    def optional(self) -> "Rule":
-        """The rule for an argument that may be None."""
+    def optional(self) -> "Requirement":
+        """The requirement for an argument that may be None."""
         return self._replace(may_be_none=True)
 
     def check(self, **arguments: Any) -> None:
-        """Raises ValueError, with the argument, the rule and the value, unless each
-        fits.
-        """
+        """Raises ValueError with the argument, the requirement and the value."""
         for name, value in arguments.items():
             if not self._allows(value):
                 is_of_kind = not self.kind or _is_real(value)
-                text, got = (
-                    self.text if is_of_kind else self.kind,
-                    self._described(value),
+                text = self.text if is_of_kind else self.kind
+                raise ValueError(
+                    f"`{name}` must be {text}, got {_described(value, self.kind)}"
                 )
-                raise ValueError(f"`{name}` must be {text}, got {got}")
-            if self.is_averaging and is_plain_number(value) and 0.8 <= (value or 0) < 1:
-                hint = f"for a momentum of {value} pass {1 - value:g}"
-                text = f"`{name}` {value} means a momentum of {1 - value:g}: {hint}"
-                warnings.warn(text, stacklevel=3)
 
     def _allows(self, value: Any) -> bool:
-        if (value is None and self.may_be_none) or (
-            callable(value) and self.kind == SCHEDULE
-        ):
+        if value is None and self.may_be_none:
             return True
-        is_odd = self.kind and not _is_real(value)
-        is_narrow = (
-            isinstance(value, jax.Array) and self.needs_32_bits and value.itemsize <= 2
-        )
-        if (
-            is_odd
-            or is_narrow
-            or (isinstance(value, jax.Array) and self.kind == NUMBER)
-        ):
+        if callable(value) and self.kind == SCHEDULE:
+            return True
+        if self.kind and not _is_real(value):
             return False
+        if isinstance(value, jax.Array):
+            is_narrow = self.needs_32_bits and value.itemsize <= 2
+            if is_narrow or self.kind == NUMBER:
+                return False
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return bool(self.holds(float(value) if self.kind else value))  # pyright: ignore[reportArgumentType]  # real
         return bool(self.kind) and isinstance(value, Tracer)
 
-    def _described(self, value: Any) -> str:
-        if isinstance(value, int) and (bits := value.bit_length()) > 100:
-            return f"an integer of {bits} bits"  # Python may not print many
-        if isinstance(value, MultiSteps):
-            return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-        if hasattr(value, "averaging"):
-            return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
-        if isinstance(value, jax.Array) and value.shape == ():
-            static = "name it in `static_args`"
-            how = (
-                static
-                if self.kind in ("", NUMBER)
-                else "set `hyperparam_dtype=jnp.float32`"
-            )
-            return f"{value!r}: in `optax.inject_hyperparams`, {how}"
-        return repr(value)
+
+def _described(value: Any, kind: str) -> str:
+    """A value in a message, with what to do if it is one that users often pass."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        # Python may not print so many digits.
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, MultiSteps):
+        return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
+    if hasattr(value, "averaging"):
+        return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
+    if isinstance(value, jax.Array) and value.shape == ():
+        if kind in ("", NUMBER):
+            return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
+        return (
+            f"{value!r}: in `optax.inject_hyperparams`, set "
+            "`hyperparam_dtype=jnp.float32`"
+        )
+    return repr(value)
 
 
 def _is_real(value: Any) -> bool:
+    if type(value) is bool:
+        return False
     is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
-    return (
-        is_number
-        and type(value) is not bool
-        and np.isrealobj(value)
-        and np.shape(value) == ()
+    return is_number and np.isrealobj(value) and np.shape(value) == ()
+
+
+def check_averaging(**arguments: Any) -> None:
+    """Checks an averaging, and warns of one that is probably meant as a momentum."""
+    AVERAGING.check(**arguments)
+    for name, value in arguments.items():
+        if is_plain_number(value) and 0.8 <= value < 1:
+            warnings.warn(
+                f"`{name}` should be 1 − momentum, got {value}, which means a momentum "
+                f"of {1 - value:g}. For a momentum of {value} pass {1 - value:g}.",
+                stacklevel=3,
+            )
+
+
+def _integer(least: int) -> Requirement:
+    def holds(value: Any) -> bool:
+        return not isinstance(value, bool) and least <= operator.index(value) < 2**31
+
+    return Requirement(
+        f"a concrete integer >= {least} and below 2^31, the limit of counts", holds
     )
 
 
-def _integer(least: int) -> Rule:
-    text = f"a concrete integer >= {least} and below 2^31, the limit of counts"
-    return Rule(
-        text, lambda v: not isinstance(v, bool) and least <= operator.index(v) < 2**31
-    )
-
-
-def one_of(*choices: Any) -> Rule:
-    """The rule for an argument with a few values."""
-    return Rule(f"one of {choices}", lambda v: v in choices)
+def one_of(*choices: Any) -> Requirement:
+    """The requirement for an argument with a few values."""
+    return Requirement(f"one of {choices}", lambda v: v in choices)
 
 
 def _is_state_dtype(value: Any) -> bool:
-    if not isinstance(
-        value, (str, type, np.dtype)
-    ):  # `inject_hyperparams` makes it an array
-        return False
-    is_wide = jnp.issubdtype(value, jnp.floating) and jnp.finfo(value).bits >= 16
-    return is_wide or jnp.dtype(value) in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    # `inject_hyperparams` makes an array of it.
+    is_dtype = isinstance(value, (str, type, np.dtype))
+    return is_dtype and jnp.dtype(value) in (
+        jnp.float8_e4m3fn,
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float64,
+    )
 
 
-RATE = Rule("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
-AVERAGING = Rule("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE, is_averaging=True)
-INTERPOLATION = Rule("in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE)
-MOMENTUM = Rule("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
-B1, EPS = MOMENTUM._replace(kind=SCALAR), RATE._replace(kind=SCALAR)
-B2 = Rule(
+RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
+AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
+INTERPOLATION = Requirement(
+    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE
+)
+MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
+B1 = MOMENTUM._replace(kind=SCALAR)
+B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
-POWER = INTERPOLATION._replace(kind=SCALAR).optional()
+EPS = RATE._replace(kind=SCALAR)
 NOT_NEGATIVE = RATE._replace(kind=NUMBER)
-ABOVE_1 = Rule("finite and > 1", lambda v: 1 < v < inf, NUMBER)
-NOT_NEGATIVE_INTEGER, POSITIVE_INTEGER = _integer(0), _integer(1)
-FLAG = Rule("True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0)
-STATE_DTYPE = Rule(
-    "a floating-point dtype: float8_e4m3fn, float8_e5m2 or wider", _is_state_dtype
+ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
+NOT_NEGATIVE_INTEGER = _integer(0)
+POSITIVE_INTEGER = _integer(1)
+FLAG = Requirement(
+    "True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0
 )
-KEY = Rule(
+STATE_DTYPE = Requirement(
+    "float8_e4m3fn, bfloat16, float32 or float64", _is_state_dtype
+)
+KEY = Requirement(
     "one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ()
 )
-TRANSFORMATION = Rule(
+TRANSFORMATION = Requirement(
     "a gradient transformation", lambda v: isinstance(v, GradientTransformation)
 )
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether a hyper-parameter is a plain number: neither a schedule nor possibly
-    traced.
-    """
+    """Whether a hyper-parameter is neither a schedule nor possibly traced."""
     return not callable(value) and not isinstance(value, jax.Array)
 
 
@@ -173,47 +179,39 @@ def check_one_run(name: str, *counts: Any) -> None:
         )
 
 
-def check_params(params: PyTree, are_trained: bool = False) -> None:
-    """Raises ValueError unless params are arrays; the only one, or all, must be
-    floating-point.
-    """
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
     for path, leaf in leaves_with_path(params):
-        is_typed, trained = hasattr(leaf, "dtype"), is_trained(leaf)
-        fits = (
-            trained and is_typed
-            if are_trained
-            else trained or (path and is_array(leaf))
+        if leaf is None or is_trained(leaf) or (path and is_array(leaf)):
+            continue
+        if is_array(leaf):
+            raise ValueError(
+                "`params` must be floating-point arrays, got "
+                f"{jnp.result_type(leaf)} at {path or 'its root'}"
+            )
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {type(leaf)!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
         )
-        if leaf is not None and not fits:
-            got = (
-                f"{leaf.dtype if is_typed else repr(type(leaf))} at "
-                f"{path or 'its root'}"
-            )
-            hint = (
-                ""
-                if is_array(leaf)
-                else ": for Equinox use `eqx.filter(model, eqx.is_array)`"
-            )
-            raise ValueError(f"`params` must be floating-point arrays, got {got}{hint}")
 
 
 def check_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule is 0 and rises later. Samples it beyond
-    10,000.
+    """Raises ValueError where a schedule is 0 and rises later.
+
+    Counts up to 10,000 are checked, and 700 from there to 10^7.
     """
-    counts = np.append(
-        np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-    )
+    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+    counts = np.append(np.arange(10**4), later)
     try:
         with jax.ensure_compile_time_eval():
             values = jax.vmap(schedule)(jnp.asarray(counts, jnp.int32))
         values = np.asarray(values, float).reshape(counts.shape)
-    except (
-        Exception
-    ):  # a number, traced, or it has an error, which its first use raises
+    except Exception:
+        # It is a number, or traced, or has an error, which its first use raises.
         return
-    later = np.fmax.accumulate(values[::-1])[::-1]  # past its end it may be NaN
-    if (is_bad := (values <= 0) & (later > 0)).any():
+    largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
+    is_bad = (values <= 0) & (largest_later > 0)
+    if is_bad.any():
         k = np.argmax(is_bad)
         raise ValueError(
             f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}"

@@ -4,18 +4,19 @@ import jax
 import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
-from spa_optax._core import SPAState, check_scalars, is_at_start
-from spa_optax._precision import wide_dtype
-from spa_optax._storage import check_stored, form_of, tree_of
-from spa_optax._wrappers import StochasticRoundingState
+from spa_optax import _checks as checks, _trees as trees
+from spa_optax._codec import check_not_cast, codec_of, tree_of
+from spa_optax._core import SPAState, check_scalars, has_taken_no_step
+from spa_optax._dtypes import wide_dtype
+from spa_optax._wrappers import StochasticRoundingState, is_opaque_sam
 from spa_optax._xla import select
 
-# Wrappers that move the params apart from those of what they wrap (SAM, if it is not
-# opaque).
-_MOVE_PARAMS = (
-    *of_optax.states("ScheduleFree Mechanic SAM", optax.contrib),
+# Wrappers that move the params apart from those of what they wrap.
+_MOVES_PARAMS = (
     optax.LookaheadState,
+    optax.contrib.MechanicState,
+    optax.contrib.SAMState,  # unless it is opaque
+    optax.contrib.ScheduleFreeState,
 )
 
 
@@ -28,24 +29,27 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     copy it, `jax.tree.map(jnp.copy, x)`, since its arrays may be those of `params`,
     which a step may donate.
 
-    Args: opt_state: a state that holds one of the family, or several that divide the
-      params, in any
-        chain, and any wrapper that does not flatten the params or move them itself.
+    Args:
+      opt_state: a state that holds one of the family, or several that divide the
+        params, in any chain, and any wrapper that does not flatten the params or move
+        them itself.
       params: y_k, the current params of that run.
 
-    Returns: x_k, like `params`. Leaves of another optimizer, or of none, are returned
+    Returns:
+      x_k, like `params`. Leaves of another optimizer, or of none, are returned
       unchanged.
 
-    Raises: ValueError: if `opt_state` has no `SPAState`, or a batch, or its z does not
-      fit, or was cast.
+    Raises:
+      ValueError: if `opt_state` has no `SPAState`, or a batch, or its z does not fit,
+        or was cast.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from spa_optax import eval_params, spa
       >>> tx, y = spa(1.0, averaging=0.5, interpolation=0.5), jnp.array(10.0)
       >>> updates, state = tx.update(jnp.array(4.0), tx.init(y), y)
-      >>> # y is midway from z to x
-      >>> print(state.z, y + updates, eval_params(state, y + updates))
+      >>> y += updates
+      >>> print(state.z, y, eval_params(state, y))  # y is midway from z to x
       6.0 7.0 8.0
     """
     x = trees.by_path(params)
@@ -58,14 +62,15 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 "`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost"
             )
-        stored = trees.by_path(tree_of(state.z))
-        for key in filter(lambda key: trees.is_trained(x[key]), stored):
-            z = form_of(state.z).value(x[key], stored[key])
-            y = x[key].astype(z.dtype)
-            average = y + (1 / mu_y.astype(z.dtype) - 1) * (y - z)
-            # Before the first step params may have been replaced, which z does not
-            # follow.
-            x[key] = select(is_at_start(state), x[key], average.astype(x[key].dtype))
+        codec, is_start = codec_of(state.z), has_taken_no_step(state)
+        for path, stored in trees.by_path(tree_of(state.z)).items():
+            y = x[path]
+            if not trees.is_trained(y):
+                continue
+            d = codec.difference(y, stored)  # z − y
+            average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
+            # Before the first step params may have been replaced.
+            x[path] = select(is_start, y, average.astype(y.dtype))
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
@@ -84,8 +89,9 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     Returns:
       `spa_state` with z shifted; momentum is unchanged.
 
-    Raises: ValueError: if `spa_state` holds no `SPAState`, the trees differ, or both
-      are the same arrays.
+    Raises:
+      ValueError: if `spa_state` holds no `SPAState`, the trees differ, or both are the
+        same arrays.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -98,55 +104,52 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
     _states("spa_state", spa_state, old_params, new_params)
-    pairs = list(
-        zip(jax.tree.leaves(old_params), jax.tree.leaves(new_params), strict=True)
-    )
+    old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
+    pairs = list(zip(old_leaves, new_leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
         raise ValueError(
             "`new_params` must not be the arrays of `old_params` (nnx.state is live)"
         )
     old, new = trees.by_path(old_params), trees.by_path(new_params)
 
-    def shifted(key: str, z: Array) -> Array:
+    def shift(path: str, z: Array) -> Array:
         if not trees.is_trained(z):
-            return new[key]
-        if not trees.is_trained(new[key]):
-            got = f"{new[key].dtype} at {key or 'its root'}"
+            return new[path]
+        if not trees.is_trained(new[path]):
             raise ValueError(
-                f"`new_params` must be floating-point where z is, got {got}"
+                "`new_params` must be floating-point where z is, got "
+                f"{new[path].dtype} at {path or 'its root'}"
             )
-        dtype = wide_dtype(z, old[key])
-        return (
-            z.astype(dtype) + (new[key].astype(dtype) - old[key].astype(dtype))
-        ).astype(z.dtype)
+        dtype = wide_dtype(z, old[path])
+        edit = new[path].astype(dtype) - old[path].astype(dtype)
+        return (z.astype(dtype) + edit).astype(z.dtype)
 
-    def move(state: SPAState) -> SPAState:
-        if form_of(state.z).follows_params:
+    def shift_state(state: SPAState) -> SPAState:
+        if codec_of(state.z).follows_params:
             return state
-        z = [shifted(key, z) for key, z in trees.by_path(state.z).items()]
+        z = [shift(path, leaf) for path, leaf in trees.by_path(state.z).items()]
         return state._replace(z=trees.with_leaves(state.z, z))
 
-    return trees.copy(trees.replace(spa_state, SPAState, move))
+    return trees.copy(trees.replace(spa_state, SPAState, shift_state))
 
 
-def _states(
-    name: str, opt_state: PyTree, params: PyTree, *others: PyTree
-) -> list[SPAState]:
-    """The states of the family. Raises ValueError unless they fit the params, and other
-    params.
-    """
-    states, kinds = trees.find(opt_state, SPAState), (SPAState, StochasticRoundingState)
-    if not trees.find(opt_state, kinds):
+def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
+    """The states of the family. Raises ValueError unless they fit all of the params."""
+    states = trees.find(opt_state, SPAState)
+    holders = (SPAState, StochasticRoundingState)
+    if not trees.find(opt_state, holders):
         raise ValueError(
             f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}"
         )
-    for outer in trees.find(opt_state, _MOVE_PARAMS):
-        if trees.find(outer, kinds) and not of_optax.is_opaque_sam(outer):
-            got = f"one in a `{type(outer).__name__}`, which moves them"
-            raise ValueError(f"`{name}` must hold a state of `params`, got {got}")
-    for tree in (params, *others):
+    for outer in trees.find(opt_state, _MOVES_PARAMS):
+        if trees.find(outer, holders) and not is_opaque_sam(outer):
+            raise ValueError(
+                f"`{name}` must hold a state of `params`, got one in a "
+                f"`{type(outer).__name__}`, which moves them"
+            )
+    for tree in params:
         trees.check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:
-        check_stored(name, state.z, params)
+        check_not_cast(f"{name}.z", state.z, params[0])
         check_scalars(name, state)
     return states

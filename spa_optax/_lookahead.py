@@ -1,20 +1,22 @@
-"""SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead in
-schedules.
+"""SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead.
 
-Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With a_k =
-α_k (heavy ball) or α_k β_k (Nesterov), one step of SGD with momentum is, for any
+Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With
+a_k = α_k (heavy ball) or α_k β_k (Nesterov), a step of SGD with momentum is, for any
 w_{k+1} > 0,
 
-    z_k     ← x_k + r (z_k − x_k)                        r = β_k (a_k + w_{k+1}) / w_k
-    z_{k+1} = z_k − η_k g_k                     η_k = a_k + w_{k+1}    (Nesterov: + α_k)
-    x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k) − δ_k g_k    c_{k+1} = a_k / (a_k + w_{k+1})
+    z_k     ← x_k + r (z_k − x_k)                    r = β_k (a_k + w_{k+1}) / w_k
+    z_{k+1} = z_k − η_k g_k                          η_k = a_k + w_{k+1}
+    x_{k+1} = x_k + c_{k+1} (z_{k+1} − x_k)          c_{k+1} = a_k / (a_k + w_{k+1})
 
-with δ_k = 0 (Nesterov: α_k (1 − c_{k+1})). If r = 1 at every step, only its gradient
-step moves z. Only one such w stays bounded, the one that looks ahead: w_k = Σ_{j≥k} a_j
-Π_{i=k..j} β_i.
+Nesterov's η_k is larger by α_k, and x_{k+1} has a term −δ_k g_k, with
+δ_k = α_k (1 − c_{k+1}).
+
+If r = 1 at every step, only the gradient moves z. Only one such w stays bounded, the
+one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,25 +40,7 @@ class LookAhead(NamedTuple):
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
     unseen: Scalar  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
-    ends: Bool[Array, ""] | bool  # whether β_{k+1} is surely 0, so that momentum ends
-
-
-def in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
-    """Later α and β, with 0 for values that are NaN or out of range, as past a
-    schedule's end.
-    """
-    alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
-    return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
-
-
-def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
-    """The H at which β^H < 1e-8, at most 2^15 (0.999 needs 18,412); 2,000 if β is a
-    schedule.
-    """
-    if not is_plain_number(momentum):
-        return 2_000
-    beta = float(momentum)  # pyright: ignore[reportArgumentType]  # concrete, so no schedule
-    return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15) if beta > 0 else 1
+    ends: Bool[Array, ""] | bool  # whether β_{k+1} is surely 0: momentum ends
 
 
 def look_ahead(
@@ -67,92 +51,140 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step k, the count, and w_{k+1}. Numbers need no sum: H =
-    0.
+    """The hyper-parameters of step k, the count, and w_{k+1}.
 
-    w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, plus the tail for a and β constant
-    from k + H on.
+    w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
+    k + H on. Numbers need no sum: H = 0.
     """
-    alpha_at, beta_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("momentum", momentum),
-    )
-    a_of = lambda alpha, beta: alpha * beta if nesterov else alpha
+    alpha_at = at_count("learning_rate", learning_rate)
+    beta_at = at_count("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
-    a = a_of(alpha, beta)
-    ends = (
-        not isinstance(momentum, jax.Array)
-        and beta_at(jnp.maximum(count, count + 1)) == 0
-    )
+    a = alpha * beta if nesterov else alpha
     if callable(learning_rate) or callable(momentum):
-        horizon = _default_horizon(momentum) if horizon is None else horizon
-        # Counts keep the dtype of `count`, since schedules compute in it, and do not
-        # overflow.
-        after = lambda steps: (
-            count + jnp.minimum(steps, jnp.iinfo(count.dtype).max - count)
+        if horizon is None:
+            horizon = _default_horizon(momentum)
+        w, unseen = _w_of_schedules(
+            alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
-        counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-        alphas, betas = in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
-        # Evaluated again, since slicing the arrays above costs a kernel and keeps them
-        # alive.
-        last = after(jnp.asarray(horizon, count.dtype))
-        alpha_last, beta_last = in_range(alpha_at(last), beta_at(last))
-        if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
-            powers = np.asarray(momentum, a.dtype).astype(float) ** np.arange(
-                1, horizon + 1
-            )
-            reach = jnp.asarray(powers, a.dtype)
-        else:
-            reach = jnp.cumprod(betas)
-        seen = jnp.sum(a_of(alphas, betas) * reach)
-        reach_last = unseen = reach[-1]
     else:
-        foreknown = is_plain_number(learning_rate) and is_plain_number(momentum)
-        seen, reach_last, unseen = 0, 1, jnp.full_like(a, 0 if foreknown else 1)
-        alpha_last, beta_last = in_range(alpha, beta)
-    for_ever = a_of(alpha_last, beta_last) * beta_last / (1 - beta_last)
-    return LookAhead(alpha, beta, a, seen + reach_last * for_ever, unseen, ends)
+        w = _tail(*in_range(alpha, beta), nesterov=nesterov)
+        is_known = is_plain_number(learning_rate) and is_plain_number(momentum)
+        unseen = jnp.full_like(a, 0 if is_known else 1)
+    is_traced = isinstance(momentum, jax.Array)
+    ends = not is_traced and beta_at(jnp.maximum(count, count + 1)) == 0
+    return LookAhead(alpha, beta, a, w, unseen, ends)
+
+
+def _w_of_schedules(
+    alpha_at: Callable[[Array], Array],
+    beta_at: Callable[[Array], Array],
+    count: Int[Array, ""],
+    momentum: optax.ScalarOrSchedule,
+    *,
+    nesterov: bool,
+    horizon: int,
+) -> tuple[Scalar, Scalar]:
+    """w_{k+1}, and the weight in it of the terms past the horizon."""
+
+    def after(num_steps: Array) -> Array:
+        # Counts keep their dtype, since schedules compute in it, and do not overflow.
+        return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
+
+    counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
+    alphas, betas = in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
+    # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
+    last = after(jnp.asarray(horizon, count.dtype))
+    last_alpha, last_beta = in_range(alpha_at(last), beta_at(last))
+    if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
+        beta = np.asarray(momentum, betas.dtype).astype(float)
+        products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
+    else:
+        products = jnp.cumprod(betas)
+    a = alphas * betas if nesterov else alphas
+    tail = _tail(last_alpha, last_beta, nesterov=nesterov)
+    return jnp.sum(a * products) + products[-1] * tail, products[-1]
+
+
+def _tail(alpha: Scalar, beta: Scalar, *, nesterov: bool) -> Scalar:
+    """w for α and β that stay for ever: a β/(1 − β)."""
+    a = alpha * beta if nesterov else alpha
+    return a * beta / (1 - beta)
+
+
+def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
+    """The H at which β^H < 1e-8, at most 2^15 (0.999 needs 18,412).
+
+    It is 2,000 if β is a schedule.
+    """
+    if not is_plain_number(momentum):
+        return 2_000
+    beta = float(momentum)  # pyright: ignore[reportArgumentType]  # no schedule
+    if beta <= 0:
+        return 1
+    return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
+
+
+def in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
+    """Later α and β, or 0 for NaN and values out of range, as past a schedule's end."""
+    alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
+    return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
 def eta_and_c(
-    ahead: LookAhead, w: Scalar | None = None, *, nesterov: bool = False
+    ahead: LookAhead, w: Scalar, *, nesterov: bool = False
 ) -> tuple[Scalar, Scalar]:
-    """η_k and c_{k+1}, perhaps with another w for w_{k+1}."""
-    total = ahead.a + (ahead.w if w is None else w)
-    return (total + ahead.alpha if nesterov else total), ahead.a / jnp.where(
-        total == 0, 1, total
-    )
+    """η_k and c_{k+1}, with a w for w_{k+1}."""
+    total = ahead.a + w
+    c = ahead.a / jnp.where(total == 0, 1, total)
+    return (total + ahead.alpha if nesterov else total), c
 
 
 def sgdm_scalars(
-    ahead: LookAhead, w_old: Scalar, *, is_master: bool, nesterov: bool
+    ahead: LookAhead, w_old: Scalar, *, of_difference: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step. `is_master`: z is the master copy of params of 16 bits or
-    fewer.
-    """
-    alpha, beta, a, w, unseen, ends = ahead
-    w_k = w_old.astype(a.dtype)
-    foreseen = unseen <= 1e-7
-    if not is_master:
-        # m = (x − z) / w has the rounding error of x over w. If α or β may rise
-        # unforeseen, w stays large. But in a master copy that would cost digits.
-        w = jnp.where(foreseen, w, jnp.maximum(w, jnp.maximum(w_k, alpha / 100)))
-    ends &= is_master  # x then goes to z, which keeps what x loses by rounding
-    w = (
-        jnp.where(ends, 0, nonzero_w(w, a, w_k)).astype(w_old.dtype).astype(a.dtype)
-    )  # as stored
-    # r − 1, in the form that loses the fewest digits where r is close to 1.
-    w_k = jnp.where(w_k > 0, w_k, 1)
-    shift = ((w - w_k) + (beta * a - (1 - beta) * w)) / w_k
-    # A smaller shift is rounding error: some tens of eps for sums over a horizon, (1 −
-    # β) eps for unchanged traced numbers. Its derivative is not, and is kept.
-    rounding = jnp.where(foreseen, 64, 4 * (1 - beta)) * float(jnp.finfo(a.dtype).eps)
-    shift -= jnp.where(jnp.abs(shift) > rounding, 0, jax.lax.stop_gradient(shift))
-    shift = jnp.where(w_old > 0, shift, 0)
+    """The scalars of a step, where the state holds z − x (`of_difference`) or z."""
+    w_k = w_old.astype(ahead.a.dtype)
+    is_foreseen = ahead.unseen <= 1e-7
+    w = ahead.w
+    if not of_difference:
+        # m = (x − z)/w has the rounding error of x over w. If α or β may rise
+        # unforeseen, w stays large.
+        unforeseen_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
+        w = jnp.where(is_foreseen, w, unforeseen_w)
+    w = nonzero_w(w, ahead.a, w_k)
+    # Where momentum ends, x goes to z, which keeps what x loses by rounding.
+    ends = ahead.ends & of_difference
+    w = jnp.where(ends, 0, w)
+    w = w.astype(w_old.dtype).astype(w.dtype)  # as stored
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     c = jnp.where(ends, 1, c)
-    delta = alpha * (1 - c) if nesterov else None
-    return Scalars(eta, c, w, delta=delta, r=(w_k + shift * w_k, w_k))
+    return Scalars(
+        eta=eta,
+        c=c,
+        w=w,
+        delta=ahead.alpha * (1 - c) if nesterov else None,
+        r=_ratio(ahead, w, w_k, is_foreseen),
+    )
+
+
+def _ratio(
+    ahead: LookAhead, w: Scalar, w_k: Scalar, is_foreseen: Bool[Array, ""]
+) -> Scalar:
+    """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error and at the start."""
+    is_start = w_k <= 0
+    w_k = jnp.where(is_start, 1, w_k)
+    eps = float(jnp.finfo(w.dtype).eps)
+    # r − 1, in the form that loses the fewest digits where r is close to 1.
+    change = ((w - w_k) + (ahead.beta * ahead.a - (1 - ahead.beta) * w)) / w_k
+    # Rounding error is some tens of eps for sums over a horizon, (1 − β) eps for
+    # unchanged traced numbers. Its derivative is not, and is kept.
+    rounding_error = jnp.where(is_foreseen, 64, 4 * (1 - ahead.beta)) * eps
+    is_error = jnp.abs(change) <= rounding_error
+    change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)
+    r = jnp.where(is_start, 1, 1 + change)
+    # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
+    # half the digits of x, momentum restarts from 0.
+    return jnp.where(r > eps**-0.5, 0, r)
 
 
 def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:

@@ -27,7 +27,8 @@ def hyperparams_from_sgdm(
     """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M
     (arXiv:2010.00406).
 
-        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i     η_k = α_k + w_{k+1}     c_{k+1} = α_k / η_k
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
+        η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     For constants, η = α/(1 − β) and c = 1 − β. Unlike `theory.forward_recursion`, this
     solution of Theorem 1 is bounded. For Nesterov momentum and injected numbers use
@@ -57,10 +58,15 @@ def hyperparams_from_sgdm(
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
-    at = lambda k: eta_and_c(look_ahead(learning_rate, momentum, k, horizon=horizon))
+
+    def eta_and_c_at(k: Array) -> tuple[Array, Array]:
+        ahead = look_ahead(learning_rate, momentum, k, horizon=horizon)
+        return eta_and_c(ahead, ahead.w)
+
     sgdm = SGDMHyperparams(learning_rate, momentum)
     return SPAHyperparams(
-        Schedule(lambda k: at(k)[0], sgdm), Schedule(lambda k: at(k)[1], sgdm)
+        learning_rate=Schedule(lambda k: eta_and_c_at(k)[0], sgdm),
+        averaging=Schedule(lambda k: eta_and_c_at(k)[1], sgdm),
     )
 
 
@@ -94,7 +100,7 @@ def hyperparams_to_sgdm(
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.AVERAGING.check(averaging=averaging)
+    checks.check_averaging(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
     eta_at, c_at = (
@@ -128,26 +134,29 @@ def stagewise(
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
-        balance  1/c_k − 1 = (1/c − 1) η_k/η  (R_k's first coefficient stays 0)
+        balance    1/c_k − 1 = (1/c − 1) η_k/η     (R_k's first coefficient stays 0)
 
-    Args: learning_rate: η ≥ 0 of the first stage. averaging: c in [0, 1] of the first
-      stage. boundaries: the steps b ≥ 1 at which a stage begins, ascending. factor: the
-      divisor of η at every boundary, > 1. averaging_rule: "constant", "scale" or
-      "balance". step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage)
-      takes n steps to reach
-        it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then spikes (Insight
-        3).
+    Args:
+      learning_rate: η ≥ 0 of the first stage.
+      averaging: c in [0, 1] of the first stage.
+      boundaries: the steps b ≥ 1 at which a stage begins, ascending.
+      factor: the divisor of η at every boundary, > 1.
+      averaging_rule: "constant", "scale" or "balance".
+      step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage) takes n
+        steps to reach it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then
+        spikes (Insight 3).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
 
-    Raises: ValueError: if an argument is out of range, or a transition too long for its
-      stage.
+    Raises:
+      ValueError: if an argument is out of range, or a transition too long for its
+        stage.
 
     Examples:
       >>> from spa_optax import stagewise
       >>> eta, c = stagewise(1.0, 0.1, [2], step_factor=2.0)
-      >>> # until η is divided by 10
+      >>> # c rises until η is divided by 10
       >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])
       ['1.000 0.1', '1.000 0.2', '0.500 0.4', '0.250 0.8', '0.125 1.0']
     """
@@ -159,7 +168,7 @@ def stagewise(
     is_sequence = lambda steps: (
         not isinstance(steps, Mapping) and iter(steps)
     )  # Optax has mappings
-    checks.Rule("a sequence of steps, with one `factor`", is_sequence).check(
+    checks.Requirement("a sequence of steps, with one `factor`", is_sequence).check(
         boundaries=boundaries
     )
     for b in (steps := list(boundaries)):
@@ -167,10 +176,12 @@ def stagewise(
     shortest = min(
         (after - b for b, after in itertools.pairwise(steps)), default=math.inf
     )
-    checks.Rule("ascending", lambda _: shortest > 0).check(boundaries=steps)
+    checks.Requirement("ascending", lambda _: shortest > 0).check(boundaries=steps)
     least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
     rule = f"at least {math.ceil(1e6 * least) / 1e6}, to end before the next boundary"
-    checks.Rule(rule, lambda s: s >= least).optional().check(step_factor=step_factor)
+    checks.Requirement(rule, lambda s: s >= least).optional().check(
+        step_factor=step_factor
+    )
     eta_at, c_at = (
         at_count("learning_rate", learning_rate),
         at_count("averaging", averaging),
@@ -201,62 +212,6 @@ def stagewise(
     )
 
 
-def momentum_drop(
-    learning_rate: ScalarOrSchedule,
-    averaging: ScalarOrSchedule,
-    step: int,
-    *,
-    hold: Literal["eta", "alpha"] = "eta",
-    step_factor: float | None = None,
-) -> SPAHyperparams:
-    """Raises c to 1 from a step on, which removes momentum: x_k = z_k
-    (arXiv:2010.00406, Figure 3).
-
-    Args: learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. averaging:
-      c_{k+1} in [0, 1], a scalar or a schedule of the count k. step: the first k ≥ 1 at
-      which c_k is 1; with a `step_factor`, at which it has risen. hold: "eta", and α =
-      ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η falls by c. step_factor:
-      of c per step, > 1, from `step` on until c is 1. None means an abrupt change.
-
-    Returns:
-      Two schedules: `spa(*momentum_drop(...))`.
-
-    Raises:
-      ValueError: if an argument is out of range.
-
-    Examples:
-      >>> from spa_optax.theory import momentum_drop
-      >>> eta, c = momentum_drop(1.0, 0.25, 2, hold="alpha")
-      >>> print([f"{eta(k)} {c(k)}" for k in range(3)])
-      ['1.0 0.25', '0.25 1.0', '0.25 1.0']
-    """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.AVERAGING.check(averaging=averaging)
-    checks.POSITIVE_INTEGER.check(step=step)
-    checks.one_of("eta", "alpha").check(hold=hold)
-    checks.ABOVE_1.optional().check(step_factor=step_factor)
-    eta_at, c_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
-    )
-
-    def c(k: Array) -> Float[Array, ""]:
-        num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
-        if step_factor is None:
-            return jnp.where(num_rises > 0, 1, c_at(k))
-        return _scaled_up_to_1(c_at(k), num_rises.astype(float) * math.log(step_factor))
-
-    def eta_for_alpha(k: Array) -> Float[Array, ""]:
-        before, now = c_at(k), c(k)
-        return eta_at(k) * jnp.where(
-            before == now, 1, before / jnp.where(now > 0, now, 1)
-        )
-
-    return SPAHyperparams(
-        Schedule(eta_at if hold == "eta" else eta_for_alpha), Schedule(c)
-    )
-
-
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
     """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 ·
     inf.
@@ -280,9 +235,9 @@ def schedule_free_averaging(
 
     `optax.contrib.schedule_free` is `lambda k: rate(k + 1)` here, and `rate` in `spa`.
 
-    Args: learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a
-      number γ, taken
-        to warm up as γ (k + 1)/`num_warmup_steps`.
+    Args:
+      learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number
+        γ, taken to warm up as γ (k + 1)/`num_warmup_steps`.
       num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
         checked.
       weight_power: p ≥ 0.
@@ -293,24 +248,28 @@ def schedule_free_averaging(
     Returns:
       c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
 
-    Raises: ValueError: if an argument is out of range, or the schedule is traced or
-      rises later.
+    Raises:
+      ValueError: if an argument is out of range, or the schedule is traced or rises
+        later.
 
     Examples:
       >>> from spa_optax import schedule_free_averaging
       >>> c = schedule_free_averaging(0.1, num_warmup_steps=2)
-      >>> # weights 1/4, 1, 1, …; c 1, 1/1.25, 1/2.25, …
+      >>> # weights are 1/4, 1, 1, …, so c is 1, 1/1.25, 1/2.25, …
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
 
-    References: Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section
-      4. ScheduleFree+, 2026, arXiv:2605.19095, adds r and the steps without averaging.
+    References:
+      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
+      ScheduleFree+, 2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
     checks.RATE.check(learning_rate=learning_rate)
     end, start, r = num_warmup_steps, num_unaveraged_steps, count_power
     checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=end, num_unaveraged_steps=start)
     checks.NOT_NEGATIVE.check(weight_power=weight_power)
-    checks.Rule("in [0, 4]", lambda r: 0 <= r <= 4, checks.NUMBER).check(count_power=r)
+    checks.Requirement("in [0, 4]", lambda r: 0 <= r <= 4, checks.NUMBER).check(
+        count_power=r
+    )
     rates = np.minimum(
         np.arange(1, end + 2) / max(end, 1), 1
     )  # of a number, over that number
@@ -359,22 +318,26 @@ def ema_nesterov(
         η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}
         c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
 
-    The first line is EMA-Nesterov, with u_k a base optimizer's update at the params
-    y_k. The second gives the same y at the base's rate times η_k, with the μ_y of y_k;
-    x averages θ. A constant β gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β. If all
-    later β are 0, so is μ_y: x is lost.
+    The first two lines are EMA-Nesterov, with u_k a base optimizer's update at the
+    params y_k. The others give the same y at the base's rate times η_k, with the μ_y
+    of y_k; x averages θ. A constant β gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β.
+    If all later β are 0, so is μ_y: x is lost.
 
-    Args: learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
-      decay: γ in [0, 1), of the moving average m. lookahead: β_k in [0, 1), a number,
-      or a schedule of the count k that can be vmapped. num_steps: the count ≥ 0 from
-      which a schedule of β is constant.
+    Args:
+      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
+      decay: γ in [0, 1), of the moving average m.
+      lookahead: β_k in [0, 1), a number, or a schedule of the count k that can be
+        vmapped.
+      num_steps: the count ≥ 0 from which a schedule of β is constant.
 
-    Returns: Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a
-      finished optimizer and a learning rate of 1, `primal_averaging(chain(optimizer,
+    Returns:
+      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a finished
+      optimizer and a learning rate of 1, `primal_averaging(chain(optimizer,
       scale_by_schedule(eta)), c, mu_y)`.
 
-    Raises: ValueError: if an argument is out of range, or the schedule is traced or
-      changes later.
+    Raises:
+      ValueError: if an argument is out of range, or the schedule is traced or changes
+        later.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -418,7 +381,7 @@ def _values_until(
     name: str,
     schedule: Any,
     count: int,
-    allowed: checks.Rule,
+    allowed: checks.Requirement,
     rule: str,
     is_bad: Callable,
 ) -> np.ndarray:

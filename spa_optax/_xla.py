@@ -1,6 +1,4 @@
-"""What XLA's compilers need to be told, and z ← y + r (z − y) in the form they compile
-best.
-"""
+"""What XLA's compilers need to be told."""
 
 from typing import Any
 
@@ -8,21 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from spa_optax._precision import rounds_to, scaled
-from spa_optax._trees import is_array, map_trained
-
-Ratios = dict[str, Float[Array, ""]]  # r for each dtype of y; empty: 1
+from spa_optax._trees import is_array
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:
     """The same arrays, but XLA treats them as different ones."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = iter(
-        jax.lax.optimization_barrier([leaf for leaf in leaves if is_array(leaf)])
-    )
-    return structure.unflatten(
-        [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
-    )
+    hidden = iter(jax.lax.optimization_barrier(list(filter(is_array, leaves))))
+    return structure.unflatten([next(hidden) if is_array(x) else x for x in leaves])
 
 
 def shared(scalars: PyTree) -> PyTree:
@@ -34,21 +25,36 @@ def shared(scalars: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(scalars)
 
-    def slices(leaves: list[Array]) -> list[Array]:
-        array = behind_a_barrier(
-            jnp.stack([leaf.astype(leaves[0].dtype) for leaf in leaves])
-        )
-        return [array[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+    def as_slices(leaves: list[Array]) -> list[Array]:
+        dtype = leaves[0].dtype
+        vector = behind_a_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
+        return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
-    on_gpu = {"cuda": slices, "rocm": slices}
-    leaves = jax.lax.platform_dependent(leaves, **on_gpu, default=behind_a_barrier)
+    leaves = jax.lax.platform_dependent(
+        leaves, cuda=as_slices, rocm=as_slices, default=behind_a_barrier
+    )
     return structure.unflatten(leaves)
 
 
-def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
-    """`jnp.where`; on a mesh with explicit axes shardings may differ, as those of a sum
-    may.
+@jax.custom_jvp
+def rescale(y: Array, z: Array, r: Float[Array, ""]) -> Array:
+    """y + r (z − y), but z itself where r is 1.
+
+    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
+    read y, as fast as `optax.sgd`.
     """
+    return select(r != 1, y + r * (z - y), z)
+
+
+@rescale.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
+    _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
+    return rescale(*primals), tangent
+
+
+def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
+    """`jnp.where`; on a mesh with explicit axes the shardings of x and y may differ."""
     if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
         if hasattr(jax.sharding, "reshard"):
             sharding = jax.typeof(x + y).sharding
@@ -58,69 +64,14 @@ def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
     return jnp.where(predicate, x, y)
 
 
-def sharded_like(zeros: Array, x: Any) -> Array:
-    """Zeros with the sharding of a parameter of their shape, which `zeros_like` drops
-    under jit.
+def sharded_like(leaf: Any, x: Any) -> Any:
+    """An array of a state with the sharding of its parameter, which jit drops.
 
-    Without it every device would hold all of them. XLA would fold a constant predicate
-    before it propagates shardings, hence the barrier.
+    Without it every device would hold all of the array. XLA would fold a constant
+    predicate before it propagates shardings, hence the barrier.
     """
-    if not isinstance(x, jax.Array) or x.shape != zeros.shape:
-        return zeros
+    is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
+    if not is_like or x.shape != leaf.shape:
+        return leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return select(never, jnp.real(x).astype(zeros.dtype), zeros)
-
-
-def rescale(
-    y: PyTree, z: PyTree, r: Ratios, at_start: Array, of_difference: bool
-) -> PyTree:
-    """y_k + r (z_k − y_k), or y_0; of a difference, r (z_k − y_k)."""
-    if of_difference:
-        return map_trained(lambda d: scaled(r["float32"], d, d.dtype), z) if r else z
-    return (_select_or_rescale if r else _select)(y, z, r, at_start)
-
-
-def _rescale(y: PyTree, z: PyTree, r: Ratios, at_start: Bool[Array, ""]) -> PyTree:
-    """y_k + r (z_k − y_k), or y_0 without an r."""
-
-    def leaf(z: Array, y: Array) -> Array:
-        new = y.astype(z.dtype)
-        if r:
-            new += scaled(r[str(y.dtype)], z - new, z.dtype)
-        if y.dtype == z.dtype:
-            return new
-        # If params are replaced before the first step, z_0 is theirs. But z stays where
-        # it rounds to y: master weights are made by `init` on float32 params that are
-        # cast afterwards.
-        return select(at_start & rounds_to(z, y), z, new)
-
-    return map_trained(leaf, z, y)
-
-
-def _select(y: PyTree, z: PyTree, r: Ratios, at_start: Bool[Array, ""]) -> PyTree:
-    """`_rescale`, but z_k itself where r = 1 or, without an r, after the start.
-
-    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
-    read y, as fast as `optax.sgd`. Reading y took 1.1 to 1.3 times as long, and
-    `lax.cond` as well.
-    """
-
-    def leaf(z: Array, y: Array, rescaled: Array) -> Array:
-        # Not `~at_start`: with one operand more, XLA for TPU gave a kernel smaller
-        # windows.
-        moves = r[str(y.dtype)] != 1 if r else at_start
-        return select(moves, rescaled, z)
-
-    return map_trained(leaf, z, y, _rescale(y, z, r, at_start))
-
-
-_select_or_rescale = jax.custom_jvp(_select)
-
-
-@_select_or_rescale.defjvp
-def _(
-    primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
-) -> tuple[PyTree, PyTree]:
-    """The derivative of `_rescale`, since z_k depends on r at r = 1 too."""
-    _, tangent = jax.jvp(_rescale, primals, tangents)
-    return _select_or_rescale(*primals), tangent
+    return select(never, jnp.real(x).astype(leaf.dtype), leaf)

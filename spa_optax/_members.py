@@ -2,13 +2,13 @@
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray
 
 from spa_optax import _checks as checks
+from spa_optax._codec import codec_of
 from spa_optax._core import Scalars, SPAState, transformation
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
-from spa_optax._precision import has_narrow
 
 
 def spa(
@@ -40,12 +40,14 @@ def spa(
     around it (`optax.lookahead`): z would not follow, and would pull x back. After
     editing params call `reanchor`.
 
-    Args: learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M,
-      α/(1 − β). averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of
-      the count k. interpolation: μ_y in (0, 1], a scalar or a schedule of the count k,
-      for y_{k+1}. The fraction
-        1 − μ_y (1 − c) of each step moves y at once. x has y's rounding error, divided
-        by μ_y.
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 −
+        β).
+      averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count
+        k.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
+        The fraction 1 − μ_y (1 − c) of each step moves y at once. x has y's rounding
+        error, divided by μ_y.
       state_dtype: dtype of z. None means the params' dtype, but float32 for params of
         16 bits or fewer: z is then also their master copy. In 16 bits or fewer the
         state holds z − params, in a node of its own, clipped at 255 in float16, 1.75 in
@@ -60,8 +62,9 @@ def spa(
         different keys: fold `jax.lax.axis_index(axis)` into the key, but never along an
         axis on which params are replicated.
 
-    Returns: A transformation whose state is an `SPAState`. `update` needs `params`, and
-      keeps their dtype.
+    Returns:
+      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps
+      their dtype.
 
     Raises:
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
@@ -77,13 +80,14 @@ def spa(
       >>> print(state.z, eval_params(state, y), y)
       8.0 9.0 8.5
 
-    References: Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section
-      2. Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131.
-      Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats,
-      Quasi-hyperbolic momentum, arXiv:1810.06801.
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2. Defazio
+      et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131. Defazio et
+      al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic
+      momentum, arXiv:1810.06801.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.AVERAGING.check(averaging=averaging)
+    checks.check_averaging(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_above_0("interpolation", interpolation)
     eta_at, c_at = (
@@ -93,12 +97,13 @@ def spa(
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 
-    def rule(state: SPAState, _: PyTree) -> Scalars:
+    def rule(state: SPAState) -> Scalars:
         eta, c = eta_at(state.count), c_at(state.count)
         # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were
         # constant.
-        w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        return Scalars(eta, c, w, mu_y=None if params_are_x else mu_y_at(state.count))
+        last_eta = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
+        mu_y = None if params_are_x else mu_y_at(state.count)
+        return Scalars(eta, c, w=(1 - c) * last_eta, mu_y=mu_y)
 
     return transformation(rule, state_dtype, rounding_key, mu_y_at=mu_y_at)
 
@@ -121,7 +126,8 @@ def spa_from_sgdm(
     through z_k = x_k − w_k m_k, the point at which x would come to rest if every later
     gradient were zero. It is that of `spa` with
 
-        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i     η_k = α_k + w_{k+1}     c_{k+1} = α_k / η_k
+        w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
+        η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
     For constants, and β > 0, η = α/(1 − β) and c = 1 − β.
 
@@ -130,9 +136,10 @@ def spa_from_sgdm(
     z need not be the resting point, and if the rate rises 2,896-fold (bfloat16:
     11-fold) momentum restarts from zero.
 
-    Args: learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
-      evaluated under
-        `jax.vmap` at later counts, where NaN and negative values count as 0.
+    Args:
+      learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
+        evaluated under `jax.vmap` at later counts, where NaN and negative values count
+        as 0.
       momentum: β_k in [0, 1), a scalar or a schedule of the count k.
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β,
@@ -142,8 +149,9 @@ def spa_from_sgdm(
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`.
 
-    Returns: A transformation whose state is an `SPAState`. `update` needs `params`, and
-      keeps their dtype.
+    Returns:
+      A transformation whose state is an `SPAState`. `update` needs `params`, and keeps
+      their dtype.
 
     Raises:
       ValueError: if an argument is out of range, or, in `update`, the trees differ.
@@ -168,12 +176,13 @@ def spa_from_sgdm(
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
-    def rule(state: SPAState, params: PyTree) -> Scalars:
+    def rule(state: SPAState) -> Scalars:
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
+        of_difference = codec_of(state.z).follows_params
         return sgdm_scalars(
-            ahead, state.w, is_master=has_narrow(params), nesterov=nesterov
+            ahead, state.w, of_difference=of_difference, nesterov=nesterov
         )
 
     return transformation(rule, state_dtype, rounding_key)

@@ -1,0 +1,139 @@
+"""AdamW with primal averaging in place of its first moment."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
+
+from spa_optax import _checks as checks
+from spa_optax._members import spa
+from spa_optax._wrappers import in_float32
+
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+def spa_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    averaging: optax.ScalarOrSchedule = 0.1,
+    interpolation: optax.ScalarOrSchedule = 1.0,
+    *,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Mask = None,
+    second_moment: Literal["full", "factored"] = "full",
+    state_dtype: DTypeLike | None = None,
+    rounding_key: PRNGKeyArray | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW (arXiv:1711.05101) with primal averaging in place of its first moment.
+
+        ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
+        d_k     = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
+
+    It is `spa` on the directions d. AdamW scales an average of gradients; this averages
+    scaled gradients, without bias correction. With `schedule_free_averaging` it is
+    Schedule-Free AdamW.
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
+      averaging: c_{k+1} = 1 − b1 in [0, 1], a scalar or a schedule of the count k.
+      interpolation: μ_y in (0, 1], as for `spa`. Below 1 evaluate and save
+        `eval_params`.
+      b2: β₂ in [0, 1), of the second moment.
+      eps: ε ≥ 0.
+      weight_decay: λ ≥ 0, as for `optax.add_decayed_weights`. The learning rate
+        multiplies it.
+      mask: which params to decay: a tree of booleans, or a function of the params. None
+        means all.
+      second_moment: ν is "full", by `optax.scale_by_rms`, in 32 bits or more; or
+        "factored", by `optax.scale_by_factored_rms`, with almost no memory: only the
+        means of ν along the two longest axes are stored, where both are 128 or longer.
+      state_dtype: dtype of z, as for `spa`.
+      rounding_key: for stochastic rounding, as for `spa`. Under
+        `optax.inject_hyperparams` put it, `state_dtype`, `second_moment` and a function
+        `mask` into `static_args`.
+
+    Returns:
+      An optax chain whose `update` needs `params` and keeps their dtype.
+
+    Raises:
+      ValueError: if an argument is out of range, or, in `update`, the trees differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from spa_optax import spa_adamw
+      >>> tx, params = spa_adamw(learning_rate=1.0, weight_decay=0.0), jnp.array(10.0)
+      >>> updates, state = tx.update(jnp.array(4.0), tx.init(params), params)
+      >>> z, x = state[1].z, params + updates
+      >>> print(f"{z:.3f} {x:.3f}")  # x goes a tenth of the way to z
+      9.000 9.900
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2.
+      Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2017, arXiv:1711.05101,
+      Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
+    """
+    checks.B2.check(b2=b2)
+    checks.EPS.check(eps=eps)
+    checks.RATE.check(weight_decay=weight_decay)
+    checks.one_of("full", "factored").check(second_moment=second_moment)
+    if second_moment == "full":
+        scale = optax.scale_by_rms(
+            decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True
+        )
+    else:
+        scale = _scale_by_factored_rms(b2, eps)
+    add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
+    is_plain_one = type(interpolation) in (int, float) and interpolation == 1
+    if is_plain_one and second_moment == "full" and rounding_key is not None:
+        # Beside bfloat16 params XLA for TPU v7x makes one kernel if it does not know
+        # the 1, and two if it does.
+        interpolation = jnp.ones([])
+    average = spa(
+        learning_rate,
+        averaging,
+        interpolation,
+        state_dtype=state_dtype,
+        rounding_key=rounding_key,
+    )
+    return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
+
+
+def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
+    """Optax's factored second moment, with Adam's β₂ and bias correction.
+
+    β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k makes of the mean one without bias. ε²
+    below Adafactor's 1e-30 counts as 1e-30.
+    """
+
+    def decay_at(count: ArrayLike, b2: Any) -> Array:
+        k = jnp.asarray(count).astype(float)
+        return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
+
+    return optax.scale_by_factored_rms(
+        decay_rate=b2,
+        epsilon=jnp.maximum(jnp.square(eps), 1e-30),
+        decay_rate_fn=decay_at,
+    )
+
+
+def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
+    """A mask as a function of the params that raises ValueError unless it fits them."""
+    leaves = jax.tree.leaves(mask)
+    # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
+    function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
+
+    def mask_of(params: PyTree) -> PyTree:
+        tree = function(params)
+        try:
+            jax.tree.map(lambda leaf, _: checks.FLAG.check(mask=leaf), tree, params)
+        except ValueError as error:
+            raise ValueError(
+                f"`mask` must be a tree of booleans like `params`: {error}"
+            ) from None
+        return tree
+
+    return None if mask is None else mask_of

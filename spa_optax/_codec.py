@@ -1,0 +1,256 @@
+"""How a state holds z, and the recursion of primal averaging on one array.
+
+The state holds z itself where all params and the state have 32 bits or more, as in the
+paper. In every other case it holds z − y, the difference from the params y. A
+difference keeps digits that a narrow z would lose, and it follows params that something
+else moves.
+
+The type of a node says which of the two a state holds, so a cast of the state (as when
+a checkpoint is restored into another dtype) changes its precision and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from spa_optax._dtypes import has_narrow, wide_dtype
+from spa_optax._rounding import Seed, round_update, rounded
+from spa_optax._trees import by_path, is_trained
+from spa_optax._xla import rescale, select, sharded_like
+
+Scalar = Float[Array, ""]
+
+
+class Coefficients(NamedTuple):
+    """The scalars of one step of y and z, for gradients g.
+
+        z ← y + r (z − y)
+        z ← z − η g
+        y ← y + p (z − y) − δ g
+
+    A field that is None leaves its term out of the program. Before the first step z is
+    y, even if the params were replaced since `init`.
+    """
+
+    eta: Scalar
+    p: Scalar
+    delta: Scalar | None  # None: 0
+    r: Scalar | None  # None: 1
+    is_start: Bool[Array, ""]
+
+
+class ArrayStep(NamedTuple):
+    """What a step makes of one array. One without a gradient stays."""
+
+    u: Array | None  # y_{k+1} − y_k, in the params' dtype
+    stored: Array | None  # what the state holds of z_{k+1}
+
+
+class Itself:
+    """The state holds z itself, which has 32 bits or more, beside such params."""
+
+    name = "z itself"
+    follows_params = False  # z stays where it is if something else moves y
+    unit = 1.0
+
+    def node(self, tree: PyTree) -> PyTree:
+        """What stands in the state for a tree of arrays."""
+        return tree
+
+    def start(self, y: Any, dtype: Any) -> Array:
+        """z_0 = y_0, in a buffer of its own, so that both can be donated."""
+        return jnp.array(y, dtype=dtype, copy=True)
+
+    def value(self, y: Array, stored: Array) -> Array:
+        """z, in the dtype to compute in."""
+        return stored.astype(wide_dtype(y, stored))
+
+    def difference(self, y: Array, stored: Array) -> Array:
+        """z − y, in the dtype to compute in."""
+        z = self.value(y, stored)
+        return z - y.astype(z.dtype)
+
+    def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z, in a dtype."""
+        return rounded(z, dtype, seed)
+
+    def step(
+        self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
+    ) -> ArrayStep:
+        """One step of y and z."""
+        z = self.value(y, stored)
+        wide_y, g, s = _as_dtype((y, g, s), z.dtype)
+        if s.r is None:
+            z = select(s.is_start, wide_y, z)
+        else:
+            z = rescale(wide_y, z, jnp.where(s.is_start, 0, s.r))
+        z = z - s.eta * g
+        u = s.p * (z - wide_y)
+        if s.delta is not None:
+            u = u - s.delta * g
+        u = round_update(u, y, seed, low_bits=True)
+        return ArrayStep(u, rounded(z, stored.dtype, seed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The state holds d = z − y in units, at most its dtype's largest number."""
+
+    node: Callable[[PyTree], PyTree]  # the type of what stands in the state for a tree
+    name: str
+    unit: float
+    follows_params = True  # z moves along if something else moves y
+
+    def start(self, y: Any, dtype: Any) -> Array:
+        """d_0 = 0, sharded like y."""
+        return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
+
+    def value(self, y: Array, stored: Array) -> Array:
+        """z, in the dtype to compute in."""
+        d = self.difference(y, stored)
+        return y.astype(d.dtype) + d
+
+    def difference(self, y: Array, stored: Array) -> Array:
+        """z − y, in the dtype to compute in."""
+        return self.unit * stored.astype(wide_dtype(y, stored))
+
+    def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z, in a dtype."""
+        # Where z is NaN, y is NaN too, so any number will do.
+        units = (z - y.astype(z.dtype)) / self.unit
+        return rounded(units, dtype, seed, saturates=True)
+
+    def step(
+        self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
+    ) -> ArrayStep:
+        """One step of y and z."""
+        d = self.difference(y, stored)
+        g, s = _as_dtype((g, s), d.dtype)
+        if s.r is not None:
+            d = s.r * d
+        d = d - s.eta * g
+        u = s.p * d
+        if s.delta is not None:
+            u = u - s.delta * g
+        u = round_update(u, y, seed, low_bits=True)
+        # From y + u, an output of the step, XLA for TPUs makes one kernel of u and d.
+        z = y.astype(d.dtype) + d
+        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
+
+
+def _as_dtype(tree: PyTree, dtype: Any) -> PyTree:
+    """Numbers in a dtype."""
+    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
+
+
+class ZMinusParams(NamedTuple):
+    """Stands in a state for a tree of z − y."""
+
+    z_minus_params: PyTree
+
+
+class ZMinusParamsTimes256(NamedTuple):
+    """Stands in a state for a tree of 256 (z − y), since float8 has few exponents."""
+
+    z_minus_params_times_256: PyTree
+
+
+ITSELF = Itself()
+DIFFERENCE = Difference(ZMinusParams, "z − params", unit=1.0)
+DIFFERENCE_IN_256THS = Difference(
+    ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
+)
+Codec = Itself | Difference
+
+
+def codec_for(params: PyTree, state_dtype: Any) -> Codec:
+    """How a state holds the z of params, with a `state_dtype` or None."""
+    num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
+    if num_bytes == 1:
+        return DIFFERENCE_IN_256THS
+    return DIFFERENCE if num_bytes == 2 or has_narrow(params) else ITSELF
+
+
+def codec_of(z: PyTree) -> Codec:
+    """How a state holds the z that stands in it."""
+    if isinstance(z, ZMinusParams):
+        return DIFFERENCE
+    return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else ITSELF
+
+
+def tree_of(z: PyTree) -> PyTree:
+    """The tree of what stands in a state for z, with the structure of the params."""
+    return z if codec_of(z) is ITSELF else z[0]
+
+
+def dtype_for(y: Any, state_dtype: Any) -> Any:
+    """The dtype in which a state holds the z of a parameter."""
+    if state_dtype is None:
+        return wide_dtype(y)
+    if not jnp.iscomplexobj(y):
+        return state_dtype
+    has_64_bits = jnp.finfo(state_dtype).bits == 64
+    return jnp.dtype(jnp.complex128 if has_64_bits else jnp.complex64)
+
+
+def init(params: PyTree, state_dtype: Any) -> PyTree:
+    """What stands in a new state for z_0 = y_0."""
+    codec = codec_for(params, state_dtype)
+
+    def start(y: Any) -> Array:
+        if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
+            y = jnp.zeros(y.shape, y.dtype)
+        if not is_trained(y):
+            return jnp.array(y)
+        return codec.start(y, dtype_for(y, state_dtype))
+
+    return codec.node(jax.tree.map(start, params))
+
+
+def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
+    """Raises ValueError unless z is held as `init` would hold it beside params."""
+    found, expected = codec_of(z), codec_for(params, state_dtype)
+    if found is not expected:
+        raise ValueError(
+            f"`{name}` must hold {expected.name}, for the dtypes of `params` and for "
+            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
+            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
+            "are those that the state was made for."
+        )
+    params_by_path = by_path(params)
+    for path, leaf in by_path(tree_of(z)).items():
+        if not is_trained(y := params_by_path.get(path, leaf)):
+            continue
+        dtype = jnp.result_type(dtype_for(y, state_dtype))
+        # Without a `state_dtype` params may have been cast to fewer bits afterwards.
+        is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        if leaf.dtype != dtype and not is_wider:
+            raise ValueError(
+                f"`{name}` must be in {dtype}, for `state_dtype={state_dtype}`, got "
+                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
+                "into=tx.init(params))`."
+            )
+
+
+def check_not_cast(name: str, z: PyTree, params: PyTree) -> None:
+    """Raises ValueError if z itself was cast to 16 bits, or z became real or
+    complex.
+    """
+    holds_itself = codec_of(z) is ITSELF
+    params_by_path = by_path(params)
+    for path, leaf in by_path(tree_of(z)).items():
+        y = params_by_path.get(path, leaf)
+        if not is_trained(y):
+            continue
+        is_narrow = holds_itself and leaf.dtype.itemsize <= 2
+        if is_narrow or jnp.iscomplexobj(leaf) != jnp.iscomplexobj(y):
+            raise ValueError(
+                f"`{name}` must hold z in 32 bits or more, and in complex numbers "
+                f"where `params` have them, got {leaf.dtype} at "
+                f"{path or 'its root'}. Use `convert(state, params, "
+                "into=tx.init(params))`."
+            )

@@ -1,0 +1,45 @@
+"""The dtypes of params, the dtype to compute in, and that of a state's scalars."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from spa_optax._trees import is_trained, map_trained
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether a leaf is trained and has 16 bits or fewer; not if it is empty."""
+    is_empty = 0 in getattr(x, "shape", ())
+    return is_trained(x) and jnp.result_type(x).itemsize <= 2 and not is_empty
+
+
+def has_narrow(tree: PyTree) -> bool:
+    """Whether a tree has trained leaves of 16 bits or fewer."""
+    return any(map(is_narrow, jax.tree.leaves(tree)))
+
+
+def scalar_dtype(params: PyTree) -> Any:
+    """The dtype of a state's scalars: float64 if any parameter is, else float32."""
+    trained = filter(is_trained, jax.tree.leaves(params))
+    num_bits = {jnp.finfo(jnp.result_type(x)).bits for x in trained}
+    return jnp.dtype(jnp.float64 if 64 in num_bits else jnp.float32)
+
+
+def wide_dtype(*arrays: Any) -> Any:
+    """The dtype to compute in: that of the widest array, and at least float32."""
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in arrays]
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
+        return jnp.result_type(*(d for d in dtypes if d.itemsize > 2), jnp.float32)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Floating-point leaves in 32 bits or more, and None for others."""
+
+    def widen_leaf(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
+        return jnp.asarray(x, wide_dtype(x))
+
+    return map_trained(widen_leaf, tree)

@@ -1,0 +1,160 @@
+"""Stochastic rounding: to a narrower dtype so that the mean is the number itself."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
+
+from spa_optax._dtypes import wide_dtype
+
+Seed = UInt32[Array, ""]
+# What random words are for: the same key at the same count may serve both.
+PARAMS_AND_Z, MOMENTUM = 0, 1
+
+
+def seeds_like(
+    key: PRNGKeyArray | None, count: Array, tree: PyTree, purpose: int
+) -> PyTree:
+    """A random word for each leaf at a step, or None without a key."""
+    if key is None:
+        return jax.tree.map(lambda _: None, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    key = jax.random.fold_in(jax.random.fold_in(key, count), purpose)
+    words = jax.random.bits(key, (len(leaves),), jnp.uint32)
+    # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
+    words = jax.lax.optimization_barrier(words)
+
+    def words_on_cpu(words: Array) -> list[Array]:
+        # A loop that XLA does not know to be of one step keeps it from fusing the draw
+        # into every leaf. Leaves of one shape then share a program, which compiles
+        # faster.
+        num_loops = jnp.minimum(count, 0) + 1
+        zeros = list(jnp.zeros_like(words))
+        return jax.lax.fori_loop(0, num_loops, lambda *_: list(words), zeros)
+
+    words = jax.lax.platform_dependent(words, cpu=words_on_cpu, default=list)
+    return structure.unflatten(words)
+
+
+def rounded(
+    x: Array,
+    dtype: Any,
+    seed: Seed | None,
+    low_bits: bool = False,
+    saturates: bool = False,
+) -> Array:
+    """`x` in a dtype as wide or narrower: to nearest, or with a seed at random.
+
+    At random means up or down so that the mean is x.
+
+    One 32-bit hash serves two arrays that drop 16 bits each: one takes its high bits,
+    the other its low bits. What saturates is at most the dtype's largest number, and a
+    NaN in it may become any number.
+    """
+    if jnp.iscomplexobj(x) or dtype == x.dtype:
+        return x.astype(dtype)
+    if seed is not None:
+        return _stochastic(x, seed, dtype, low_bits, saturates)
+    if saturates:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
+
+
+def round_update(
+    u: Array, x: Array, seed: Seed | None, low_bits: bool = False
+) -> Array:
+    """An update in the dtype of x: x + u is rounded to that dtype, and x subtracted.
+
+    Adding it to x is then exact if u neither more than halves nor more than doubles x,
+    nor turns its sign (Sterbenz). Otherwise the sum is up to an ulp off, of x or of
+    x + u.
+    """
+    dtype = wide_dtype(u, x)
+    if dtype == x.dtype:
+        return u.astype(dtype)
+    return rounded(x.astype(dtype) + u.astype(dtype), x.dtype, seed, low_bits) - x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _stochastic(
+    x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool
+) -> Array:
+    """`rounded` with a seed, with the derivative of a cast.
+
+    Random bits are added below those that stay, and what is below is then cut off.
+    """
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    num_dropped = wide.nmant - narrow.nmant
+    has_subnormals = narrow.minexp > wide.minexp  # that are normal numbers of x's dtype
+    largest = float(narrow.max)
+    sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
+    if has_subnormals:
+        # Below the smallest normal number spacing is constant. There, that number is
+        # added before rounding and subtracted afterwards.
+        size = _float_of(_bits_of(x) ^ sign, x.dtype)
+        if saturates:  # one operation, where `clip` takes two
+            size = jnp.minimum(size, largest)
+        tiny = jnp.asarray(float(narrow.tiny), x.dtype)
+        shift = jnp.where(size < tiny, tiny, 0)
+        bits = _bits_of(size + shift)
+    else:
+        shift = None
+        bits = _bits_of(jnp.clip(x, -largest, largest) if saturates else x)
+    bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
+    bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
+    if shift is not None:
+        bits = _bits_of(_float_of(bits, x.dtype) - shift) | sign
+    result = _float_of(bits, x.dtype)
+    if not saturates:  # the bits of a NaN could overflow
+        result = jnp.where(jnp.isfinite(x), result, x)
+    return result.astype(dtype)
+
+
+@_stochastic.defjvp
+def _(dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any) -> Any:
+    if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
+        raise ValueError("state in 8 bits must not be differentiated, got a tangent")
+    result = _stochastic(*primals, dtype, low_bits, saturates)
+    return result, tangents[0].astype(dtype)
+
+
+def _bits_of(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+
+
+def _float_of(bits: Array, dtype: Any) -> Array:
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+def _random_below(
+    seed: Seed, shape: tuple[int, ...], num_bits: int, low_bits: bool
+) -> Array:
+    """Random integers of `num_bits` bits, of which at most the upper 32 are random."""
+    num_random = min(num_bits, 32)
+    random = random_bits(seed, shape)
+    if low_bits:
+        random &= jnp.uint32(2**num_random - 1)
+    else:
+        random >>= 32 - num_random
+    return random.astype(jnp.uint64) << (num_bits - 32) if num_bits > 32 else random
+
+
+def random_bits(seed: Seed, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """32 bits for each element, which depend only on the seed and its position.
+
+    This hash fuses into its consumer, where `jax.random.bits` takes 20 bytes of
+    temporaries an element. It multiplies only twice, since that is slow on TPU, so
+    seeds must be random, not differ in one bit. The seed enters twice: entering once,
+    it would only permute the bits of an array.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index * jnp.uint32(size % 2**32) + place
+    h = index ^ seed
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)  # constants of C. Wellons' lowbias32
+    h = (h ^ (h >> 15) ^ seed) * jnp.uint32(0x846CA68B)
+    return h ^ (h >> 16)
