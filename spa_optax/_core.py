@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _codec, _trees as trees
-from spa_optax._codec import Codec, Coefficients, ArrayStep, codec_of, tree_of
+from spa_optax._codec import ArrayStep, Codec, Coefficients, codec_of, tree_of
 from spa_optax._dtypes import has_narrow, scalar_dtype
 from spa_optax._rounding import PARAMS_AND_Z, seeds_like
 from spa_optax._xla import select, shared
