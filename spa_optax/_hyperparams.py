@@ -18,9 +18,7 @@ class SPAHyperparams(NamedTuple):
 
 
 class SGDMHyperparams(NamedTuple):
-    """Hyper-parameters of SGD+M, scalars or schedules:
-    `spa_from_sgdm(*hyperparams)`.
-    """
+    """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*these)`."""
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
@@ -28,49 +26,36 @@ class SGDMHyperparams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A schedule, of a count or an array of counts, from a function of an int32
-    count.
-    """
+    """A schedule of a count, or of an array of counts."""
 
-    at: Callable[[Array], Array]
-    sgdm: SGDMHyperparams | None = (
-        None  # spares `theory.audit` the look-ahead at each step
-    )
+    at: Callable[[Array], Array]  # the value at an int32 count
+    # Spares `theory.audit` the look-ahead at each step.
+    sgdm: SGDMHyperparams | None = None
 
     def __call__(self, count: ArrayLike) -> Array:
-        """The values; counts are int32, as in states, so that schedules compute the
-        same there.
-        """
+        """The values. Counts are int32, as in states, so values are the same there."""
         return jnp.vectorize(self.at)(jnp.asarray(count).astype(jnp.int32))
 
 
 def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array], Array]:
-    """A hyper-parameter as a function of the count, a scalar of the default floating
-    dtype.
-    """
+    """A hyper-parameter as a function of the count, in the default floating dtype."""
 
     def at(count: Int[Array, ""]) -> Float[Array, ""]:
         try:
-            value = jnp.asarray(
-                hyperparam(count) if callable(hyperparam) else hyperparam
-            )
-        except (
-            jax.errors.JAXTypeError
-        ) as error:  # a traced count must be a number there
-            if isinstance(
-                error, jax.errors.UnexpectedTracerError
-            ):  # it has leaked from elsewhere
-                raise
-            rule = (
-                "must be a schedule that can be traced, with `jnp.where` in "
-                "place of `if`"
-            )
+            value = hyperparam(count) if callable(hyperparam) else hyperparam
+            value = jnp.asarray(value)
+        except jax.errors.UnexpectedTracerError:  # it has leaked from elsewhere
+            raise
+        except jax.errors.JAXTypeError as error:
             raise ValueError(
-                f"`{name}` {rule}, got a {type(error).__name__}"
+                f"`{name}` must be a schedule that can be traced, with `jnp.where` in "
+                f"place of `if`, got a {type(error).__name__}"
             ) from error
         if value.shape != ():
-            rule = "must be a scalar or a schedule of scalars"
-            raise ValueError(f"`{name}` {rule}, got an array of shape {value.shape}")
+            raise ValueError(
+                f"`{name}` must be a scalar or a schedule of scalars, got an array of "
+                f"shape {value.shape}"
+            )
         # `inject_hyperparams` casts to the params' dtype, which may be complex.
         return jnp.real(value).astype(jnp.result_type(float))
 

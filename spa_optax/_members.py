@@ -90,10 +90,8 @@ def spa(
     checks.check_averaging(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_above_0("interpolation", interpolation)
-    eta_at, c_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
-    )
+    eta_at = at_count("learning_rate", learning_rate)
+    c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
 

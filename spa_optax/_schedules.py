@@ -4,7 +4,7 @@ momentum.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,8 +24,7 @@ def hyperparams_from_sgdm(
     *,
     horizon: int | None = None,
 ) -> SPAHyperparams:
-    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M
-    (arXiv:2010.00406).
+    """The SPA hyper-parameters that give the iterates of heavy-ball SGD+M.
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
@@ -73,8 +72,7 @@ def hyperparams_from_sgdm(
 def hyperparams_to_sgdm(
     learning_rate: ScalarOrSchedule, averaging: ScalarOrSchedule
 ) -> SGDMHyperparams:
-    """The hyper-parameters of SGD+M that give the iterates of SPA (arXiv:2010.00406,
-    Theorem 1).
+    """The hyper-parameters of SGD+M that give the iterates of SPA.
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
 
@@ -165,57 +163,62 @@ def stagewise(
     checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
     checks.ABOVE_1.check(factor=factor)
     checks.ABOVE_1.optional().check(step_factor=step_factor)
-    is_sequence = lambda steps: (
-        not isinstance(steps, Mapping) and iter(steps)
-    )  # Optax has mappings
-    checks.Requirement("a sequence of steps, with one `factor`", is_sequence).check(
-        boundaries=boundaries
-    )
-    for b in (steps := list(boundaries)):
-        checks.POSITIVE_INTEGER.check(boundaries=b)
-    shortest = min(
-        (after - b for b, after in itertools.pairwise(steps)), default=math.inf
-    )
-    checks.Requirement("ascending", lambda _: shortest > 0).check(boundaries=steps)
-    least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
-    rule = f"at least {math.ceil(1e6 * least) / 1e6}, to end before the next boundary"
-    checks.Requirement(rule, lambda s: s >= least).optional().check(
-        step_factor=step_factor
-    )
-    eta_at, c_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
-    )
+    boundaries = _checked_boundaries(boundaries, factor, step_factor)
+    eta_at = at_count("learning_rate", learning_rate)
+    c_at = at_count("averaging", averaging)
+    log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
-    def decay(k: Array) -> Float[Array, ""]:
-        """log(η/η_k): each stage that has begun adds log(s) per step, up to
-        log(factor).
-        """
-        most, per_step = math.log(factor), math.log(step_factor or factor)
-        of_stages = (
-            jnp.clip((k - b + 1).astype(float) * per_step, 0, most) for b in steps
-        )
-        return sum(of_stages, jnp.zeros([], float))
+    def log_decay(k: Array) -> Float[Array, ""]:
+        """log(η/η_k): each stage that has begun adds log(s) a step."""
+        total = jnp.zeros([], float)
+        for b in boundaries:
+            num_steps = (k - b + 1).astype(float)
+            total += jnp.clip(num_steps * log_step, 0, log_factor)
+        return total
 
-    def c(k: Array) -> Float[Array, ""]:
-        c, log_ratio = c_at(k), decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
+    def eta(k: Array) -> Float[Array, ""]:
+        return eta_at(k) * jnp.exp(-log_decay(k))
+
+    def c_next(k: Array) -> Float[Array, ""]:
+        c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "constant":
             return c
         if averaging_rule == "scale":
             return _scaled_up_to_1(c, log_ratio)
-        return jnp.where(
-            c > 0, c / (jnp.where(c > 0, c, 1) + (1 - c) * jnp.exp(-log_ratio)), 0
-        )
+        positive_c = jnp.where(c > 0, c, 1)
+        balanced = c / (positive_c + (1 - c) * jnp.exp(-log_ratio))
+        return jnp.where(c > 0, balanced, 0)
 
-    return SPAHyperparams(
-        Schedule(lambda k: eta_at(k) * jnp.exp(-decay(k))), Schedule(c)
-    )
+    return SPAHyperparams(Schedule(eta), Schedule(c_next))
+
+
+def _checked_boundaries(
+    boundaries: Any, factor: float, step_factor: float | None
+) -> list[int]:
+    """The steps at which stages begin, if each has room for its transition."""
+    if isinstance(boundaries, (str, Mapping)) or not isinstance(boundaries, Iterable):
+        raise ValueError(
+            "`boundaries` must be a sequence of steps, with one `factor` for all, got "
+            f"{boundaries!r}"
+        )
+    boundaries = list(boundaries)
+    for b in boundaries:
+        checks.POSITIVE_INTEGER.check(boundaries=b)
+    lengths = [after - b for b, after in itertools.pairwise(boundaries)]
+    shortest = min(lengths, default=math.inf)
+    if shortest <= 0:
+        raise ValueError(f"`boundaries` must be ascending, got {boundaries}")
+    least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
+    if step_factor is not None and step_factor < least:
+        raise ValueError(
+            f"`step_factor` must be at least {math.ceil(1e6 * least) / 1e6}, to end "
+            f"before the next boundary, got {step_factor}"
+        )
+    return boundaries
 
 
 def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
-    """min(1, c·factor). A c of 0 stays 0: a factor that overflows does not make 0 ·
-    inf.
-    """
+    """min(1, c·factor). A c of 0 stays 0, also if the factor overflows."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
 
@@ -228,8 +231,7 @@ def schedule_free_averaging(
     count_power: float = 0.0,
     num_unaveraged_steps: int = 0,
 ) -> Schedule:
-    """The averaging that makes `spa` Schedule-Free: x is a weighted mean of the z so
-    far.
+    """The averaging that makes `spa` Schedule-Free: x is a weighted mean of all z.
 
         w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
@@ -264,45 +266,63 @@ def schedule_free_averaging(
       ScheduleFree+, 2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    end, start, r = num_warmup_steps, num_unaveraged_steps, count_power
-    checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=end, num_unaveraged_steps=start)
+    checks.NOT_NEGATIVE_INTEGER.check(
+        num_warmup_steps=num_warmup_steps, num_unaveraged_steps=num_unaveraged_steps
+    )
     checks.NOT_NEGATIVE.check(weight_power=weight_power)
-    checks.Requirement("in [0, 4]", lambda r: 0 <= r <= 4, checks.NUMBER).check(
-        count_power=r
-    )
-    rates = np.minimum(
-        np.arange(1, end + 2) / max(end, 1), 1
-    )  # of a number, over that number
+    checks.COUNT_POWER.check(count_power=count_power)
     if callable(learning_rate):
-        has_risen = lambda rates, later: (
-            (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
-        )
-        rule = f"> 0 and largest by count {end} (`num_warmup_steps`)"
-        rates = _values_until(
-            "learning_rate", learning_rate, end, checks.RATE, rule, has_risen
-        )
-    # 1/c, in float64; inf as long as weights are 0.
-    last = max(end, start, 100)  # from here on the expansion below is exact to 1e-13
+        rates = _rates_of_warmup(learning_rate, num_warmup_steps)
+    else:  # over the number
+        counts = np.arange(1, num_warmup_steps + 2)
+        rates = np.minimum(counts / max(num_warmup_steps, 1), 1)
+
+    def power_sum(n: Any) -> Any:
+        """Σ_{j≤n} j^r up to a constant over n^r, by Euler and Maclaurin."""
+        r = count_power
+        third = r * (r - 1) * (r - 2) / (720 * n**3)
+        return n / (r + 1) + 1 / 2 + r / (12 * n) - third
+
+    # From count 100 on the sum above is exact to 1e-13. Up to there a table has 1/c, in
+    # float64.
+    last = max(num_warmup_steps, num_unaveraged_steps, 100)
     n = np.arange(1.0, last + 2)
-    largest = np.pad(np.maximum.accumulate(rates), (0, last - end), mode="edge")
-    w = np.where(n > int(start), n**r * (largest / largest[-1]) ** weight_power, 0)
-    inverse = np.divide(
-        np.cumsum(w), w, np.where(n > int(start), np.inf, 1), where=w > 0
+    is_averaged = n > int(num_unaveraged_steps)
+    maxima = np.maximum.accumulate(rates)
+    maxima = np.pad(maxima, (0, last - num_warmup_steps), mode="edge")
+    weights = n**count_power * (maxima / maxima[-1]) ** weight_power
+    weights = np.where(is_averaged, weights, 0)
+    without_weight = np.where(is_averaged, np.inf, 1)
+    inverse_c = np.divide(
+        np.cumsum(weights), weights, without_weight, where=weights > 0
     )
-    # Afterwards Σ j^r grows as Euler and Maclaurin have it, from where the table ends.
-    power_sum = lambda n: (
-        n / (r + 1) + 1 / 2 + r / (12 * n) - r * (r - 1) * (r - 2) / (720 * n**3)
-    )
-    constant = inverse[-1] - power_sum(n[-1])
+    constant = inverse_c[-1] - power_sum(n[-1])
 
-    def c(k: Array) -> Float[Array, ""]:
+    def c_next(k: Array) -> Float[Array, ""]:
+        in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, last)]
         n_k = jnp.maximum(k + 1, last + 1).astype(float)
-        later = power_sum(n_k) + constant * (n_k / n[-1]) ** -r
-        return 1 / jnp.where(
-            k > last, later, jnp.asarray(inverse, float)[jnp.minimum(k, last)]
-        )
+        later = power_sum(n_k) + constant * (n_k / n[-1]) ** -count_power
+        return 1 / jnp.where(k > last, later, in_table)
 
-    return Schedule(c)
+    return Schedule(c_next)
+
+
+def _rates_of_warmup(
+    learning_rate: Callable[..., Any], num_warmup_steps: int
+) -> np.ndarray:
+    """The rates up to a count by which they are largest."""
+    rates, later_counts, later = _values_until(
+        "learning_rate", learning_rate, num_warmup_steps, checks.RATE
+    )
+    has_risen = (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
+    if has_risen.any():  # not if it is NaN, as past its end
+        k = np.argmax(has_risen)
+        raise ValueError(
+            "`learning_rate` must be > 0 and largest by count "
+            f"{num_warmup_steps} (`num_warmup_steps`), got {later[k]:g} at "
+            f"{later_counts[k]}"
+        )
+    return rates
 
 
 def ema_nesterov(
@@ -352,55 +372,52 @@ def ema_nesterov(
     checks.B1.check(decay=decay)
     checks.MOMENTUM.check(lookahead=lookahead)
     checks.NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
-    has_changed = lambda beta, later: np.abs(later - beta[-1]) > 1e-6
-    rule = f"constant from count {num_steps}, `num_steps`"
-    beta = _values_until(
-        "lookahead", lookahead, num_steps, checks.MOMENTUM, rule, has_changed
+    beta, later_counts, later = _values_until(
+        "lookahead", lookahead, num_steps, checks.MOMENTUM
     )
+    has_changed = np.abs(later - beta[-1]) > 1e-6
+    if has_changed.any():  # not if it is NaN, as past its end
+        k = np.argmax(has_changed)
+        raise ValueError(
+            f"`lookahead` must be constant from count {num_steps}, `num_steps`, got "
+            f"{later[k]:g} at {later_counts[k]}"
+        )
     # η_k − 1, in float64, from the last to the first.
     excess = np.full(num_steps + 1, beta[-1] / (1 - beta[-1]))
     for k in reversed(range(num_steps)):
-        excess[k] = (1 - decay) * beta[k + 1] + (
-            decay + (1 - decay) * beta[k + 1]
-        ) * excess[k + 1]
-    excess[: np.max(np.flatnonzero(excess), initial=0)] += (
-        1e-30  # before β rises, μ_y is not 0
-    )
-    at = lambda values, k: jnp.asarray(values, float)[jnp.minimum(k, num_steps)]
+        kept = decay + (1 - decay) * beta[k + 1]
+        excess[k] = (1 - decay) * beta[k + 1] + kept * excess[k + 1]
+    # Before β rises, μ_y must not be 0.
+    excess[: np.max(np.flatnonzero(excess), initial=0)] += 1e-30
     alpha_at = at_count("learning_rate", learning_rate)
-    eta, c, mu_y = 1 + excess, (1 - decay) / (1 + excess), excess / (1 + excess)
-    rate_at = lambda k: alpha_at(k) * at(eta, k)
+
+    def excess_at(k: Array) -> Float[Array, ""]:
+        return jnp.asarray(excess, float)[jnp.minimum(k, num_steps)]
+
+    def mu_y(k: Array) -> Float[Array, ""]:
+        after = excess_at(k + 1)
+        return after / (1 + after)
+
     return (
-        Schedule(rate_at),
-        Schedule(lambda k: at(c, k)),
-        Schedule(lambda k: at(mu_y, k + 1)),
+        Schedule(lambda k: alpha_at(k) * (1 + excess_at(k))),
+        Schedule(lambda k: (1 - decay) / (1 + excess_at(k))),
+        Schedule(mu_y),
     )
 
 
 def _values_until(
-    name: str,
-    schedule: Any,
-    count: int,
-    allowed: checks.Requirement,
-    rule: str,
-    is_bad: Callable,
-) -> np.ndarray:
-    """The values up to a count, in float64. They must be allowed, and those later not
-    bad.
-    """
-    ahead = np.unique(np.geomspace(1, 10**6, 700).astype(int))
-    counts = np.append(np.arange(count + 1), count + ahead)
+    name: str, schedule: Any, count: int, allowed: checks.Requirement
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values up to a count, which must be allowed; 700 later counts; their values."""
+    later_counts = count + np.unique(np.geomspace(1, 10**6, 700).astype(int))
+    counts = np.append(np.arange(count + 1), later_counts)
     try:
         with jax.ensure_compile_time_eval():
             values = jax.vmap(at_count(name, schedule))(jnp.asarray(counts, jnp.int32))
-        first, later = np.split(np.asarray(values, np.float64), [count + 1])
+        values = np.asarray(values, np.float64)
     except jax.errors.TracerArrayConversionError:
         raise ValueError(f"`{name}` must not depend on traced values") from None
+    first, later = np.split(values, [count + 1])
     for extreme in (first.min(), first.max()):  # NaN if one is
         allowed.check(**{name: float(extreme)})
-    if (bad := is_bad(first, later)).any():  # NaN, as past its end, is not
-        k = np.argmax(bad)
-        raise ValueError(
-            f"`{name}` must be {rule}, got {later[k]:g} at {count + ahead[k]}"
-        )
-    return first
+    return first, later_counts, later

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-is_none = lambda leaf: leaf is None  # optax's mark for a parameter without a gradient
+
+def is_none(leaf: Any) -> bool:
+    """Whether a leaf is None, optax's mark for a parameter without a gradient."""
+    return leaf is None
 
 
 def is_array(x: Any) -> bool:
@@ -18,24 +21,27 @@ def is_array(x: Any) -> bool:
 
 
 def is_trained(x: Any) -> bool:
-    """Whether a leaf is a real or complex floating-point array; other leaves are not
-    trained.
-    """
+    """Whether a leaf is a real or complex floating-point array. Others stay."""
     return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def map_trained(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """`jax.tree.map` over floating-point leaves that all other trees have too; None
-    elsewhere.
-    """
-    has_all = lambda first, *rest: is_trained(first) and not any(map(is_none, rest))
-    leaf = lambda *leaves: function(*leaves) if has_all(*leaves) else None
-    return jax.tree.map(leaf, tree, *trees, is_leaf=is_none)
+    """`jax.tree.map` over floating-point leaves that all trees have; None elsewhere."""
+
+    def map_leaf(first: Any, *others: Any) -> Any:
+        if not is_trained(first) or any(map(is_none, others)):
+            return None
+        return function(first, *others)
+
+    return jax.tree.map(map_leaf, tree, *trees, is_leaf=is_none)
 
 
 def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
     """A tree with leaves from another where it has None."""
-    choose = lambda leaf, other: other if leaf is None or other is None else leaf
+
+    def choose(leaf: Any, other: Any) -> Any:
+        return other if leaf is None or other is None else leaf
+
     return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
@@ -58,44 +64,60 @@ def scalar_of(value: PyTree) -> Array:
 
 def copy(state: PyTree) -> PyTree:
     """A state that shares no buffer with another, so that both can be donated."""
-    return jax.tree.map(
-        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state
-    )
+
+    def copy_leaf(leaf: Any) -> Any:
+        return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(copy_leaf, state)
 
 
 def find(state: PyTree, kinds: Any) -> list[Any]:
-    """The nodes of some kinds in a state."""
-    is_kind = lambda node: isinstance(node, kinds)
-    return [node for node in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(node)]
+    """The nodes of a type, or of some types, in a state."""
+
+    def is_wanted(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def find_one(state: PyTree, name: str, *kinds: Any) -> Any:
-    """The one node of the first of some kinds that a state holds."""
-    found = next(filter(None, (find(state, kind) for kind in kinds)), [])
-    if len(found) != 1:
-        names = " or ".join(f"`{kind.__name__}`" for kind in jax.tree.leaves(kinds))
+def find_one(state: PyTree, name: str, kind: type) -> Any:
+    """The one node of a type that a state holds."""
+    found = find(state, kind)
+    if not found:
         raise ValueError(
-            f"`{name}` must hold one {names}, got {len(found) or kinds_of(state)}"
+            f"`{name}` must hold one `{kind.__name__}`, got {kinds_of(state)}"
         )
+    if len(found) > 1:
+        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
     return found[0]
 
 
 def replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
-    """A state with the nodes of some kinds replaced."""
-    is_kind = lambda node: isinstance(node, kinds)
-    return jax.tree.map(lambda n: new(n) if is_kind(n) else n, state, is_leaf=is_kind)
+    """A state with the nodes of a type, or of some types, replaced."""
+
+    def is_wanted(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    def replace_node(node: Any) -> Any:
+        return new(node) if is_wanted(node) else node
+
+    return jax.tree.map(replace_node, state, is_leaf=is_wanted)
 
 
 def kinds_of(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
-    is_node = lambda node: hasattr(node, "_fields") or not isinstance(node, tuple)
-    names = {type(node).__name__ for node in jax.tree.leaves(state, is_leaf=is_node)}
-    return ", ".join(sorted(names)) or "none"
+
+    def is_node(node: Any) -> bool:
+        return hasattr(node, "_fields") or not isinstance(node, tuple)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_node)
+    return ", ".join(sorted({type(node).__name__ for node in nodes})) or "none"
 
 
 def check_kind(name: str, state: Any, kind: type) -> None:
-    """Raises ValueError unless a state is of a type and not cast: in bfloat16 256 + 1
-    is 256.
+    """Raises ValueError unless a state is of a type, and its count an integer.
+
+    A count that was cast to bfloat16 would stop at 256.
     """
     if not isinstance(state, kind):
         raise ValueError(
@@ -116,21 +138,21 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
 
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, by their paths; numbers as arrays."""
-    leaves = ((path, leaf) for path, leaf in leaves_with_path(tree) if leaf is not None)
-    return {
-        path: jnp.asarray(leaf) if is_array(leaf) else leaf for path, leaf in leaves
-    }
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if is_array(leaf) else leaf
+
+    leaves = leaves_with_path(tree)
+    return {path: as_array(leaf) for path, leaf in leaves if leaf is not None}
 
 
 def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
-    """New leaves in the structure (under Flax nnx, the variables) and the dtypes of a
-    node.
-    """
+    """New leaves in the structure and the dtypes of a node (of nnx, its variables)."""
 
     def cast(leaf: Any, old: Any) -> Any:
-        if not is_array(old) or jnp.issubdtype(
-            jnp.result_type(old), jax.dtypes.prng_key
-        ):
+        if not is_array(old):
+            return leaf
+        if jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
             return leaf
         leaf = leaf if jnp.iscomplexobj(old) else jnp.real(leaf)
         return jnp.asarray(leaf, jnp.asarray(old).dtype)
@@ -140,65 +162,62 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
-    """Raises ValueError unless each leaf's path occurs once, and in `params`, with its
-    shape.
-    """
+    """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
     shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
-    for key, leaf in (item for tree in trees for item in by_path(tree).items()):
-        if shapes.pop(key, None) != np.shape(leaf):
-            hint = (
-                "; `params` are `nnx.state(model, nnx.Param)`"
-                if key.endswith(".value")
-                else ""
+    for tree in trees:
+        for path, leaf in by_path(tree).items():
+            if shapes.pop(path, None) == np.shape(leaf):
+                continue
+            raise ValueError(
+                f"`{name}` must have leaves of the paths and shapes of `params`, each "
+                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
+                "`params` are `nnx.state(model, nnx.Param)`."
             )
-            rule = "leaves of the paths and shapes of `params`, or of some, each once"
-            got = f"{np.shape(leaf)} at {key or 'its root'}{hint}"
-            raise ValueError(f"`{name}` must have {rule}, got {got}")
 
 
 def check_same_tree(
     name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
 ) -> None:
-    """Raises ValueError, naming what differs, unless two trees agree in structure and
-    shapes.
+    """Raises ValueError unless two trees agree in structure and shapes.
 
     None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
     as in nnx.
     """
     leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
-    nodes, other_nodes = (jax.tree.structure(t, is_leaf=is_none) for t in (tree, like))
-    in_both = [
-        p
-        for p, leaf in leaves.items()
-        if leaf is not None and others.get(p) is not None
-    ]
-    rule = "structure"
-    if odd := sorted(leaves.keys() ^ others.keys()):
-        owner = name if odd[0] in leaves else like_name
-        found = f"only `{owner}` has a leaf at {odd[0] or 'its root'}"
-    elif same_nodes and nodes != other_nodes:
-        found = _first_difference(nodes, other_nodes)
-    elif odd := [
-        path for path in in_both if np.shape(leaves[path]) != np.shape(others[path])
-    ]:
-        shapes = f"{np.shape(leaves[odd[0]])} against {np.shape(others[odd[0]])}"
-        rule, found = "shapes", f"{shapes} at {odd[0] or 'its root'}"
-    else:
-        return
-    raise ValueError(f"`{name}` must have the {rule} of `{like_name}`: {found}")
+    in_one = leaves.keys() ^ others.keys()
+    if in_one:
+        path = min(in_one)
+        owner = name if path in leaves else like_name
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
+            f"leaf at {path or 'its root'}"
+        )
+    nodes = jax.tree.structure(tree, is_leaf=is_none)
+    other_nodes = jax.tree.structure(like, is_leaf=is_none)
+    if same_nodes and nodes != other_nodes:
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`: "
+            f"{_first_difference(nodes, other_nodes)}"
+        )
+    for path, leaf in leaves.items():
+        other = others[path]
+        if leaf is None or other is None or np.shape(leaf) == np.shape(other):
+            continue
+        raise ValueError(
+            f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
+            f"{np.shape(other)} at {path or 'its root'}"
+        )
 
 
 def _first_difference(nodes: Any, others: Any) -> str:
-    """The first node that differs between two trees whose leaves have the same
-    paths.
-    """
-    (kind, kept), (other_kind, other_kept) = nodes.node_data(), others.node_data()
+    """The first node that differs between two trees with the same paths of leaves."""
+    kind, metadata = nodes.node_data()  # such as dict and its keys
+    other_kind, other_metadata = others.node_data()
     if kind is not other_kind:
         return f"a {kind.__name__} against a {other_kind.__name__}"
-    if kept == other_kept:  # the metadata of a node, such as the keys of a dict
+    if metadata == other_metadata:
         for pair in zip(nodes.children(), others.children(), strict=False):
             if pair[0] != pair[1]:
                 return _first_difference(*pair)
-    return (
-        f"{reprlib.repr(kept)} against {reprlib.repr(other_kept)} in a {kind.__name__}"
-    )
+    found, expected = reprlib.repr(metadata), reprlib.repr(other_metadata)
+    return f"{found} against {expected} in a {kind.__name__}"
