@@ -70,24 +70,13 @@ def transformation(
 
     An extra argument `observe` of `update` is called with (g, params, state, scalars).
     """
-    checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    checks.KEY.optional().check(rounding_key=rounding_key)
-    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
-    if rounding_key is None and state_dtype is not None and state_dtype.itemsize == 1:
-        raise ValueError(
-            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
-        )
+    state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
     def init_fn(params: PyTree) -> SPAState:
         checks.check_params(params)
         z = _codec.init(params, state_dtype)
         if rounding_key is None and (has_narrow(params) or has_narrow(z)):
-            warnings.warn(
-                "`rounding_key` should be given, such as `jax.random.key(0)`: params "
-                "or z have 16 bits or fewer. Rounded to nearest they lose every step "
-                "below half an ulp.",
-                stacklevel=3,
-            )
+            _warn_of_rounding_to_nearest()
         dtype, count = scalar_dtype(params), jnp.zeros([], jnp.int32)
         # All are separate arrays, so that all can be donated.
         return SPAState(
@@ -114,6 +103,26 @@ def transformation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
+def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
+    """The dtype, or None. Raises ValueError unless it and the key are right."""
+    checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    checks.KEY.optional().check(rounding_key=rounding_key)
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    if rounding_key is None and state_dtype == jnp.float8_e4m3fn:
+        raise ValueError(
+            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
+        )
+    return state_dtype
+
+
+def _warn_of_rounding_to_nearest() -> None:
+    warnings.warn(
+        "`rounding_key` should be given, such as `jax.random.key(0)`: params or z have "
+        "16 bits or fewer. Rounded to nearest they lose every step below half an ulp.",
+        stacklevel=4,
+    )
+
+
 def _step(
     updates: PyTree,
     state: SPAState,
@@ -122,11 +131,20 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    eta, c, w = scalars.eta, scalars.c, scalars.w
-    one = jnp.ones_like(eta)
-    mu_y = one if scalars.mu_y is None else scalars.mu_y
-    of_arrays = _coefficients(scalars, state)
-    of_arrays, of_state, one = shared((of_arrays, (eta, c, w, mu_y), one))
+    coefficients, new_scalars = _shared_scalars(scalars, state)
+    u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
+    count = jnp.asarray(optax.safe_increment(state.count))
+    return u, SPAState(count, z, **new_scalars)
+
+
+def _step_arrays(
+    updates: PyTree,
+    state: SPAState,
+    params: PyTree,
+    coefficients: Coefficients,
+    rounding_key: PRNGKeyArray | None,
+) -> tuple[PyTree, PyTree]:
+    """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
     codec, stored = codec_of(state.z), tree_of(state.z)
     seeds = seeds_like(rounding_key, state.count, stored, PARAMS_AND_Z)
 
@@ -135,15 +153,33 @@ def _step(
             return ArrayStep(None, stored)
         if not trees.is_trained(y):  # integers stay
             return ArrayStep(jnp.zeros_like(y), stored)
-        return codec.step(jnp.asarray(y), stored, jnp.asarray(g), of_arrays, seed)
+        return codec.step(jnp.asarray(y), stored, jnp.asarray(g), coefficients, seed)
 
-    pairs = jax.tree.map(step, params, stored, updates, seeds, is_leaf=trees.is_none)
-    u, stored = trees.unzip(pairs, ArrayStep)
-    # On a GPU they are one kernel if each is a product with a number that XLA does not
-    # know.
-    eta, c, w, mu_y = [(scalar * one).astype(state.w.dtype) for scalar in of_state]
-    count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, codec.node(stored), eta, c, w, mu_y)
+    steps = jax.tree.map(step, params, stored, updates, seeds, is_leaf=trees.is_none)
+    u, stored = trees.unzip(steps, ArrayStep)
+    return u, codec.node(stored)
+
+
+def _shared_scalars(
+    scalars: Scalars, state: SPAState
+) -> tuple[Coefficients, dict[str, Scalar]]:
+    """The coefficients of a step, and the scalars of the new state."""
+    one = jnp.ones_like(scalars.eta)
+    new_scalars = {
+        "eta": scalars.eta,
+        "c": scalars.c,
+        "w": scalars.w,
+        "mu_y": one if scalars.mu_y is None else scalars.mu_y,
+    }
+    coefficients = _coefficients(scalars, state)
+    coefficients, new_scalars, one = shared((coefficients, new_scalars, one))
+
+    def in_state(scalar: Scalar) -> Scalar:
+        # On a GPU all are one kernel if each is a product with a number that XLA does
+        # not know.
+        return (scalar * one).astype(state.w.dtype)
+
+    return coefficients, jax.tree.map(in_state, new_scalars)
 
 
 def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:

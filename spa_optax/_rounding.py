@@ -88,10 +88,9 @@ def _stochastic(
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_dropped = wide.nmant - narrow.nmant
-    has_subnormals = narrow.minexp > wide.minexp  # that are normal numbers of x's dtype
     largest = float(narrow.max)
     sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
-    if has_subnormals:
+    if narrow.minexp > wide.minexp:
         # Below the smallest normal number spacing is constant. There, that number is
         # added before rounding and subtracted afterwards.
         size = _float_of(_bits_of(x) ^ sign, x.dtype)

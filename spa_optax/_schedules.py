@@ -181,13 +181,9 @@ def stagewise(
 
     def c_next(k: Array) -> Float[Array, ""]:
         c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
-        if averaging_rule == "constant":
-            return c
         if averaging_rule == "scale":
-            return _scaled_up_to_1(c, log_ratio)
-        positive_c = jnp.where(c > 0, c, 1)
-        balanced = c / (positive_c + (1 - c) * jnp.exp(-log_ratio))
-        return jnp.where(c > 0, balanced, 0)
+            return _scaled(c, log_ratio)
+        return _balanced(c, log_ratio) if averaging_rule == "balance" else c
 
     return SPAHyperparams(Schedule(eta), Schedule(c_next))
 
@@ -217,10 +213,16 @@ def _checked_boundaries(
     return boundaries
 
 
-def _scaled_up_to_1(c: Array, log_factor: Array) -> Float[Array, ""]:
-    """min(1, c·factor). A c of 0 stays 0, also if the factor overflows."""
+def _scaled(c: Array, log_ratio: Array) -> Float[Array, ""]:
+    """min(1, c·ratio). A c of 0 stays 0, also if the ratio overflows."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
-    return jnp.minimum(c * jnp.exp(jnp.minimum(log_factor, enough)), 1)
+    return jnp.minimum(c * jnp.exp(jnp.minimum(log_ratio, enough)), 1)
+
+
+def _balanced(c: Array, log_ratio: Array) -> Float[Array, ""]:
+    """The c' with 1/c' − 1 = (1/c − 1)/ratio. A c of 0 stays 0."""
+    positive_c = jnp.where(c > 0, c, 1)
+    return jnp.where(c > 0, c / (positive_c + (1 - c) * jnp.exp(-log_ratio)), 0)
 
 
 def schedule_free_averaging(
@@ -277,34 +279,37 @@ def schedule_free_averaging(
         counts = np.arange(1, num_warmup_steps + 2)
         rates = np.minimum(counts / max(num_warmup_steps, 1), 1)
 
-    def power_sum(n: Any) -> Any:
-        """Σ_{j≤n} j^r up to a constant over n^r, by Euler and Maclaurin."""
-        r = count_power
-        third = r * (r - 1) * (r - 2) / (720 * n**3)
-        return n / (r + 1) + 1 / 2 + r / (12 * n) - third
-
-    # From count 100 on the sum above is exact to 1e-13. Up to there a table has 1/c, in
-    # float64.
+    # From count 100 on the power sum below is exact to 1e-13. Up to there a table has
+    # 1/c, in float64.
     last = max(num_warmup_steps, num_unaveraged_steps, 100)
     n = np.arange(1.0, last + 2)
-    is_averaged = n > int(num_unaveraged_steps)
-    maxima = np.maximum.accumulate(rates)
-    maxima = np.pad(maxima, (0, last - num_warmup_steps), mode="edge")
-    weights = n**count_power * (maxima / maxima[-1]) ** weight_power
-    weights = np.where(is_averaged, weights, 0)
-    without_weight = np.where(is_averaged, np.inf, 1)
-    inverse_c = np.divide(
-        np.cumsum(weights), weights, without_weight, where=weights > 0
-    )
-    constant = inverse_c[-1] - power_sum(n[-1])
+    largest = np.maximum.accumulate(rates)
+    largest = np.pad(largest, (0, last - num_warmup_steps), mode="edge")
+    weights = n**count_power * (largest / largest[-1]) ** weight_power
+    inverse_c = _inverse_averaging(weights, num_unaveraged_steps)
+    constant = inverse_c[-1] - _power_sum(n[-1], count_power)
 
     def c_next(k: Array) -> Float[Array, ""]:
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, last)]
         n_k = jnp.maximum(k + 1, last + 1).astype(float)
-        later = power_sum(n_k) + constant * (n_k / n[-1]) ** -count_power
+        later = _power_sum(n_k, count_power) + constant * (n_k / n[-1]) ** -count_power
         return 1 / jnp.where(k > last, later, in_table)
 
     return Schedule(c_next)
+
+
+def _inverse_averaging(weights: np.ndarray, num_unaveraged_steps: int) -> np.ndarray:
+    """1/c = (w_0 + … + w_k)/w_k; 1 for the first steps, inf while weights are 0."""
+    is_averaged = np.arange(len(weights)) >= num_unaveraged_steps
+    weights = np.where(is_averaged, weights, 0)
+    without_weight = np.where(is_averaged, np.inf, 1)
+    return np.divide(np.cumsum(weights), weights, without_weight, where=weights > 0)
+
+
+def _power_sum(n: Any, r: float) -> Any:
+    """Σ_{j≤n} j^r over n^r, up to a constant over n^r, by Euler and Maclaurin."""
+    third = r * (r - 1) * (r - 2) / (720 * n**3)
+    return n / (r + 1) + 1 / 2 + r / (12 * n) - third
 
 
 def _rates_of_warmup(

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, DTypeLike, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
@@ -158,10 +159,7 @@ def in_float32(
 
     def init_fn(params: PyTree) -> PyTree:
         wide = widen(params)
-        # `jnp.zeros_like` in a jitted `init` drops the sharding of the params.
-        return optax.tree.map_params(
-            tx, sharded_like, tx.init(wide), wide, is_leaf=_is_masked
-        )
+        return _with_shardings(tx.init(wide), trees.by_path(wide))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -175,8 +173,19 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+def _with_shardings(state: PyTree, params: dict[str, Any]) -> PyTree:
+    """A state whose arrays have the shardings of their params, by path.
+
+    `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
+    parameter whose path its own path ends with, and has its shape.
+    """
+
+    def shard(path: Any, leaf: Any) -> Any:
+        ends = (keystr(path[i:]) for i in range(len(path) + 1))
+        param = next((params[end] for end in ends if end in params), None)
+        return sharded_like(leaf, param)
+
+    return tree_map_with_path(shard, state)
 
 
 def primal_averaging(
