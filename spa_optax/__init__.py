@@ -1,6 +1,7 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
 from spa_optax._adamw import spa_adamw
+from spa_optax._convert import SGDM, AdamW, convert
 from spa_optax._core import SPAState
 from spa_optax._evaluate import eval_params, reanchor
 from spa_optax._float8 import float8_momentum
@@ -19,7 +20,10 @@ from spa_optax._wrappers import (
 )
 
 __all__ = [
+    "SGDM",
+    "AdamW",
     "SPAState",
+    "convert",
     "ema_nesterov",
     "eval_params",
     "float8_momentum",

@@ -1,74 +1,100 @@
 """Moves a run in the middle: from one optimizer's state into another's.
 
-Any momentum is read as an `SPAState`, and written from one. Every other node that both
-states hold is copied, or counts on from k.
+A momentum is read as a point z and the scalars of a step, and written from them. All
+other nodes of a state are copied, if the new state has them too, or count on from k.
 """
 
+import dataclasses
 import warnings
-from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_map_with_path
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax import _checks as checks, _optax_states as of_optax, _trees as trees
-from spa_optax._adam import factored_axes
-from spa_optax._core import SPAState, is_at_start
+from spa_optax import _checks as checks, _trees as trees
+from spa_optax._codec import codec_of, tree_of
+from spa_optax._core import SPAState, has_taken_no_step
+from spa_optax._dtypes import has_narrow, wide_dtype
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._precision import has_narrow, scaled, wide_dtype
-from spa_optax._storage import form_of, tree_of
-from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
-from spa_optax._wrappers import (
-    Float8MomentumState,
-    PrimalAveragingState,
-    StochasticRoundingState,
-)
-from spa_optax._xla import rescale
+from spa_optax._trees import by_path, is_trained, scalar_of
+from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
 from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# The params before, and as x the trained ones in 32 bits or more; y, those that the run
-# goes on with; k, the count; nu, ν without bias; and arguments of `convert`.
-Job = namedtuple(
-    "Job",
-    "params x y k nu learning_rate momentum nesterov averaging b1 b2 eps weight_power",
+# Optax does not export it. (To call `init` here would start JAX at import.)
+ScaleByRmsState: Any = type(
+    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
 )
-# In this order: the base optimizer in a `ScheduleFreeState` may be Adam.
-_MOMENTA = (
-    optax.contrib.ScheduleFreeState,
-    SPAState,
-    optax.ScaleByAdamState,
-    optax.TraceState,
-)
-# Wrappers: their fields with the states of what they wrap, and the one that counts the
-# steps taken. Other fields are of `into`: injected hyper-parameters, gauges.
-_WRAPPERS: dict[Any, tuple[str, str | None]] = {
-    optax.MaskedState: ("inner_state", None),
-    optax.PartitionState: ("inner_states", None),
-    optax.InjectHyperparamsState: ("inner_state", "count"),
-    optax.InjectStatefulHyperparamsState: ("hyperparams_states inner_state", "count"),
-    optax.MultiStepsState: ("inner_opt_state", "gradient_step"),
-    optax.ApplyIfFiniteState: ("inner_state", None),
-    optax.ConditionallyTransformState: ("inner_state", "step"),
-    optax.ConditionallyMaskState: ("inner_state", "step"),
-    optax.contrib.ScheduleFreeState: ("base_optimizer_state", None),
-    PrimalAveragingState: ("base average", None),
-    StochasticRoundingState: ("base", "count"),
-    TrackMomentumState: ("inner", None),
+
+
+class SGDM(NamedTuple):
+    """The hyper-parameters of `optax.sgd` with momentum, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # α_k
+    momentum: optax.ScalarOrSchedule  # β_k
+    nesterov: bool = False
+
+
+class AdamW(NamedTuple):
+    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """The fields of a wrapper's state that hold other states, and a count of steps."""
+
+    inner: tuple[str, ...]
+    count: str | None = None
+
+
+WRAPPERS: dict[type, Wrapper] = {
+    optax.MaskedState: Wrapper(("inner_state",)),
+    optax.PartitionState: Wrapper(("inner_states",)),
+    optax.InjectHyperparamsState: Wrapper(("inner_state",), "count"),
+    optax.InjectStatefulHyperparamsState: Wrapper(
+        ("hyperparams_states", "inner_state"), "count"
+    ),
+    optax.MultiStepsState: Wrapper(("inner_opt_state",), "gradient_step"),
+    optax.ApplyIfFiniteState: Wrapper(("inner_state",)),
+    PrimalAveragingState: Wrapper(("base", "average")),
+    StochasticRoundingState: Wrapper(("base",), "count"),
+    TrackMomentumState: Wrapper(("inner",)),
 }
-# Those of a base optimizer, and the field that holds its state.
-_BASES = {
-    kind: of[0].split()[0] for kind, of in _WRAPPERS.items() if of[0].startswith("base")
-}
-_MAY_DIFFER = (*of_optax.SECOND_MOMENTS, *of_optax.SKIPS_UPDATES)
-_KNOWN = (*of_optax.DIRECTIONS, *of_optax.MONITORS, *_WRAPPERS, *_MAY_DIFFER)
-_KNOWN += (SPAState, Float8MomentumState)
+# Their other fields go on if both runs have them, and begin anew if not.
+MAY_BEGIN_ANEW = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+
+
+class Conversion(NamedTuple):
+    """What is known of a run, apart from its momentum."""
+
+    count: Array  # k
+    params: ByPath  # x_k
+    x: ByPath  # the trained ones of them, in 32 bits or more
+    new_params: ByPath  # those to go on with
+    nu: ByPath  # Adam's ν as it is stored, if the run has one
+    other: SGDM | AdamW | None
+    averaging: optax.ScalarOrSchedule | None
+
+
+class Run(NamedTuple):
+    """A momentum as primal averaging has it."""
+
+    z: ByPath
+    eta: Array
+    c: Array
+    w: Array
+    mu_y: Array
 
 
 def convert(
@@ -76,440 +102,513 @@ def convert(
     params: PyTree,
     *,
     into: PyTree,
-    adam: optax.GradientTransformation | optax.MultiSteps | None = None,
-    new_params: PyTree | None = None,
-    learning_rate: optax.ScalarOrSchedule | None = None,
-    momentum: optax.ScalarOrSchedule | None = None,
-    nesterov: bool = False,
+    other: SGDM | AdamW | None = None,
     averaging: optax.ScalarOrSchedule | None = None,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    weight_power: float = 2.0,
+    new_params: PyTree | None = None,
     count: int | None = None,
 ) -> PyTree:
-    """The state with which another optimizer continues a run.
+    """The state with which another optimizer continues a run. Call it outside
+    `jax.jit`.
 
-    It goes between members of this package, wrappers around the same base optimizer,
-    and
+    It goes between members of this package, and between one of them and
 
-        optax.sgd, optax.trace          z = x − w m, if the learning rate comes after m
-        optax.adam, optax.adamw     z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
-        optax.contrib.schedule_free     its z, and b1 = μ_y
+        optax.sgd      z = x − w m
+        optax.adamw    z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
 
-    From `optax.sgd` w is that of `spa_from_sgdm`; to it, the state's. From AdamW, the
-    next step's momentum is AdamW's, except for the gradient's effect on ν. A momentum
-    that keeps its form is copied: both runs must have the same kind of optimizer, which
-    is not checked.
+    From `optax.sgd` w is that of `spa_from_sgdm`; to it, the state's. From AdamW to
+    `spa_adamw`, the next step's momentum is AdamW's, except for the gradient's effect
+    on ν. States of the same type and shapes go on, whatever they are: both runs must
+    have the same kind of optimizer there, which is not checked. Counts go on, injected
+    hyper-parameters and gauges are those of `into`, and all else is refused.
 
-    Second moments may change their form. Injected hyper-parameters and gauges are those
-    of `into`. Directions and bases that both runs hold go on; so do wrappers that skip
-    updates: the length of an `optax.MultiSteps` must be the same, which is not checked.
-    Other states are refused.
-
-    Args: old_state: the run's state, in any chain or wrapper except `optax.flatten`, or
-      of Flax nnx. params: the run's current params, or their float32 master copy: z is
-      made from them. into: the new optimizer's state from `init`. It may train fewer
-      params, with others frozen. adam: the `optax.adam` or `optax.adamw` of a run, in
-      any chain or wrapper. Needed from and to
-        these. It is tried out on tiny params, since others have states of the same
-        type.
+    Args:
+      old_state: the run's state, in any chain, in Optax's and this package's wrappers,
+        or of Flax nnx.
+      params: the run's current params, or their float32 master copy: z is made from
+        them.
+      into: the new optimizer's state from `init`. It may train fewer params, with
+        others frozen.
+      other: the hyper-parameters of Optax's optimizer, old or new, as `SGDM` or
+        `AdamW`. Needed from `optax.sgd`, and from and to AdamW, since other optimizers
+        have states of the same type.
+      averaging: c_{k+1} in (0, 1] of `spa_adamw`, from and to AdamW. None means 1 − b1.
       new_params: the params to go on with, if they are `params` in 16 bits. z keeps
         what is lost.
-      learning_rate: α_k or η_k ≥ 0, a scalar or a schedule of the count k. Needed from
-        `optax.sgd` and `primal_averaging`, from and to AdamW, and to Schedule-Free,
-        unless the form is kept.
-      momentum: β_k in [0, 1), as above. Needed from `optax.sgd`.
-      nesterov: whether that momentum is Nesterov's.
-      averaging: c_{k+1} in (0, 1] of the other run, from and to AdamW. None means 1 −
-        b1.
-      b1: β₁ of Adam, in [0, 1).
-      b2: β₂ of the second moment of both runs, in [0, 1).
-      eps: ε of both runs, ≥ 0.
-      weight_power: `weight_lr_power` of `optax.contrib.schedule_free`, ≥ 0.
       count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that
         of `optax.sgd` with a number as learning rate, unless it is at its start.
 
     Returns:
       `into` with the run. It shares no buffer with the arguments.
 
-    Raises: ValueError: if an argument is missing or out of range, or `adam` is not
-      Adam; if the states do
-        not match, or are not known; if counts differ, accumulated gradients would be
-        lost, or only one run trains at y. (Under `jax.jit` the last three give NaN.)
+    Raises:
+      ValueError: if an argument is missing, traced or out of range; if the states do
+        not match; if counts differ, accumulated gradients would be lost, or only one
+        run trains at y.
 
-    Examples: SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would
-      coast to 6.
+    Examples:
+      SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to
+      6.
 
       >>> import jax.numpy as jnp
       >>> import optax
-      >>> from spa_optax import convert, spa_from_sgdm
+      >>> from spa_optax import SGDM, convert, spa_from_sgdm
       >>> sgd, tx = optax.sgd(1.0, momentum=0.5), spa_from_sgdm(1.0, momentum=0.5)
       >>> x = jnp.array(10.0)
       >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(x), x)
       >>> x = optax.apply_updates(x, updates)
-      >>> sgdm = {"learning_rate": 1.0, "momentum": 0.5}
-      >>> new = convert(state, x, into=tx.init(x), **sgdm, count=1)
+      >>> new = convert(state, x, into=tx.init(x), other=SGDM(1.0, 0.5), count=1)
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
-    References: Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem
-      1 and its proof.
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its
+      proof.
     """
-    checks.RATE.optional().check(learning_rate=learning_rate)
-    checks.MOMENTUM.optional().check(momentum=momentum)
-    checks.AVERAGING.optional().check(averaging=averaging)
-    checks.B1.check(b1=b1)
-    checks.B2.check(b2=b2)
-    checks.EPS.check(eps=eps, weight_power=weight_power)
-    checks.FLAG.check(nesterov=nesterov)
-    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    _check_arguments((old_state, params, into), other, averaging, count)
     new_params = params if new_params is None else new_params
     trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    old, new = (
-        _momentum_of("old_state", old_state, params),
-        _momentum_of("into", into, params),
-    )
-    if odd := sorted(by_path(_tree_of(new)).keys() - by_path(_tree_of(old)).keys()):
+    old_nodes, new_nodes = _nodes_of(old_state), _nodes_of(into)
+    old = _momentum_of("old_state", old_nodes, params)
+    new = _momentum_of("into", new_nodes, params)
+    _check_pair(old, new, old_nodes, new_nodes)
+    k = _steps_taken(old, old_nodes, other, count)
+    is_copied = type(old) is type(new) and not isinstance(old, SPAState)
+    converted = set() if is_copied else {type(old), type(new)}
+    if optax.ScaleByAdamState in converted:
+        converted.add(ScaleByRmsState)
+    copied = _copied_nodes(old_nodes, new_nodes, converted)
+    written: dict[type, Any] = {}
+    if not is_copied:
+        _warn_of_narrow_params(old, old_nodes, by_path(params))
+        written = _written_nodes(
+            old,
+            new,
+            Conversion(
+                count=k,
+                params=by_path(params),
+                x=_trained_in(old, by_path(params)),
+                new_params=by_path(new_params),
+                nu=_nu_of(old_nodes),
+                other=other,
+                averaging=averaging,
+            ),
+        )
+
+    def move(node: Any) -> Any:
+        if type(node) in written:
+            return trees.with_leaves(node, written[type(node)])
+        if copied.get(_kind_of(node)):
+            leaves = by_path(copied[_kind_of(node)].pop(0))
+            return trees.with_leaves(node, [leaves[path] for path in by_path(node)])
+        field = _count_field(node)
+        return (
+            node if field is None else node._replace(**{field: _like(node, field, k)})
+        )
+
+    return trees.copy(_map_nodes(move, into))
+
+
+def _check_arguments(
+    trees_of_run: PyTree,
+    other: SGDM | AdamW | None,
+    averaging: optax.ScalarOrSchedule | None,
+    count: int | None,
+) -> None:
+    """Raises ValueError where an argument is traced or out of its range."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees_of_run)):
         raise ValueError(
-            f"`into` must hold only params of `old_state`, got {odd[0] or 'its root'}"
+            "`old_state`, `params` and `into` must hold concrete arrays, got traced "
+            "ones. Call `convert` outside `jax.jit`."
         )
-    own = [getattr(momentum, "rule_state", ()) for momentum in (new, old)]
-    trees.check_same_tree("into.rule_state", own[0], "old_state.rule_state", own[1])
-    old_nodes = _nodes_of("old_state", old_state, type(old))
-    kept, dropped, added = _matched(old_nodes, _nodes_of("into", into, type(new)))
-
-    x, y, wide = (
-        by_path(params),
-        by_path(new_params),
-        lambda leaf: leaf.astype(wide_dtype(leaf)),
-    )
-    trained = {
-        key: wide(x[key]) for key in by_path(_tree_of(old)) if is_trained(x[key])
-    }
-    k, differ = _steps_taken(
-        old, old_nodes, count, callable(learning_rate) or callable(momentum)
-    )
-    is_lost = differ | _is_lost(old, new, dropped)
-    nu = _read_second_moment([*dropped, old], [*added, new], y, k, b2, eps)
-    hyperparams = (
-        learning_rate,
-        momentum,
-        nesterov,
-        averaging,
-        b1,
-        b2,
-        eps,
-        weight_power,
-    )
-    job = Job(x, trained, y, k, nu, *hyperparams)
-    run: Any = None
-    if type(old) is type(new) is not SPAState:
-        kept[type(new)] = [old]
-    else:
-        if optax.ScaleByAdamState in (type(old), type(new)):
-            of_optax.check_adam(_required("adam", adam), params, b1, b2, eps)
-        if isinstance(old, of_optax.ADAM_OR_TRACE):
-            _warn_of_narrow_params(old_state, old, x)
-        run = _read(old, job)
-        was, is_there = (
-            trees.find(of, PrimalAveragingState) for of in (old_state, into)
-        )
-        if (
-            was and not is_there and type(new) in (SPAState, optax.TraceState)
-        ):  # where η was 1
-            rate = at_count("learning_rate", _required("learning_rate", learning_rate))
-            rate = rate(jnp.maximum(k - 1, 0))
-            run = run._replace(eta=rate * run.eta, w=rate * run.w)
-        elif is_there and not was:  # where η is 1
-            run = run._replace(eta=jnp.ones([]), w=jnp.where(k > 0, 1 - run.c, 0))
-
-    def moved(_: str, node: Any) -> Any:
-        kind, new_node = _kind_of(node), node
-        if kept.get(kind):
-            new_node = list(map(by_path(kept[kind].pop(0)).__getitem__, by_path(node)))
-        elif kind in (*_MOMENTA, *of_optax.SECOND_MOMENTS):
-            new_node = _write(node, run, job)
-        elif field := _count_field(kind):
-            new_node = node._replace(**{field: k})
-        return with_leaves(node, new_node)
-
-    state = _map_nodes(moved, into)
-    if not checks.is_surely(~is_lost):
-        nan = lambda leaf: (
-            jnp.where(is_lost, jnp.nan, leaf) if is_trained(leaf) else leaf
-        )
-        state = jax.tree.map(nan, state)
-    return trees.copy(state)
+    if isinstance(other, SGDM):
+        checks.RATE.check(learning_rate=other.learning_rate)
+        checks.MOMENTUM.check(momentum=other.momentum)
+        checks.FLAG.check(nesterov=other.nesterov)
+    elif isinstance(other, AdamW):
+        checks.RATE.check(learning_rate=other.learning_rate)
+        checks.B1.check(b1=other.b1)
+        checks.B2.check(b2=other.b2)
+        checks.EPS.check(eps=other.eps)
+    elif other is not None:
+        raise ValueError(f"`other` must be an `SGDM` or an `AdamW`, got {other!r}")
+    if averaging is not None:
+        checks.check_averaging(averaging=averaging)
+    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
 
 
-def _momentum_of(name: str, state: PyTree, params: PyTree) -> Any:
-    """The node of a state with the momentum."""
-    found = trees.find_one(state, name, *_MOMENTA)
-    checks.check_one_run(name, _mu_y_of(found), found._asdict().get("count", ()))
-    trees.check_paths(name, [_tree_of(found)], params)
-    return found
+def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """A state with a function of each node, inner states first.
+
+    A wrapper is passed without the states inside it.
+    """
+
+    def map_node(node: Any) -> Any:
+        fields = WRAPPERS.get(type(node), Wrapper(())).inner
+        inner = {name: _map_nodes(function, getattr(node, name)) for name in fields}
+        own = function(node._replace(**dict.fromkeys(fields)) if fields else node)
+        return own._replace(**inner) if fields else own
+
+    return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
+
+
+def _nodes_of(state: PyTree) -> list[Any]:
+    """The nodes of a state that hold arrays, or None where they held other states."""
+    nodes: list[Any] = []
+    _map_nodes(lambda node: nodes.append(node) or node, state)
+    return nodes
+
+
+def _kind_of(node: Any) -> type:
+    """The type of a node; one for all arrays, JAX's and NumPy's."""
+    return type(node) if hasattr(node, "_fields") else jax.Array
+
+
+def _count_field(node: Any) -> str | None:
+    """The field that counts the steps. A state of `count` alone is a schedule's."""
+    if getattr(node, "_fields", ()) == ("count",):
+        return "count"
+    return WRAPPERS.get(type(node), Wrapper(())).count
+
+
+def _like(node: Any, field: str, value: Any) -> PyTree:
+    """A value in the dtype of a node's field (under Flax nnx, in its variable)."""
+    return trees.with_leaves(getattr(node, field), value)
+
+
+def _momentum_of(name: str, nodes: list[Any], params: PyTree) -> Any:
+    """The node with the momentum that can be converted, or None if there is none."""
+    for kind in MOMENTA:
+        found = [node for node in nodes if type(node) is kind]
+        if len(found) > 1:
+            raise ValueError(
+                f"`{name}` must hold one `{kind.__name__}`, got {len(found)}. Convert "
+                "each part of the params by itself."
+            )
+        if found:
+            checks.check_one_run(name, found[0]._asdict().get("count", ()))
+            trees.check_paths(name, [_tree_of(found[0])], params)
+            return found[0]
+    return None
 
 
 def _tree_of(momentum: Any) -> PyTree:
-    """The tree with a leaf for each parameter."""
-    return tree_of(getattr(momentum, of_optax.MOMENTUM.get(type(momentum), "z")))
+    """The tree of a momentum, with the structure of the params."""
+    return tree_of(getattr(momentum, MOMENTA[type(momentum)].field))
 
 
-def _mu_y_of(momentum: Any) -> PyTree:
-    return getattr(momentum, "mu_y", getattr(momentum, "b1", 1.0))
+def _trained_in(momentum: Any, params: ByPath) -> ByPath:
+    """The params that a momentum trains, in 32 bits or more."""
+    trained = {path: params[path] for path in by_path(_tree_of(momentum))}
+    return {
+        path: x.astype(wide_dtype(x)) for path, x in trained.items() if is_trained(x)
+    }
 
 
-def _is_lost(old: Any, new: Any, dropped: list[Any]) -> Array:
-    """Raises where momentum or accumulated gradients are lost; whether they are, where
-    traced.
-    """
-    mu_y, new_mu_y = (scalar_of(_mu_y_of(state)).astype(float) for state in (old, new))
-    # Schedule-Free keeps its b1, which may be rounded to bfloat16. A member changes its
-    # own.
-    most = 2**-8 if isinstance(new, optax.contrib.ScheduleFreeState) else 1
-    differs = ((mu_y == 1) != (new_mu_y == 1)) | (jnp.abs(mu_y - new_mu_y) > most)
-    differs &= not isinstance(old, SPAState) or not isinstance(
-        new, SPAState
-    )  # `update` compares
-    if checks.is_surely(differs):
-        rule = (
-            "the `interpolation` of `old_state`, 1 for SGD and AdamW, b1 for "
-            "Schedule-Free"
-        )
-        raise ValueError(f"`into` must have {rule}: {mu_y:g}, got {new_mu_y:g}")
-    mini_step = sum(
-        scalar_of(of.mini_step) for of in trees.find(dropped, optax.MultiStepsState)
-    )
-    if checks.is_surely(mini_step > 0):
-        rule = "must have the `optax.MultiSteps` of `old_state`, or the gradients of"
+def _nu_of(nodes: list[Any]) -> ByPath:
+    """Adam's ν as it is stored, if there is one."""
+    kinds = (optax.ScaleByAdamState, ScaleByRmsState)
+    found = [node for node in nodes if isinstance(node, kinds)]
+    return by_path(found[0].nu) if len(found) == 1 else {}
+
+
+def _check_pair(old: Any, new: Any, old_nodes: list[Any], new_nodes: list[Any]) -> None:
+    """Raises ValueError unless a momentum can become the other."""
+    if (old is None) != (new is None):
+        name, nodes = ("old_state", old_nodes) if old is None else ("into", new_nodes)
         raise ValueError(
-            f"`into` {rule} {mini_step} batches would be lost, got another or none"
+            f"`{name}` must hold the momentum of the family, of `optax.sgd` or of "
+            "`optax.adamw`, in wrappers that `convert` knows, got "
+            f"{trees.kinds_of(tuple(nodes))}"
         )
-    return differs | (mini_step > 0)
+    averages = [
+        any(isinstance(node, PrimalAveragingState) for node in nodes)
+        for nodes in (old_nodes, new_nodes)
+    ]
+    if averages[0] != averages[1]:
+        raise ValueError(
+            "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
+            "begin an average in mid-run use "
+            "`tx.init(params)._replace(base=old_state)`."
+        )
+    if old is None or type(old) is type(new):
+        missing = set() if old is None else _paths_of(new) - _paths_of(old)
+        if missing:
+            raise ValueError(
+                "`into` must hold only params of `old_state`, got "
+                f"{min(missing) or 'its root'}"
+            )
+        return
+    if not isinstance(old, SPAState) and not isinstance(new, SPAState):
+        raise ValueError(
+            "`into` must hold the kind of momentum of `old_state`, or that of the "
+            f"family, got a `{type(new).__name__}` for a `{type(old).__name__}`"
+        )
+
+
+def _paths_of(momentum: Any) -> set[str]:
+    return set(by_path(_tree_of(momentum)))
+
+
+def _copied_nodes(
+    old_nodes: list[Any], new_nodes: list[Any], converted: set[type]
+) -> dict[type, list[Any]]:
+    """By their kind, the old nodes that go on as they are.
+
+    Raises ValueError where one has no counterpart, unless its kind is converted.
+    """
+    copied: dict[type, list[Any]] = {}
+    for kind in dict.fromkeys(map(_kind_of, [*old_nodes, *new_nodes])):
+        olds = [node for node in old_nodes if _kind_of(node) is kind]
+        news = [node for node in new_nodes if _kind_of(node) is kind]
+        has_arrays = any(map(trees.is_array, jax.tree.leaves([olds, news])))
+        if kind in converted or not has_arrays:
+            continue
+        if kind in MAY_BEGIN_ANEW:
+            if _have_same_shapes(olds, news):
+                copied[kind] = olds
+            else:
+                _check_no_gradients_are_lost(olds)
+        elif _count_field((olds or news)[0]) is None and kind not in WRAPPERS:
+            if not _have_same_shapes(olds, news):
+                raise ValueError(
+                    "`into` must have the states of `old_state` beside the momentum, "
+                    f"in the same shapes, got {len(news)} `{kind.__name__}` for "
+                    f"{len(olds)}. Convert into an optimizer that has them too."
+                )
+            copied[kind] = olds
+    return copied
+
+
+def _have_same_shapes(olds: list[Any], news: list[Any]) -> bool:
+    if jax.tree.structure(olds) != jax.tree.structure(news):
+        return False
+    shapes = [list(map(np.shape, jax.tree.leaves(nodes))) for nodes in (olds, news)]
+    return shapes[0] == shapes[1]
+
+
+def _check_no_gradients_are_lost(nodes: list[Any]) -> None:
+    for node in nodes:
+        mini_step = scalar_of(getattr(node, "mini_step", 0))
+        if mini_step > 0:
+            raise ValueError(
+                "`into` must have the `optax.MultiSteps` of `old_state`, or be made "
+                f"between two steps: the gradients of {mini_step} batches would be lost"
+            )
 
 
 def _steps_taken(
-    old: Any, old_nodes: list[Any], count: int | None, has_schedule: bool
-) -> Any:
-    """The count k, and whether counts are traced and differ."""
-    # The `step` of a wrapper that skips updates counts those too.
-    fields = [(node, _count_field(type(node))) for node in old_nodes]
-    counts = [
-        getattr(node, field) for node, field in fields if field not in (None, "step")
+    old: Any, old_nodes: list[Any], other: SGDM | AdamW | None, count: int | None
+) -> Array:
+    """The count k, on which all that count must agree."""
+    of_nodes = [
+        getattr(node, field) for node in old_nodes if (field := _count_field(node))
     ]
-    given = [] if count is None else [jnp.asarray(count)]
-    moving = [jnp.any(m != 0) for m in by_path(getattr(old, "trace", ())).values()]
-    of_nu = [
-        node.count for node in old_nodes if isinstance(node, of_optax.SECOND_MOMENTS)
+    of_nodes += [
+        node.count
+        for node in old_nodes
+        if isinstance(node, (ScaleByRmsState, optax.FactoredState))
     ]
-    is_new = jnp.all(jnp.array([scalar_of(of) != count for of in counts])) & bool(
-        given and counts
+    own = [] if old is None else [old._asdict().get("count")]
+    counts = [int(scalar_of(value)) for value in own + of_nodes if value is not None]
+    is_moving = isinstance(old, optax.TraceState) and any(
+        jnp.any(m != 0) for m in by_path(old.trace).values()
     )
-    if isinstance(old, optax.TraceState):
-        counts = given or counts
-    else:
-        own = old.step_count - 1 if hasattr(old, "step_count") else old.count
-        counts = [own, *counts, *of_nu, *given]
-    checks.check_one_run("old_state", counts)
-    k, *others = map(scalar_of, counts or [0])
-    is_start = not has_schedule and all(checks.is_surely(~of) for of in moving)
-    differ = jnp.any(jnp.array([other != k for other in others], bool)) | is_new
-    if (not counts and not is_start) or checks.is_surely(differ):
-        rule = (
-            "where `old_state` of SGD holds none, or be one of several; another "
-            "must hold one"
+    if count is not None:
+        # Beside SGD several counts may be of several schedules.
+        agrees = (
+            count in counts
+            if isinstance(old, optax.TraceState)
+            else {*counts} <= {count}
         )
-        raise ValueError(
-            f"`count` must be given {rule}, got {[*map(int, counts)] or None}"
-        )
-    has_momentum = (k == 0) & jnp.any(jnp.array(moving, bool))
-    if checks.is_surely(has_momentum):
-        raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
-    return k.astype(jnp.int32), differ | has_momentum
-
-
-def _required(name: str, value: Any) -> Any:
-    if value is None:
-        raise ValueError(f"`{name}` must be given for these states, got None")
-    return value
-
-
-def _warn_of_narrow_params(old_state: PyTree, old: Any, x: ByPath) -> None:
-    """Warns if z would be made from params of fewer bits than the run seems to have."""
-    moments = by_path(getattr(old, "nu", _tree_of(old)))
-    is_wide = not trees.find(old_state, StochasticRoundingState) and not has_narrow(
-        moments
-    )
-    if is_wide and has_narrow([x[key] for key in moments]):
-        rule = (
-            "should be the float32 master copy of the run if it has one, as its "
-            "float32 moments"
-        )
-        hint = "suggest: z is made from them. Pass the cast ones as `new_params`."
-        warnings.warn(f"`params` {rule} {hint}", stacklevel=3)
-
-
-def _read(old: Any, job: Job) -> SPAState:
-    """The run as SPA. From `optax.trace` η, c and w are of step k − 1, from Adam of the
-    next.
-    """
-    k, x = job.k, job.x
-    if isinstance(old, SPAState):
-        form, z = form_of(old.z), by_path(tree_of(old.z))
-        z = {key: form.value(x[key], z[key]) for key in x}
-        z = rescale(
-            {i: job.params[i] for i in x}, z, {}, is_at_start(old), form.follows_params
-        )
-        eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
-        return SPAState(k, z, eta, c, w, mu_y, old.rule_state)
-    if isinstance(old, optax.contrib.ScheduleFreeState):
-        eta = scalar_of(old.max_lr)
-        c = _over(eta**job.weight_power, scalar_of(old.weight_sum))
-        return SPAState(
-            k, by_path(old.z), eta, c, w=eta * (1 - c), mu_y=scalar_of(old.b1)
-        )
-    if isinstance(old, optax.TraceState):
-        alpha = _required("learning_rate", job.learning_rate)
-        beta = _required("momentum", job.momentum)
-        ahead = look_ahead(alpha, beta, jnp.maximum(k - 1, 0), nesterov=job.nesterov)
-        w = scale = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
-        (eta, c), m = eta_and_c(ahead, w, nesterov=job.nesterov), by_path(old.trace)
-    else:
-        (eta, c, w), mu = _scalars_of_adam(job), by_path(old.mu)
-        scale = w / c
-        m = {key: mu[key].astype(wide_dtype(mu[key])) / _divisor(key, job) for key in x}
-    z = {key: x[key] - scaled(scale, m[key], x[key].dtype) for key in x}
-    eta, c, w = (jnp.where(k == 0, 0, scalar) for scalar in (eta, c, w))
-    return SPAState(k, z, eta, c, w, jnp.ones([]))
-
-
-def _write(new: Any, run: Any, job: Job) -> Any:
-    """A node of `into` with the leaves of the run, which is None if its momentum is
-    copied.
-    """
-    k, kind = job.k, type(new)
-    if kind is SPAState:
-        form, z = form_of(new.z), by_path(tree_of(new.z))
-        trained = [key for key in z if key in job.x]
-        z |= {key: form.encode(run.z[key], job.y[key], None, z[key]) for key in trained}
-        if checks.is_surely(
-            sum(form.out_of_range(z[key]).saturated for key in trained) > 0
-        ):
-            text = (
-                "`into` cannot hold all of z − params, which is clipped: use bfloat16"
+        if counts and not agrees:
+            raise ValueError(
+                f"`count` must be that of `old_state`, {sorted({*counts})}, got {count}"
             )
-            warnings.warn(text, stacklevel=4)
-        return run._replace(z=list(z.values()))
-    if kind is optax.contrib.ScheduleFreeState:
-        # Step k − 1 of Optax reads the rate at count k, which is a count later than
-        # elsewhere.
-        rate = at_count("learning_rate", _required("learning_rate", job.learning_rate))
-        largest = lambda i, so_far: jnp.maximum(so_far, rate(i))
-        max_lr = jax.lax.fori_loop(1, k + 1, largest, jnp.zeros_like(rate(k)))
-        total = _over(max_lr**job.weight_power, run.c)  # the last weight over c_k
-        z = _filled(new.z, run.z)
-        return new._replace(
-            b1=run.mu_y, weight_sum=total, step_count=k + 1, max_lr=max_lr, z=z
+        counts = [count]
+    if not counts:
+        has_schedule = isinstance(other, SGDM) and (
+            callable(other.learning_rate) or callable(other.momentum)
         )
-    if (
-        kind is optax.FactoredState
-    ):  # the means of ν over rows and over columns, or all of it
-        leaves, none = [], jnp.zeros(1)
-        for key, old in by_path(new.v).items():
-            v = job.nu[key] + jnp.square(job.eps)
-            if old.shape == v.shape:
-                leaves.append((none, none, v))
-            else:
-                i, j = factored_axes(v)
-                leaves.append((v.mean(j), v.mean(i), none))
-        return optax.FactoredState(k, *map(list, zip(*leaves, strict=True)))
-    if kind is optax.TraceState:
-        return new._replace(trace=_filled(new.trace, _momentum(run, run.w, job)))
-    biased = {key: v * _bias(job.b2, k, v) for key, v in job.nu.items()}
-    new = new._replace(count=k, nu=_filled(new.nu, biased))
-    if kind is of_optax.RMSState:
-        return new
-    _, c, w = _scalars_of_adam(job)
-    mu = {key: d * _divisor(key, job) for key, d in _momentum(run, w / c, job).items()}
-    return new._replace(mu=_filled(new.mu, mu))
+        if is_moving or has_schedule:
+            raise ValueError(
+                "`count` must be given where `old_state` holds none, got None"
+            )
+        counts = [0]
+    if len({*counts}) > 1:
+        raise ValueError(
+            "`count` must be given where those of `old_state` differ, got "
+            f"{sorted({*counts})}"
+        )
+    if is_moving and counts[0] == 0:
+        raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
+    return jnp.asarray(counts[0], jnp.int32)
 
 
-def _momentum(run: SPAState, scale: Array, job: Job) -> ByPath:
-    """The m of x − z = scale · m, or 0 if the scale is 0."""
+def _warn_of_narrow_params(old: Any, old_nodes: list[Any], params: ByPath) -> None:
+    """Warns if z would be made from params of fewer bits than the run seems to have."""
+    if isinstance(old, SPAState):
+        return
+    is_rounded = any(isinstance(node, StochasticRoundingState) for node in old_nodes)
+    moments = by_path(getattr(old, "nu", _tree_of(old)))
+    is_wide = not is_rounded and not has_narrow(moments)
+    if is_wide and has_narrow([params[path] for path in moments]):
+        warnings.warn(
+            "`params` should be the float32 master copy of the run, if it has one: its "
+            "moments are in float32, and z is made from `params`. Pass the cast ones "
+            "as `new_params`.",
+            stacklevel=3,
+        )
+
+
+def _written_nodes(old: Any, new: Any, run: Conversion) -> dict[type, Any]:
+    """The new node of the momentum, and with AdamW that of its second moment."""
+    momentum = MOMENTA[type(old)].read(old, run)
+    if momentum.mu_y != 1 and not isinstance(new, SPAState):
+        raise ValueError(
+            "`old_state` must have an `interpolation` of 1 to go on with "
+            f"`optax.sgd` or `optax.adamw`, got {momentum.mu_y:g}"
+        )
+    if not isinstance(old, SPAState) and scalar_of(new.mu_y) != 1:
+        raise ValueError(
+            "`into` must have an `interpolation` of 1 to go on from `optax.sgd` or "
+            f"`optax.adamw`, got {scalar_of(new.mu_y):g}"
+        )
+    written = {type(new): MOMENTA[type(new)].write(new, momentum, run)}
+    if isinstance(old, optax.ScaleByAdamState):
+        nu = [run.nu[path] for path in by_path(_tree_of(new))]
+        written[ScaleByRmsState] = ScaleByRmsState(count=run.count, nu=nu)
+    return written
+
+
+def _read_spa(old: SPAState, run: Conversion) -> Run:
+    codec, is_start = codec_of(old.z), has_taken_no_step(old)
+    stored = by_path(tree_of(old.z))
+    z = {path: codec.value(run.params[path], stored[path]) for path in run.x}
+    if is_start and not codec.follows_params:
+        z = run.x
+    eta, c, w, mu_y = map(scalar_of, (old.eta, old.c, old.w, old.mu_y))
+    return Run(z, eta, c, w, mu_y)
+
+
+def _write_spa(new: SPAState, momentum: Run, run: Conversion) -> SPAState:
+    codec, leaves = codec_of(new.z), by_path(tree_of(new.z))
+    for path in leaves.keys() & momentum.z.keys():
+        dtype = leaves[path].dtype
+        leaves[path] = codec.encode(
+            momentum.z[path], run.new_params[path], dtype, seed=None
+        )
+        largest = float(jnp.finfo(dtype).max)
+        if jnp.any(jnp.abs(leaves[path].astype(wide_dtype(leaves[path]))) >= largest):
+            warnings.warn(
+                "`into` should hold z in bfloat16 or wider: z − params is clipped at "
+                f"{path or 'its root'}",
+                stacklevel=4,
+            )
+    eta, c, w, mu_y = momentum[1:]
+    return SPAState(run.count, list(leaves.values()), eta, c, w, mu_y)
+
+
+def _read_sgdm(old: optax.TraceState, run: Conversion) -> Run:
+    """z = x − w m, with the scalars of step k − 1."""
+    if not isinstance(run.other, SGDM):
+        raise ValueError(
+            "`other` must be `SGDM(learning_rate, momentum)`, those of `old_state`, "
+            f"got {run.other!r}"
+        )
+    alpha, beta, nesterov = run.other
+    last = jnp.maximum(run.count - 1, 0)
+    ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
+    eta, c = eta_and_c(ahead, w, nesterov=nesterov)
+    m = by_path(old.trace)
+    z = {
+        path: x - w.astype(x.dtype) * m[path].astype(x.dtype)
+        for path, x in run.x.items()
+    }
+    return _from_start(Run(z, eta, c, w, mu_y=jnp.ones([])), run.count)
+
+
+def _write_sgdm(
+    new: optax.TraceState, momentum: Run, run: Conversion
+) -> optax.TraceState:
+    m = _momentum_over(momentum.w, momentum, run)
+    return new._replace(
+        trace=[m.get(path, leaf) for path, leaf in by_path(new.trace).items()]
+    )
+
+
+def _read_adamw(old: Any, run: Conversion) -> Run:
+    """z = x − (w/c) d, with d the direction m̂ / (√ν̂ + ε) and scalars of the next
+    step.
+    """
+    eta, c, w = _scalars_of_adamw(run)
+    mu = by_path(old.mu)
+    z = {}
+    for path, x in run.x.items():
+        d = mu[path].astype(x.dtype) / _divisor(run, path)
+        z[path] = x - (w / c).astype(x.dtype) * d
+    return _from_start(Run(z, eta, c, w, mu_y=jnp.ones([])), run.count)
+
+
+def _write_adamw(new: Any, momentum: Run, run: Conversion) -> Any:
+    _, c, w = _scalars_of_adamw(run)
+    d = _momentum_over(w / c, momentum, run)
+    mu = by_path(new.mu) | {path: d[path] * _divisor(run, path) for path in d}
+    mu = [mu[path] for path in by_path(new.mu)]
+    nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+    return new._replace(count=run.count, mu=mu, nu=nu)
+
+
+def _from_start(momentum: Run, k: Array) -> Run:
+    """The momentum, with the scalars of a new state if no step was taken."""
+    eta, c, w = [jnp.where(k == 0, 0, scalar) for scalar in momentum[1:4]]
+    return momentum._replace(eta=eta, c=c, w=w)
+
+
+def _momentum_over(scale: Array, momentum: Run, run: Conversion) -> ByPath:
+    """The m of x − z = scale · m, or 0 if the scale is 0 or no step was taken."""
+    scale = jnp.where(run.count > 0, scale, 0)
+    divisor = jnp.where(scale == 0, jnp.inf, scale)
     m = {}
-    for key, x in job.x.items():
-        dtype = wide_dtype(x, z := run.z[key])
-        m[key] = _over(
-            x.astype(dtype) - z.astype(dtype), jnp.where(job.k > 0, scale, 0)
-        )
+    for path, x in run.x.items():
+        dtype = wide_dtype(x, momentum.z[path])
+        difference = x.astype(dtype) - momentum.z[path].astype(dtype)
+        m[path] = difference / divisor.astype(dtype)
     return m
 
 
-def _scalars_of_adam(job: Job) -> tuple[Array, Array, Array]:
-    """η, c and w of the next step."""
-    eta = at_count("learning_rate", _required("learning_rate", job.learning_rate))(
-        job.k
-    )
-    c = at_count("averaging", 1 - job.b1 if job.averaging is None else job.averaging)(
-        job.k
-    )
-    if checks.is_surely((c <= 0) | ((eta <= 0) & (job.k > 0))):
-        rule = (
-            "`averaging` and `learning_rate` must be > 0, for z to hold m at a "
-            "finite distance"
+def _scalars_of_adamw(run: Conversion) -> tuple[Array, Array, Array]:
+    """η, c and w of the next step of `spa_adamw`."""
+    other = run.other
+    if not isinstance(other, AdamW):
+        raise ValueError(
+            "`other` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
+            "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
+            f"{other!r}"
         )
-        raise ValueError(f"{rule}, got {c} and {eta}")
+    if not run.nu:
+        raise ValueError(
+            '`into` must be of `spa_adamw` with `second_moment="full"` or of '
+            "`optax.adamw`, to go on with one second moment, got none or another"
+        )
+    averaging = 1 - other.b1 if run.averaging is None else run.averaging
+    eta = at_count("learning_rate", other.learning_rate)(run.count)
+    c = at_count("averaging", averaging)(run.count)
+    if c <= 0 or (eta <= 0 and run.count > 0):
+        raise ValueError(
+            "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
+            f"distance, got {c} and {eta}"
+        )
     return eta, c, eta * (1 - c)
 
 
-def _divisor(key: str, job: Job) -> Array:
-    """By what Adam divides m. For what step k adds it corrects the bias by k + 1."""
-    v = job.nu[key]
-    return _bias(job.b1, job.k + 1, v) * (jnp.sqrt(v) + job.eps)
-
-
-def _filled(tree: PyTree, values: ByPath) -> list[Any]:
-    """The leaves of a tree, with values where there are some."""
-    return [values.get(key, leaf) for key, leaf in by_path(tree).items()]
-
-
-def _over(a: Array, b: Array) -> Array:
-    """The quotient a / b, or 0 where b is 0."""
-    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b).astype(a.dtype))
-
-
-def _read_second_moment(
-    olds: list[Any], news: list[Any], y: ByPath, k: Array, b2: ArrayLike, eps: ArrayLike
-) -> ByPath:
-    """ν without bias, if there is one that takes another form; 0 before the first
-    step.
-    """
-    is_nu = lambda node: isinstance(
-        node, (*of_optax.SECOND_MOMENTS, optax.ScaleByAdamState)
-    )
-    found, wanted = list(filter(is_nu, olds)), list(filter(is_nu, news))
-    if len(found) != len(wanted) or len(found) > 1:
-        rule = "must both hold one second moment to convert, or none"
-        raise ValueError(
-            f"`old_state` and `into` {rule}, got {len(found)} and {len(wanted)}"
-        )
-    if not found:
-        return {}
-    if not isinstance(found[0], optax.FactoredState):
-        nu = {key: v.astype(wide_dtype(v)) for key, v in by_path(found[0].nu).items()}
-        return {key: v / _bias(b2, jnp.maximum(k, 1), v) for key, v in nu.items()}
-    rows, columns, nu = map(by_path, found[0][1:])
-    for key, v in nu.items():
-        if v.shape != y[key].shape:  # ν = row · column / mean
-            i, j = factored_axes(y[key])
-            row, column = (
-                jnp.expand_dims(rows[key], j),
-                jnp.expand_dims(columns[key], i),
-            )
-            mean = jnp.mean(row, i, keepdims=True)
-            nu[key] = row / jnp.where(mean > 0, mean, 1) * column
-    return {key: jnp.maximum(v - jnp.square(eps), 0) for key, v in nu.items()}
+def _divisor(run: Conversion, path: str) -> Array:
+    """By what AdamW divides m: its bias for the next step, times √ν̂ + ε."""
+    b1, b2, eps = run.other[1:]
+    k, nu = run.count, run.nu[path]
+    nu = nu.astype(wide_dtype(nu))
+    nu_hat = nu / _bias(b2, jnp.maximum(k, 1), nu)
+    return _bias(b1, k + 1, nu) * (jnp.sqrt(nu_hat) + eps)
 
 
 def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
@@ -517,91 +616,17 @@ def _bias(decay: ArrayLike, k: Array, moment: Array) -> Array:
     return 1 - jnp.asarray(decay, moment.dtype) ** k.astype(moment.dtype)
 
 
-def _map_nodes(
-    function: Callable[[str, Any], Any], state: PyTree, path: str = ""
-) -> PyTree:
-    """A state with a function of the path and the value of each node, inner states
-    first.
-    """
+class Momentum(NamedTuple):
+    """How a state with momentum is read and written."""
 
-    def replaced(keys: Any, node: Any) -> Any:
-        here, fields = (
-            path + keystr(keys),
-            _WRAPPERS.get(type(node), ("", None))[0].split(),
-        )
-        inner = {
-            f: _map_nodes(function, getattr(node, f), f"{here}.{f}") for f in fields
-        }
-        # A wrapper is passed without the states inside it.
-        own = function(here, node._replace(**dict.fromkeys(fields)) if fields else node)
-        return own._replace(**inner) if fields else own
-
-    return tree_map_with_path(
-        replaced, state, is_leaf=lambda node: hasattr(node, "_fields")
-    )
+    field: str  # with a leaf for each parameter
+    read: Callable[[Any, Conversion], Run]
+    write: Callable[[Any, Run, Conversion], Any]
 
 
-def _nodes_of(name: str, state: PyTree, momentum: type) -> list[Any]:
-    """The nodes of a state but the momentum; raises at one that is not known, outside
-    of bases.
-    """
-
-    def check(path: str, node: Any) -> Any:
-        is_known = isinstance(node, _KNOWN) or _count_field(type(node))
-        if not is_known and any(map(trees.is_array, jax.tree.leaves(node))):
-            got = f"a `{type(node).__name__}` at {path or 'its root'}"
-            raise ValueError(
-                f"`{name}` must hold only states that `convert` knows, got {got}"
-            )
-        return node
-
-    without_base = lambda node: node._replace(**{_BASES[type(node)]: None})
-    _map_nodes(check, trees.replace(state, tuple(_BASES), without_base))
-    nodes: list[Any] = []
-    _map_nodes(lambda _, node: nodes.append(node) or node, state)
-    if momentum not in map(type, nodes):
-        rule = "must hold its momentum in wrappers that `convert` knows"
-        raise ValueError(f"`{name}` {rule}, got one in {trees.kinds_of(state)}")
-    return [node for node in nodes if type(node) is not momentum]
-
-
-def _kind_of(node: Any) -> Any:
-    """The type of a node; one for all arrays, JAX's and NumPy's."""
-    return type(node) if hasattr(node, "_fields") else jax.Array
-
-
-def _count_field(kind: Any) -> str | None:
-    """The field that counts the steps taken. States with `count` alone belong to
-    schedules.
-    """
-    is_of_schedule = getattr(kind, "_fields", ()) == ("count",)
-    return "count" if is_of_schedule else _WRAPPERS.get(kind, ("", None))[1]
-
-
-def _matched(
-    old: list[Any], new: list[Any]
-) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
-    """By their kind, the old nodes that go on; and other old and new ones, which may
-    differ.
-    """
-    kept, dropped, added = {}, [], []
-    form = lambda nodes: (
-        jax.tree.structure(nodes),
-        list(map(np.shape, jax.tree.leaves(nodes))),
-    )
-    for kind in dict.fromkeys(map(_kind_of, [*old, *new])):
-        olds, news = (
-            [node for node in of if _kind_of(node) is kind] for of in (old, new)
-        )
-        if kind not in _MAY_DIFFER and (kind in _WRAPPERS or _count_field(kind)):
-            continue
-        if form(olds) == form(news):
-            kept[kind] = olds
-        elif kind in _MAY_DIFFER:
-            dropped, added = dropped + olds, added + news
-        elif jax.tree.leaves([olds, news]):
-            rule = "must have the other states of `old_state`, in the same shapes, got"
-            raise ValueError(
-                f"`into` {rule} {len(news)} `{kind.__name__}` for {len(olds)}"
-            )
-    return kept, dropped, added
+# In this order: the base of `primal_averaging` may be AdamW.
+MOMENTA: dict[type, Momentum] = {
+    SPAState: Momentum("z", _read_spa, _write_spa),
+    optax.ScaleByAdamState: Momentum("mu", _read_adamw, _write_adamw),
+    optax.TraceState: Momentum("trace", _read_sgdm, _write_sgdm),
+}

@@ -182,7 +182,7 @@ def stagewise(
     def c_next(k: Array) -> Float[Array, ""]:
         c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "scale":
-            return _scaled(c, log_ratio)
+            return scaled_up_to_1(c, log_ratio)
         return _balanced(c, log_ratio) if averaging_rule == "balance" else c
 
     return SPAHyperparams(Schedule(eta), Schedule(c_next))
@@ -213,7 +213,7 @@ def _checked_boundaries(
     return boundaries
 
 
-def _scaled(c: Array, log_ratio: Array) -> Float[Array, ""]:
+def scaled_up_to_1(c: Array, log_ratio: Array) -> Float[Array, ""]:
     """min(1, c·ratio). A c of 0 stays 0, also if the ratio overflows."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_ratio, enough)), 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ import spa_optax
 from spa_optax import hyperparams_from_sgdm, spa_from_sgdm, stagewise, theory
 from spa_optax._hyperparams import SGDMHyperparams
 from spa_optax.diagnostics import track_momentum
-from spa_optax.theory import momentum_drop
 
 _, SPIKE, BETA, NEGATIVE, FIRST, SECOND, WEIGHT, LIMIT = CONDITIONS = [
     "a hyper-parameter is NaN or out of range",
@@ -60,7 +60,9 @@ def test_arrays_are_what_they_say() -> None:
             "c": cs[k - 1],
             "smoothness": 3.0,
         }
-        of_x, of_z = theory.remainder(*np.eye(2)[:, :, None], c_prev=cs[k - 2], **known)
+        of_x, of_z = formulas.remainder(
+            *np.eye(2)[:, :, None], c_prev=cs[k - 2], **known
+        )
         expected = {
             "eta": etas[k],
             "c": cs[k],
@@ -68,8 +70,8 @@ def test_arrays_are_what_they_say() -> None:
             "beta": beta[k],
             "remainder_x": of_x / 3,
             "remainder_z": of_z,
-            "step_weight": theory.step_weight(**known),
-            "max_learning_rate": theory.max_learning_rate(cs[k], 3.0),
+            "step_weight": formulas.step_weight(**known),
+            "max_learning_rate": formulas.max_learning_rate(cs[k], 3.0),
         }
     assert expected.keys() == audit._asdict().keys()
     assert list(audit.breaches()) == CONDITIONS
@@ -300,7 +302,7 @@ def test_the_remedy_helps() -> None:
     schedules = {
         rule: functools.partial(stagewise, 10.0, 0.1, [200], averaging_rule=rule)
         for rule in ("constant", "scale", "balance")
-    } | {"hold": functools.partial(momentum_drop, 10.0, 0.1, 200, hold="alpha")}
+    } | {"hold": functools.partial(formulas.momentum_drop, 10.0, 0.1, 200, hold="alpha")}
     for name, schedule in schedules.items():
         abrupt = theory.audit(*schedule(), 400)
         expected = {"scale": ["spike"], "balance": ["beta", "spike"]}.get(
@@ -388,7 +390,7 @@ def test_where_x_stands_still() -> None:
     assert verdict(theory.audit(1.0, 0.0, 50)).startswith("α is 0 at every step")
     # Where x stands still, β = 1 for constants; z moves on, and x sets out after it.
     assert kinds(theory.audit(1.0, step_at(9, 0.0, 0.1), 50)) == ["average", "rise"]
-    assert kinds(theory.audit(*momentum_drop(1.0, 0.1, 50), 100)) == ["rise"]
+    assert kinds(theory.audit(*formulas.momentum_drop(1.0, 0.1, 50), 100)) == ["rise"]
     # In the tail of a decay to 0 β is over 1, but nothing moves any more.
     audit = theory.audit(lenient(optax.cosine_decay_schedule(1.0, 1_000)), 0.1, 1_000)
     assert len(steps_of(audit, BETA)) > 5

@@ -22,6 +22,7 @@ from helpers import (
     unchecked,
 )
 from scipy import stats
+from spa_optax._storage import OutOfRange
 
 import spa_optax
 from spa_optax import (
@@ -33,7 +34,6 @@ from spa_optax import (
     spa_from_sgdm,
 )
 from spa_optax._core import Step
-from spa_optax._storage import OutOfRange
 from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
 from spa_optax.diagnostics._gauge import Sums, new_gauge, update_gauge
 

@@ -14,6 +14,7 @@ import pytest
 from helpers import COLLECTIVE, FLOAT8, FLOAT16, compiled_step, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+from spa_optax._precision import Stream, random_bits, rounded, seeds_like
 
 from spa_optax import (
     _precision,
@@ -22,7 +23,6 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._precision import Stream, random_bits, rounded, seeds_like
 
 KEY = jax.random.key(0)
 BF16 = jnp.bfloat16

@@ -18,6 +18,8 @@ import pytest
 from flax import serialization
 from helpers import FLOAT16, run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from spa_optax._precision import random_bits
+from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference, Form
 
 from spa_optax import (
     _core,
@@ -30,8 +32,6 @@ from spa_optax import (
     spa_from_sgdm,
 )
 from spa_optax._checks import Rule
-from spa_optax._precision import random_bits
-from spa_optax._storage import BFloat16Difference, E4M3Difference, E5M2Difference, Form
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(0)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import FLOAT16, WARMUP_COSINE, run, x64
+from spa_optax._precision import round_update
 
 from spa_optax import (
     eval_params,
@@ -18,7 +19,6 @@ from spa_optax import (
     spa,
     stochastic_rounding,
 )
-from spa_optax._precision import round_update
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.linspace(-1.0, 2.0, 48).reshape(6, 8), "b": jnp.ones(8)}

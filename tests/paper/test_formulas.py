@@ -1,8 +1,10 @@
 """The paper's theory: numerical proofs, against the inequalities rather than the
 formulas."""
 
+import doctest
 from typing import Any
 
+import formulas
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import optax
 import pytest
 from helpers import run, table, x64
 
-from spa_optax import spa, stagewise, theory
+from spa_optax import spa, stagewise
 
 examples = lambda n: hypothesis.settings(deadline=None, max_examples=n)
 C, ETA_L = st.floats(0.01, 0.99), st.floats(1e-3, 10)
@@ -25,18 +27,18 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
         iterate = lambda tx: run(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
         reference = iterate(optax.sgd(table(jnp.asarray(alphas)), 0.9))
         for eta0 in (None, 3.0, 0.7):
-            eta, c = theory.forward_recursion(alphas, 0.9, eta0=eta0)
+            eta, c = formulas.forward_recursion(alphas, 0.9, eta0=eta0)
             x = iterate(spa(table(jnp.asarray(eta)), table(jnp.asarray(c))))
             np.testing.assert_allclose(x, reference, rtol=1e-10)
 
 
 def test_forward_recursion_multiplies_deviations() -> None:
-    eta, c = theory.forward_recursion([1, 1, 1], [0.9, 0.8, 0.0])
+    eta, c = formulas.forward_recursion([1, 1, 1], [0.9, 0.8, 0.0])
     np.testing.assert_allclose(eta, [10, 9 / 0.8, np.inf], rtol=1e-12)
     np.testing.assert_allclose(c, [0.1, 0.8 / 9, 0], rtol=1e-12)
     # By 1/β a step, which is why no schedule can be run this way.
     near, far = (
-        theory.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1)
+        formulas.forward_recursion(np.full(50, 0.1), 0.9, eta0=e)[0] for e in (1.0, 1.1)
     )
     np.testing.assert_allclose((far - near)[1:] / (far - near)[:-1], 1 / 0.9, rtol=1e-6)
 
@@ -124,18 +126,18 @@ def slack(
     eta, eta_prev, c, c_prev, c_next = etas[1:-1], etas[:-2], cs[1:-1], cs[:-2], cs[2:]
     known: Any = {"smoothness": f.smoothness, "augmented": augmented}
     with x64():
-        fall = theory.lyapunov(*before, eta=eta_prev, c=c_prev, c_next=c, **known)
-        fall -= theory.lyapunov(*after, eta=eta, c=c, c_next=c_next, **known)
+        fall = formulas.lyapunov(*before, eta=eta_prev, c=c_prev, c_next=c, **known)
+        fall -= formulas.lyapunov(*after, eta=eta, c=c, c_next=c_next, **known)
         of = {"eta": eta, "eta_prev": eta_prev, "c": c, "smoothness": f.smoothness}
-        changed = theory.remainder(before[1], before[0], c_prev=c_prev, **of)
+        changed = formulas.remainder(before[1], before[0], c_prev=c_prev, **of)
         if augmented:
-            right = fall + theory.noise_weight(eta, c, f.smoothness) * noise + changed
+            right = fall + formulas.noise_weight(eta, c, f.smoothness) * noise + changed
         else:
             right = (
                 fall
                 + f.smoothness * noise
                 + changed
-                + theory.step_weight(**of) * before[2]
+                + formulas.step_weight(**of) * before[2]
             )
         return np.asarray(right - left + 1e-9 * before[0] / eta**2), np.asarray(changed)
 
@@ -176,7 +178,7 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
     less."""
     f, rng = FiniteSum(0), np.random.default_rng(0)
     eta = part * min(
-        float(theory.max_learning_rate(c, f.smoothness)), 0.4 / f.smoothness
+        float(formulas.max_learning_rate(c, f.smoothness)), 0.4 / f.smoothness
     )
     x = z = y = np.tile(f.start, (200, 1))
     rows, T = [], 60
@@ -199,7 +201,7 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
     roots = np.sqrt(
         np.maximum(np.max(rows, 0)[2:], 0)
     )  # G, σ, and what 2‖∇f‖² leaves of E‖g‖²
-    bound = lambda G, c, **growth: theory.sgdm_bound(
+    bound = lambda G, c, **growth: formulas.sgdm_bound(
         T, eta, c, smoothness=f.smoothness, gap=f(f.start), grad_bound=G, **growth
     )
     for growth, root in enumerate(roots):
@@ -213,8 +215,8 @@ def test_the_largest_rate_is_where_the_step_weight_changes_sign(
     c: float, L: float
 ) -> None:
     with x64():
-        limit = theory.max_learning_rate(c, L)
-        weight = lambda eta: theory.step_weight(
+        limit = formulas.max_learning_rate(c, L)
+        weight = lambda eta: formulas.step_weight(
             eta=eta, eta_prev=eta, c=c, smoothness=L
         )
         scale = L / (limit * c) ** 2
@@ -231,17 +233,17 @@ def test_the_largest_decay_is_where_the_step_weight_changes_sign(
     c: float, eta: float
 ) -> None:
     with x64():
-        r = theory.max_decay_ratio(eta, c, 1.0)
-        weight = lambda r: theory.step_weight(
+        r = formulas.max_decay_ratio(eta, c, 1.0)
+        weight = lambda r: formulas.step_weight(
             eta=eta / r, eta_prev=eta, c=c, smoothness=1.0
         )
         assert abs(weight(r)) < 1e-9 / (eta * c) ** 2
         assert weight(0.99 * r) < 0 < weight(1.01 * r)
-        limit = theory.max_learning_rate(c, 1.0)  # from there on no decay is allowed
+        limit = formulas.max_learning_rate(c, 1.0)  # from there on no decay is allowed
         assert (r >= 1) == (eta <= limit) or abs(eta / limit - 1) < 1e-9
         # The paper's simplification, by η_k L ≤ 1, gives a smaller ratio, from a
         # quadratic.
-        s = theory.max_decay_ratio(eta, c, 1.0, simplified=True)
+        s = formulas.max_decay_ratio(eta, c, 1.0, simplified=True)
         assert s <= r * (1 + 1e-12) or eta / s > 1
         np.testing.assert_allclose(
             s**2 * (1 - c) + s * eta * (1 - c) ** 2, 1, rtol=1e-9
@@ -254,10 +256,10 @@ def test_the_printed_root_is_no_root() -> None:
     printed = (-linear + np.sqrt(linear**2 + 4 * (1 - c) * c)) / (2 * (1 - c))
     assert printed == pytest.approx(0.29, abs=0.005)  # no decay at all, says the print
     assert (
-        theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0
+        formulas.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=1.0) < 0
     )  # constants may stay
     for simplified in (False, True):
-        assert theory.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
+        assert formulas.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
 
 
 @examples(30)
@@ -276,10 +278,10 @@ def test_balanced_averaging_keeps_the_remainder_of_sgd(
             "smoothness": 3.0,
         }
         assert abs(
-            theory.remainder(1.0, 0.0, c=cs(4), **change)
+            formulas.remainder(1.0, 0.0, c=cs(4), **change)
         ) <= 1e-12 * 3 * factor / (eta * c)
         assert (
-            factor < 1.01 or theory.remainder(1.0, 0.0, c=cs(3), **change) > 0
+            factor < 1.01 or formulas.remainder(1.0, 0.0, c=cs(3), **change) > 0
         )  # c constant
         assert cs(3) <= cs(4) <= 1  # increased, not reduced
         np.testing.assert_allclose(1 / cs(4), 1 + (1 / cs(3) - 1) / factor, rtol=1e-9)
@@ -298,12 +300,14 @@ def test_the_augmented_function_accounts_for_all_noise() -> None:
     with x64():
         for k in range(100):
             c, L, part, v, noise = rng.uniform((0.05, 0.1, 0, 0, 0), (1, 10, 1, 1, 1))
-            eta = (part if k else 1e-8) * min(float(theory.max_learning_rate(c, L)), 10)
+            eta = (part if k else 1e-8) * min(
+                float(formulas.max_learning_rate(c, L)), 10
+            )
             rho = (
                 L / (2 * eta * c**2) * (L * (1 - c) / (c * (2 - c)) - 1 / eta)
             )  # as printed
-            weight = theory.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
-            gain = theory.noise_weight(eta, c, L) - L
+            weight = formulas.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
+            gain = formulas.noise_weight(eta, c, L) - L
             left = (
                 rho * ((1 - c) ** 2 * v + (c * eta) ** 2 * noise) - (rho - weight) * v
             )
@@ -313,7 +317,7 @@ def test_the_augmented_function_accounts_for_all_noise() -> None:
             assert k or abs(gain / L + 1 / 2) < 1e-6
             known: Any = {"eta": eta, "c": c, "c_next": c, "smoothness": L}
             plain, other = (
-                theory.lyapunov(1, 2, v, **known, augmented=a) for a in (False, True)
+                formulas.lyapunov(1, 2, v, **known, augmented=a) for a in (False, True)
             )
             np.testing.assert_allclose(
                 other - plain, rho * v, atol=1e-12 * float(plain)
@@ -331,7 +335,7 @@ def test_the_tuned_bounds(
         constants = {"smoothness": L, "gap": gap}
         extra = L / num_steps * (1 / c - 1) * gap
         for root, c_of, rest in ((G, c, extra), (G / np.sqrt(2), 1.0, 0)):
-            bound = lambda eta, root=root, c_of=c_of: theory.sgdm_bound(
+            bound = lambda eta, root=root, c_of=c_of: formulas.sgdm_bound(
                 num_steps, eta, c_of, grad_bound=root, **constants
             )
             best = np.sqrt(gap / (num_steps * L * root**2))
@@ -339,7 +343,9 @@ def test_the_tuned_bounds(
             np.testing.assert_allclose(bound(best), expected, rtol=1e-9)
             assert bound(best) < min(bound(0.9 * best), bound(1.1 * best))
         assert (
-            theory.sgdm_bound(num_steps, 1 / L, c, growth=1, grad_bound=G, **constants)
+            formulas.sgdm_bound(
+                num_steps, 1 / L, c, growth=1, grad_bound=G, **constants
+            )
             == np.inf
         )
 
@@ -376,3 +382,7 @@ def test_the_sum_of_sgd_has_a_term_of_noise_for_each_step() -> None:
     telescoped = (f(f.start) - f(f.start - eta * grads).mean()) / eta**2
     noise = f.smoothness / 2 * sq(grads).mean()
     assert telescoped + 0 * noise < left <= telescoped + 1 * noise  # T = 0: one step
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(formulas) == (0, 18)

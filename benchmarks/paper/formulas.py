@@ -1,51 +1,63 @@
 """The paper's formulas as functions, its misprints corrected (arXiv:2010.00406).
 
-    z_{k+1} = z_k − η_k g_k   x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}    z_0 = x_0
+    z_{k+1} = z_k − η_k g_k
+    x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}      z_0 = x_0
 
-    symbol                        argument      unit    range
-    η_k, the learning rate        eta           x²/f    > 0
-    c_k, the averaging         c          1       in (0, 1], 0 too in `max_…`; c_0 = c_1
-    L, the smoothness             smoothness    f/x²    > 0; ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖
-    f(x_k) − f*, f(z_k) − f*   f_x, f_z    f    ≥ 0; any lower bound of f will do for f*
-    Δ = f(x_0) − f*               gap           f       ≥ 0
-    ‖x_{k+1} − x_k‖²              sq_step       x²      ≥ 0
-    G, the size of gradients      grad_bound    f/x     ≥ 0
-    T, the number of steps        num_steps     1       ≥ 1
+    symbol                     argument     unit   range
+    η_k, the learning rate     eta          x²/f   > 0
+    c_k, the averaging         c            1      in (0, 1]; c_0 = c_1
+    L, the smoothness          smoothness   f/x²   > 0; ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖
+    f(x_k) − f*, f(z_k) − f*   f_x, f_z     f      ≥ 0; or over any lower bound of f
+    Δ = f(x_0) − f*            gap          f      ≥ 0
+    ‖x_{k+1} − x_k‖²           sq_step      x²     ≥ 0
+    G, the size of gradients   grad_bound   f/x    ≥ 0
+    T, the number of steps     num_steps    1      ≥ 1
 
 `_prev` is index k − 1, `_next` k + 1; E is over the gradient g_k at x_k. At c = 1, SGD,
-infinite limits are inf, not NaN. Arrays broadcast; all but `forward_recursion` can be
-jitted and vmapped.
+infinite limits are inf, not NaN. Arrays broadcast. All but `forward_recursion` can be
+jitted and vmapped. The two formulas that `theory.audit` uses are the package's.
 """
 
-from typing import Any
+import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
+from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
+from spa_optax._hyperparams import Schedule, SPAHyperparams, at_count
+from spa_optax._schedules import scaled_up_to_1
+from spa_optax.theory._bounds import max_learning_rate, step_weight, weight_of_f_x
 
 Reals = Float[Array, "..."]
 
-# Arithmetic alone, for JAX here and for NumPy's float64 in the audit.
-_weight_of_f_x = lambda eta, c: (1 / c - 1) / eta  # over L
-_max_learning_rate = lambda c, L: c * (2 - c) / (L * (1 - c))
-
-
-def _step_weight(eta: Any, eta_prev: Any, c: Any, L: Any) -> Any:
-    ratio = _weight_of_f_x(eta, c)
-    return L / 2 * (ratio**2 + ratio * L / c - 1 / (eta_prev * c) ** 2)
+__all__ = [
+    "forward_recursion",
+    "lyapunov",
+    "max_decay_ratio",
+    "max_learning_rate",
+    "momentum_drop",
+    "noise_weight",
+    "remainder",
+    "sgdm_bound",
+    "step_weight",
+]
 
 
 def _arrays(**values: Real) -> list[Reals]:
     """Raises ValueError where a value that is not traced is out of its range."""
     arrays = {name: jnp.asarray(value, float) for name, value in values.items()}
     for name, array in arrays.items():
-        low = {"num_steps": 1}.get(
-            name, -np.inf if name.startswith(("f_", "sq_")) else 0
-        )
-        high = 1 if name in ("c", "c_prev", "c_next") else np.inf
+        low, high = 0, np.inf
+        if name == "num_steps":
+            low = 1
+        elif name.startswith(("f_", "sq_")):
+            low = -np.inf
+        elif name in ("c", "c_prev", "c_next"):
+            high = 1
         if checks.is_surely(jnp.any(~((array >= low) & (array <= high)))):
             raise ValueError(
                 f"`{name}` must be in [{low}, {high}], got {values[name]!r}"
@@ -86,8 +98,8 @@ def lyapunov(
     eta, c, c_next, L = _arrays(eta=eta, c=c, c_next=c_next, smoothness=smoothness)
     w = L / (2 * eta**2 * c_next**2)
     if augmented:
-        w *= eta / _max_learning_rate(c_next, L)
-    return f_z / eta**2 + L * _weight_of_f_x(eta, c) * f_x + w * sq_step
+        w *= eta / max_learning_rate(c_next, L)
+    return f_z / eta**2 + L * weight_of_f_x(eta, c) * f_x + w * sq_step
 
 
 def remainder(
@@ -115,23 +127,8 @@ def remainder(
     """
     f_x_prev, f_z, L = _arrays(f_x_prev=f_x_prev, f_z=f_z, smoothness=smoothness)
     eta, eta_prev, c, c_prev = _arrays(eta=eta, eta_prev=eta_prev, c=c, c_prev=c_prev)
-    of_x = L * (_weight_of_f_x(eta, c) - _weight_of_f_x(eta_prev, c_prev))
+    of_x = L * (weight_of_f_x(eta, c) - weight_of_f_x(eta_prev, c_prev))
     return of_x * f_x_prev + (1 / eta**2 - 1 / eta_prev**2) * f_z
-
-
-def step_weight(*, eta: Real, eta_prev: Real, c: Real, smoothness: Real) -> Reals:
-    """The weight of ‖x_k − x_{k−1}‖² in the step equation (Section 3.1); it should be ≤
-    0.
-
-        (L/2) [q² + q L/c_k − 1/(η_{k−1} c_k)²]      q = (1/c_k − 1)/η_k
-
-    >>> # ½ [1² + 1·1/½ − 1/½²]
-    >>> print(step_weight(eta=1, eta_prev=1, c=0.5, smoothness=1))
-    -0.5
-    """
-    return _step_weight(
-        *_arrays(eta=eta, eta_prev=eta_prev, c=c, smoothness=smoothness)
-    )
 
 
 def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
@@ -145,20 +142,7 @@ def noise_weight(eta: Real, c: Real, smoothness: Real) -> Reals:
     0.75
     """
     eta, c, L = _arrays(eta=eta, c=c, smoothness=smoothness)
-    return (1 + eta / _max_learning_rate(c, L)) * L / 2
-
-
-def max_learning_rate(c: Real, smoothness: Real) -> Reals:
-    """The largest constant η with `step_weight` ≤ 0, c (2 − c)/(L(1 − c)). Good runs
-    exceed it.
-
-    Section 6 and appendix "Telescoping" print (2 − c)/(Lc(1 − c)), Section 4 2c(2 −
-    c)/(L(1 − c)).
-
-    >>> print(max_learning_rate(0.5, 1.0), max_learning_rate(1.0, 1.0))
-    1.5 inf
-    """
-    return _max_learning_rate(*_arrays(c=c, smoothness=smoothness))
+    return (1 + eta / max_learning_rate(c, L)) * L / 2
 
 
 def max_decay_ratio(
@@ -242,3 +226,63 @@ def forward_recursion(
         for k in range(1, len(alpha)):
             eta[k] = (eta[k - 1] - alpha[k - 1]) / beta[k]
         return eta, alpha / eta
+
+
+def momentum_drop(
+    learning_rate: ScalarOrSchedule,
+    averaging: ScalarOrSchedule,
+    step: int,
+    *,
+    hold: Literal["eta", "alpha"] = "eta",
+    step_factor: float | None = None,
+) -> SPAHyperparams:
+    """Raises c to 1 from a step on, which removes momentum: x_k = z_k
+    (arXiv:2010.00406, Figure 3).
+
+    Args:
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
+      step: the first k ≥ 1 at which c_k is 1; with a `step_factor`, at which it has
+        risen.
+      hold: "eta", and α = ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η
+        falls by c.
+      step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt
+        change.
+
+    Returns:
+      Two schedules: `spa(*momentum_drop(...))`.
+
+    Raises:
+      ValueError: if an argument is out of range.
+
+    Examples:
+      >>> from formulas import momentum_drop
+      >>> eta, c = momentum_drop(1.0, 0.25, 2, hold="alpha")
+      >>> print([f"{eta(k)} {c(k)}" for k in range(3)])
+      ['1.0 0.25', '0.25 1.0', '0.25 1.0']
+    """
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.check_averaging(averaging=averaging)
+    checks.POSITIVE_INTEGER.check(step=step)
+    checks.one_of("eta", "alpha").check(hold=hold)
+    checks.ABOVE_1.optional().check(step_factor=step_factor)
+    eta_at, c_at = (
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+    )
+
+    def c(k: Array) -> Float[Array, ""]:
+        num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
+        if step_factor is None:
+            return jnp.where(num_rises > 0, 1, c_at(k))
+        return scaled_up_to_1(c_at(k), num_rises.astype(float) * math.log(step_factor))
+
+    def eta_for_alpha(k: Array) -> Float[Array, ""]:
+        before, now = c_at(k), c(k)
+        return eta_at(k) * jnp.where(
+            before == now, 1, before / jnp.where(now > 0, now, 1)
+        )
+
+    return SPAHyperparams(
+        Schedule(eta_at if hold == "eta" else eta_for_alpha), Schedule(c)
+    )
