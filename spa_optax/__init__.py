@@ -1,5 +1,6 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
+from spa_optax import diagnostics, theory
 from spa_optax._adamw import spa_adamw
 from spa_optax._convert import SGDM, AdamW, convert
 from spa_optax._core import SPAState
@@ -24,6 +25,7 @@ __all__ = [
     "AdamW",
     "SPAState",
     "convert",
+    "diagnostics",
     "ema_nesterov",
     "eval_params",
     "float8_momentum",
@@ -38,6 +40,7 @@ __all__ = [
     "spa_from_sgdm",
     "stagewise",
     "stochastic_rounding",
+    "theory",
 ]
 
 __version__ = "0.1.0"

@@ -343,6 +343,16 @@ def _check_pair(old: Any, new: Any, old_nodes: list[Any], new_nodes: list[Any]) 
             "`into` must hold the kind of momentum of `old_state`, or that of the "
             f"family, got a `{type(new).__name__}` for a `{type(old).__name__}`"
         )
+    if optax.ScaleByAdamState in (type(old), type(new)):
+        nodes = old_nodes if isinstance(old, SPAState) else new_nodes
+        num_moments = sum(isinstance(node, ScaleByRmsState) for node in nodes)
+        if num_moments != 1:
+            raise ValueError(
+                "`old_state` and `into` must be of `optax.adamw` and of `spa_adamw` "
+                "with "
+                f'`second_moment="full"`, got {num_moments} states of '
+                "`optax.scale_by_rms` with the momentum of the family"
+            )
 
 
 def _paths_of(momentum: Any) -> set[str]:
@@ -585,11 +595,6 @@ def _scalars_of_adamw(run: Conversion) -> tuple[Array, Array, Array]:
             "`other` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
             "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
             f"{other!r}"
-        )
-    if not run.nu:
-        raise ValueError(
-            '`into` must be of `spa_adamw` with `second_moment="full"` or of '
-            "`optax.adamw`, to go on with one second moment, got none or another"
         )
     averaging = 1 - other.b1 if run.averaging is None else run.averaging
     eta = at_count("learning_rate", other.learning_rate)(run.count)

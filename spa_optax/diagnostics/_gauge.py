@@ -1,4 +1,16 @@
-"""The measurements of a step, and their moving averages."""
+"""The measurements of a step, and their moving averages.
+
+For a step u_k = x_{k+1} − x_k the gauge needs no buffer. With d_k = z_k − x_k, after z
+was rescaled by r, and b_k = c_{k+1} η_k + δ_k:
+
+    u_k     = c_{k+1} d_k − b_k g_k
+    u_{k−1} = c_k/(1 − c_k) d_k/r
+
+If gradients were pure noise, cross terms ⟨g_k, d_k⟩ would vanish in the mean, and the
+mean of ‖d_k‖² would be p_k:
+
+    p_{k+1} = (1 − c_{k+1})² p_k + ((1 − c_{k+1}) η_k − δ_k)² ‖g_k‖²
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,202 +18,268 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from spa_optax._core import Step
-from spa_optax._precision import wide_dtype
-from spa_optax._storage import OutOfRange
-from spa_optax._trees import map_trained
+from spa_optax._codec import codec_of, tree_of
+from spa_optax._core import Scalars, SPAState, has_taken_no_step
+from spa_optax._trees import find, map_trained
+
+Scalar = Float[Array, ""]
+Count = Int[Array, ""]
+Flag = Bool[Array, ""]
+
+
+class Sums(NamedTuple):
+    """Sums over all params in a step, with d_k = z_k − x_k."""
+
+    sq_gradient: Scalar  # ‖g_k‖²
+    sq_distance: Scalar  # ‖d_k‖²
+    inner_product: Scalar  # ⟨g_k, d_k⟩
+    sq_rounding: Scalar  # the most that rounding adds to ‖d_k‖²
+    num_saturated: Count  # elements of z at the limit of its dtype
+
+
+class Step(NamedTuple):
+    """What is measured of a step, in float32."""
+
+    sums: Sums
+    eta: Scalar  # η_k
+    c: Scalar  # c_{k+1}
+    last_c: Scalar  # c_k
+    delta: Scalar | None  # δ_k; None: 0
+    r: Scalar  # z_k ← x_k + r (z_k − x_k) before the step
 
 
 class Means(NamedTuple):
     """Moving averages before division by `weight`, the sum of their weights."""
 
-    iterate: Float[Array, "*n"]  # of ‖u_{k−1}‖²/(η_{k−1}²c_k)
-    noise: Float[Array, "*n"]  # of the same, if every cross term vanished
-    gradient: Float[Array, "*n"]  # of ½‖g_k‖²
-    subnormal: Float[
-        Array, "*n"
-    ]  # of the share of nonzero z_k − y_k below the normal range
-    weight: Float[Array, "*n"]
+    iterate: Scalar  # of ‖u_{k−1}‖²/(η_{k−1}² c_k)
+    noise: Scalar  # of the same, if every cross term vanished
+    gradient: Scalar  # of ½‖g_k‖²
+    weight: Scalar
 
 
 class AlignmentMeans(NamedTuple):
-    """Like `Means`, over the steps at which u_{k−1} can be computed from z_k − x_k."""
+    """Like `Means`, over the steps at which u_{k−1} can be computed from d_k."""
 
-    inner_product: Float[Array, "*n"]  # of ⟨g_k, u_{k−1}⟩
-    step: Float[Array, "*n"]  # of ‖u_{k−1}‖²
-    gradient: Float[Array, "*n"]  # of ‖g_k‖²
-    weight: Float[Array, "*n"]
+    inner_product: Scalar  # of ⟨g_k, u_{k−1}⟩
+    step: Scalar  # of ‖u_{k−1}‖²
+    gradient: Scalar  # of ‖g_k‖²
+    weight: Scalar
 
 
-class Sums(NamedTuple):
-    """The measurements of a step."""
+class Counts(NamedTuple):
+    """The number of steps of each kind: 0 or 1 for one step."""
 
-    sq_gradient: Float[Array, "*n"]  # ‖g_k‖²
-    sq_distance: Float[Array, "*n"]  # ‖d_k‖², with d_k = z_k − x_k
-    inner_product: Float[Array, "*n"]  # ⟨g_k, d_k⟩
-    sq_rounding: Float[Array, "*n"]  # the most that rounding adds to ‖d_k‖²
-    out_of_range: OutOfRange  # how many elements of z_k are
+    measured: Count  # that count in the averages; the others do not
+    skipped: Count  # not finite, or the squares overflow
+    zero: Count  # 0, or the squares underflow
+    rounded: Count  # within the rounding error of x and z
 
 
 class Gauge(NamedTuple):
-    """The stored measurements: scalars, or vectors over the labels and then over all
-    params.
+    """The stored measurements.
 
-    The cross term of ‖u_k‖²/(η_k²c_{k+1}) is a_k = −2(c_{k+1}η_k + δ_k)⟨g_k, d_k⟩/η_k².
-    Under pure noise its mean is 0 given the steps before k, so the variance of Σ a_k is
-    the mean of Σ a_k².
+    The cross term of ‖u_k‖²/(η_k² c_{k+1}) is a_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
+    noise its mean is 0 given the steps before k, so the variance of Σ a_k is the mean
+    of Σ a_k².
     """
 
-    iterate: Float[
-        Array, "*n"
-    ]  # ‖u‖²/(η²c) of the last measured step; −1 if there is none
-    noise: Float[Array, "*n"]  # the same, if every cross term vanished
-    gradient: Float[Array, "*n"]  # ‖g‖² of the last measured step
-    spread: Float[Array, "*n"]  # ‖z_k − x_k‖², if every cross term vanished
-    cross_sum: Float[Array, "*n"]  # Σ a_k, with weights that fall
-    cross_error: Float[Array, "*n"]  # √(Σ a_k²), with the same weights
+    iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
+    noise: Scalar  # the same, if every cross term vanished
+    spread: Scalar  # p_k
+    cross_sum: Scalar  # Σ a_k, with weights that fall
+    cross_error: Scalar  # √(Σ a_k²), with the same weights
     means: Means
     alignment: AlignmentMeans
-    num_measured: Int[Array, "*n"]  # measured steps that count; the next three do not:
-    num_skipped: Int[Array, "*n"]  # not finite, or the squares overflow
-    num_zero: Int[Array, "*n"]  # 0, or the squares underflow
-    num_rounded: Int[Array, "*n"]  # within the rounding error of x and z
-    num_saturated: Int[Array, "*n"]  # the most elements of z in any measured step
+    counts: Counts
+    num_saturated: Count  # the most elements of z in any step
+    num_skipped_last: Count  # skipped steps in a row, up to the last step
 
 
-def new_gauge(shape: tuple[int, ...]) -> Gauge:
+class StepSize(NamedTuple):
+    """The size of a step u_k."""
+
+    iterate: Scalar  # ‖u_k‖²/(η_k² c_{k+1})
+    noise: Scalar  # the same, if every cross term vanished
+    cross_term: Scalar  # a_k
+
+
+def new_gauge() -> Gauge:
     """The gauge before the first step, of separate arrays, so that all can be
     donated.
     """
-    zeros = lambda number, dtype=jnp.float32: [
-        jnp.zeros(shape, dtype) for _ in range(number)
-    ]
-    means, alignment = Means(*zeros(5)), AlignmentMeans(*zeros(4))
-    return Gauge(*[zeros(1)[0] - 1, *zeros(5), means, alignment, *zeros(5, jnp.int32)])
+
+    def zeros(num: int, dtype: Any = jnp.float32) -> list[Array]:
+        return [jnp.zeros([], dtype) for _ in range(num)]
+
+    return Gauge(
+        *zeros(5),
+        Means(*zeros(4)),
+        AlignmentMeans(*zeros(4)),
+        Counts(*zeros(4, jnp.int32)),
+        *zeros(2, jnp.int32),
+    )
 
 
-def sums_of(step: Step, labels: dict[str, str] | None) -> Sums:
-    """The measurements over all params, or for each label and then over all."""
+def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Step:
+    """The measurements of a step of a member, from the state before it."""
+    r = jnp.ones([]) if scalars.r is None else scalars.r
+    if not codec_of(state.z).follows_params:
+        r = jnp.where(has_taken_no_step(state), 0, r)  # z is then the params
+    values = (scalars.eta, scalars.c, state.c, scalars.delta, r, state.mu_y)
+    values = jax.tree.map(lambda value: value.astype(jnp.float32), values)
+    *of_step, r, mu_y = values
+    sums, factor = _sums(g, params, state), r / mu_y
+    sums = sums._replace(  # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k
+        sq_distance=factor**2 * sums.sq_distance,
+        inner_product=factor * sums.inner_product,
+        sq_rounding=sums.sq_rounding / mu_y**2,
+    )
+    return Step(sums, *of_step, r)
 
-    def of_leaf(d: Array, g: Array, rounding: Array, out_of_range: OutOfRange) -> Sums:
-        g = g.astype(wide_dtype(g, d))
-        dot = lambda a, b: jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
+
+def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
+    """The sums with z_k − y_k for d_k, as the state holds it."""
+    codec = codec_of(state.z)
+
+    def of_array(y: Any, stored: Array, g: Any) -> Sums:
+        y = jnp.asarray(y)
+        d = codec.difference(y, stored)
+        g = jnp.asarray(g).astype(d.dtype)
+        # y is rounded, and z or z − y.
+        of_y = _rounding_error(y, d.dtype)
+        of_z = codec.unit * _rounding_error(stored, d.dtype)
+        rounding = jnp.maximum(of_y, of_z)
         return Sums(
-            dot(g, g), dot(d, d), dot(g, d), dot(rounding, rounding), out_of_range
+            sq_gradient=_dot(g, g),
+            sq_distance=_dot(d, d),
+            inner_product=_dot(g, d),
+            sq_rounding=_dot(rounding, rounding),
+            num_saturated=_num_saturated(stored),
         )
 
-    tree = map_trained(
-        of_leaf, step.distance, step.gradient, step.rounding, step.out_of_range
-    )
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, Sums)
-    )
-    by_path = {keystr(path): sums for path, sums in leaves}
-    zeros = lambda num: [jnp.zeros([], jnp.float32)] * num
-    zero = Sums(*zeros(4), out_of_range=OutOfRange(*zeros(3)))
-    total = lambda of: functools.reduce(
-        lambda a, b: jax.tree.map(jnp.add, a, b), of, zero
-    )
-    whole = total(by_path.values())
-    if labels is None:
-        return whole
-    if odd := by_path.keys() - labels.keys():
-        at = min(odd) or "its root"
-        raise ValueError(
-            f"`per_leaf` must be False if `inner` changes the tree, got {at}"
-        )
-    of_label = lambda name: total(
-        sums for path, sums in by_path.items() if labels[path] == name
-    )
-    groups = map(of_label, sorted(set(labels.values())))
-    return jax.tree.map(lambda *sums: jnp.stack(sums), *groups, whole)
+    by_array = find(map_trained(of_array, params, tree_of(state.z), g), Sums)
+    nothing = Sums(*[jnp.float32(0)] * 4, num_saturated=jnp.int32(0))
+    return functools.reduce(optax.tree.add, by_array, nothing)
 
 
-def update_gauge(
-    gauge: Gauge,
-    step: Step,
-    sums: Sums,
-    count: Int[Array, ""],
-    decay: float,
-    every: int,
-) -> Gauge:
+def _dot(a: Array, b: Array) -> Scalar:
+    return jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
+
+
+def _rounding_error(x: Array, dtype: Any) -> Array:
+    """A bound on the rounding error of each element, to compute with in a dtype."""
+    return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
+
+
+def _num_saturated(stored: Array) -> Count:
+    """How many elements of 16 bits or fewer are at the limit of their dtype."""
+    if stored.dtype.itemsize > 2:
+        return jnp.int32(0)
+    size, limit = jnp.abs(stored.astype(jnp.float32)), jnp.finfo(stored.dtype).max
+    return jnp.sum(size == float(limit), dtype=jnp.int32)
+
+
+def update_gauge(gauge: Gauge, step: Step, is_first: Flag, decay: Any) -> Gauge:
     """The gauge after a step."""
-    f32 = lambda scalar: jnp.asarray(0 if scalar is None else scalar, jnp.float32)
-    eta, c, delta, c_before = map(f32, (step.eta, step.c, step.delta, step.c_before))
-    # r is the same for all dtypes, unless momentum restarts for some.
-    r = f32(functools.reduce(jnp.minimum, step.r.values() or [jnp.ones([])]))
-    sq_g, sq_d, g_d, sq_rounding, (saturated, subnormal, nonzero) = sums
-    is_measured = count % every == 0
-    is_finite = jnp.isfinite(sq_g) & jnp.isfinite(sq_d) & jnp.isfinite(g_d)
-    one = jnp.ones_like(sq_g)
-
-    def averaged(means: Any, terms: Any, counts: Array) -> Any:
-        new = lambda mean, term: jnp.where(
-            counts, decay * mean + (1 - decay) * term, mean
-        )
-        return jax.tree.map(new, means, terms)
-
-    # Of the last measured u_{k−1}, and the gradient after it.
-    terms = Means(
-        gauge.iterate, gauge.noise, sq_g / 2, subnormal / jnp.maximum(nonzero, 1), one
-    )
-    means = averaged(gauge.means, terms, is_finite & (gauge.iterate >= 0))
-
-    # u_{k−1} = c_k/(1 − c_k) d_k, if d_k is more than rounding error. Otherwise
-    # restart.
-    follows = (
-        is_finite & (c_before > 0) & (c_before < 1) & (r > 0) & (step.delta is None)
-    )
-    follows &= sq_rounding < 1e-4 * sq_d
-    s = c_before / jnp.where(c_before < 1, 1 - c_before, 1) / jnp.where(r > 0, r, 1)
-    alignment = averaged(
-        gauge.alignment, AlignmentMeans(s * g_d, s**2 * sq_d, sq_g, one), follows
-    )
-    alignment = jax.tree.map(lambda a: jnp.where(follows, a, 0), alignment)
-
-    # ‖u_k‖² for u_k = c d_k − (c η + δ) g_k, and its value without cross terms.
-    b = c * eta + delta
-    square = jnp.maximum(c**2 * sq_d - 2 * c * b * g_d + b**2 * sq_g, 0)
-    gradient = jnp.where(is_measured & is_finite, sq_g, gauge.gradient)
-    before = jnp.where((count == 0) & is_finite, sq_d, r**2 * gauge.spread)
-    noise = c**2 * before + b**2 * gradient
-    spread = (1 - c) ** 2 * before + ((1 - c) * eta - delta) ** 2 * gradient
-    scale = eta**2 * c  # the unit, unless η or c is 0
-    unit = jnp.where(scale > 0, scale, 1)
-    iterate, level, term = square / unit, noise / unit, -2 * c * b * g_d / unit
-    fits = is_finite & jnp.isfinite(iterate) & jnp.isfinite(level)
-    is_zero = fits & ((scale <= 0) | (square < jnp.finfo(jnp.float32).tiny))
-    is_rounded = (
-        fits & ~is_zero & (c**2 * sq_rounding > 0.1 * square)
-    )  # perhaps rounding error
-    has_unit = fits & ~is_zero & ~is_rounded
-
+    sums, is_finite = step.sums, _is_finite(step.sums)
+    # Before the first step p_k is ‖d_k‖² itself.
+    starts = is_first & is_finite
+    spread = jnp.where(starts, sums.sq_distance, step.r**2 * gauge.spread)
+    size, counts = _size(step, spread, is_finite)
+    counts_in = counts.measured > 0
+    size = jax.tree.map(lambda value: jnp.where(counts_in, value, 0), size)
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
-    slow = jnp.maximum(decay, (1 - c) ** (2 * every))
-    if_unit = lambda new, old: jnp.where(has_unit, new, old)
-    counted = lambda number, is_so: jnp.where(
-        is_so, optax.safe_increment(number), number
+    memory = jnp.where(counts_in, jnp.maximum(decay, (1 - step.c) ** 2), 1)
+    next_spread = _next_spread(step, spread)
+    return Gauge(
+        iterate=size.iterate,
+        noise=size.noise,
+        spread=jnp.where(jnp.isfinite(next_spread), next_spread, gauge.spread),
+        cross_sum=memory * gauge.cross_sum + size.cross_term,
+        cross_error=jnp.hypot(memory * gauge.cross_error, size.cross_term),
+        means=_updated_means(gauge, sums, is_finite, decay),
+        alignment=_updated_alignment(gauge.alignment, step, is_finite, decay),
+        counts=optax.tree.add(gauge.counts, counts),
+        num_saturated=jnp.maximum(gauge.num_saturated, sums.num_saturated),
+        num_skipped_last=counts.skipped * (gauge.num_skipped_last + 1),
     )
-    new = gauge._replace(
-        iterate=if_unit(iterate, -1),
-        noise=if_unit(level, gauge.noise),
-        gradient=gradient,
-        cross_sum=if_unit(slow * gauge.cross_sum + term, gauge.cross_sum),
-        cross_error=if_unit(
-            jnp.hypot(slow * gauge.cross_error, term), gauge.cross_error
-        ),
-        means=means,
-        alignment=alignment,
-        num_measured=counted(gauge.num_measured, has_unit),
-        num_skipped=counted(gauge.num_skipped, ~fits),
-        num_zero=counted(gauge.num_zero, is_zero),
-        num_rounded=counted(gauge.num_rounded, is_rounded),
-        num_saturated=jnp.maximum(
-            jnp.asarray(saturated, jnp.int32), gauge.num_saturated
-        ),
+
+
+def _is_finite(sums: Sums) -> Flag:
+    is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
+    return is_finite & jnp.isfinite(sums.inner_product)
+
+
+def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[StepSize, Counts]:
+    """The size of a step from its sums and from p_k, and whether it counts.
+
+    ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖², in units of η² c. In pure noise it
+    is c² p_k + b²‖g_k‖².
+    """
+    sums, c, unit = step.sums, step.c, step.eta**2 * step.c
+    b = c * step.eta + _or_0(step.delta)
+    cross_term = -2 * c * b * sums.inner_product
+    square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
+    square = jnp.maximum(square, 0)
+    noise = c**2 * spread + b**2 * sums.sq_gradient
+    is_zero = (unit <= 0) | (square < jnp.finfo(jnp.float32).tiny)
+    is_rounding = c**2 * sums.sq_rounding > 0.1 * square
+    unit = jnp.where(unit > 0, unit, 1)
+    size = StepSize(square / unit, noise / unit, cross_term / unit)
+    is_finite &= jnp.isfinite(size.iterate) & jnp.isfinite(size.noise)
+    counts = Counts(
+        measured=is_finite & ~is_zero & ~is_rounding,
+        skipped=~is_finite,
+        zero=is_finite & is_zero,
+        rounded=is_finite & ~is_zero & is_rounding,
     )
-    new = jax.tree.map(lambda new, old: jnp.where(is_measured, new, old), new, gauge)
-    return new._replace(spread=jnp.where(jnp.isfinite(spread), spread, gauge.spread))
+    return size, jax.tree.map(lambda flag: flag.astype(jnp.int32), counts)
+
+
+def _next_spread(step: Step, spread: Scalar) -> Scalar:
+    """p_{k+1} = (1 − c)² p_k + ((1 − c) η − δ)² ‖g_k‖²."""
+    of_gradient = (1 - step.c) * step.eta - _or_0(step.delta)
+    return (1 - step.c) ** 2 * spread + of_gradient**2 * step.sums.sq_gradient
+
+
+def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Means:
+    """The means with the last u_{k−1}, if it counts, and the gradient after it."""
+    gradient = sums.sq_gradient / 2
+    terms = Means(gauge.iterate, gauge.noise, gradient, jnp.ones_like(gradient))
+    return _averaged(gauge.means, terms, is_finite & (gauge.iterate > 0), decay)
+
+
+def _updated_alignment(
+    means: AlignmentMeans, step: Step, is_finite: Flag, decay: Any
+) -> AlignmentMeans:
+    """The means with u_{k−1} = s d_k, s = c_k/((1 − c_k) r).
+
+    They restart where d_k is not known to 1 %, or x has a term −δ g.
+    """
+    sums, c, r = step.sums, step.last_c, step.r
+    is_known = is_finite & (c > 0) & (c < 1) & (r > 0) & (step.delta is None)
+    is_known &= sums.sq_rounding < 1e-4 * sums.sq_distance
+    s = c / jnp.where(c < 1, 1 - c, 1) / jnp.where(r > 0, r, 1)
+    terms = AlignmentMeans(
+        inner_product=s * sums.inner_product,
+        step=s**2 * sums.sq_distance,
+        gradient=sums.sq_gradient,
+        weight=jnp.ones_like(s),
+    )
+    means = _averaged(means, terms, is_known, decay)
+    return jax.tree.map(lambda mean: jnp.where(is_known, mean, 0), means)
+
+
+def _averaged(means: Any, terms: Any, counts: Flag, decay: Any) -> Any:
+    """Moving averages with one more term each, if it counts."""
+
+    def average(mean: Scalar, term: Scalar) -> Scalar:
+        return jnp.where(counts, decay * mean + (1 - decay) * term, mean)
+
+    return jax.tree.map(average, means, terms)
+
+
+def _or_0(scalar: Scalar | None) -> Scalar | float:
+    return 0.0 if scalar is None else scalar
