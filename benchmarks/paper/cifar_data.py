@@ -38,6 +38,11 @@ def read(folder: Path, names: list[str]) -> Images:
     return np.ascontiguousarray(images), records[:, 0].astype(np.int32)
 
 
+def crop(image: jax.Array, corner: jax.Array) -> jax.Array:
+    """A part of 32×32 of an image, with its upper left corner."""
+    return jax.lax.dynamic_slice(image, (*corner, 0), (32, 32, 3))
+
+
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
     """Random flips, then random crops out of a black frame of 4 pixels; uint8 (b, 32,
     32, 3).
@@ -47,7 +52,6 @@ def augment(key: jax.Array, images: jax.Array) -> jax.Array:
     images = jnp.where(flip, images[:, :, ::-1], images)
     framed = jnp.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
     corners = jax.random.randint(crop_key, (len(images), 2), 0, 9)
-    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), (32, 32, 3))
     return jax.vmap(crop)(framed, corners)
 
 

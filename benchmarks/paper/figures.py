@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from command_line import UserError, mean_and_error
+from formulas import forward_recursion
 from optimizers import CIFAR10, OPTIMIZERS
 from runs import Runs, last, of_epochs, read_runs, table
 
@@ -42,14 +43,23 @@ Series = dict[str, np.ndarray]
 GREY: Any = {"color": "0.8", "linewidth": 0.8, "zorder": 0}  # lines behind the curves
 
 
+def values_of(hyperparam: optax.ScalarOrSchedule) -> np.ndarray:
+    """Those of a number or a schedule at all steps."""
+    if callable(hyperparam):
+        return np.array([hyperparam(k) for k in range(NUM_STEPS)], float)
+    return np.full(NUM_STEPS, hyperparam, float)
+
+
+def step_function(before: float, after: float, change: int = CHANGE) -> optax.Schedule:
+    return lambda k: jnp.where(k < change, before, after)
+
+
 def from_sgdm(
     learning_rate: optax.ScalarOrSchedule, momentum: optax.ScalarOrSchedule
 ) -> Series:
     """η and c of a recipe of SGD+M: by the paper's recursion, and looking ahead."""
-    counts = np.arange(NUM_STEPS)
-    over = lambda h: np.array([h(k) if callable(h) else h for k in counts], float)
-    forward = theory.forward_recursion(over(learning_rate), over(momentum))
-    ahead = (over(h) for h in hyperparams_from_sgdm(learning_rate, momentum))
+    forward = forward_recursion(values_of(learning_rate), values_of(momentum))
+    ahead = map(values_of, hyperparams_from_sgdm(learning_rate, momentum))
     names = ("η forward", "c forward", "η look-ahead", "c look-ahead")
     return dict(zip(names, (*forward, *ahead), strict=True))
 
@@ -65,12 +75,11 @@ def to_sgdm(
 
 def figure_1() -> dict[str, Series]:
     """The six panels."""
-    changed = lambda before, after: lambda k: jnp.where(k < CHANGE, before, after)
     # c_k changes at k = CHANGE, and `averaging` at count k is c_{k+1}.
-    increased = lambda k: jnp.where(k < CHANGE - 1, C, 10 * C)
+    increased = step_function(C, 10 * C, CHANGE - 1)
     return {
-        "(a) α ÷ 10": from_sgdm(changed(ALPHA, ALPHA / 10), BETA),
-        "(b) β from 0.9 to 0.8": from_sgdm(ALPHA, changed(BETA, 0.8)),
+        "(a) α ÷ 10": from_sgdm(step_function(ALPHA, ALPHA / 10), BETA),
+        "(b) β from 0.9 to 0.8": from_sgdm(ALPHA, step_function(BETA, 0.8)),
         "(c) η ÷ 10": to_sgdm(*stagewise(ETA, C, [CHANGE], averaging_rule="constant")),
         "(d) c × 10": to_sgdm(ETA, increased),
         "(e) η ÷ 10 and c × 10": to_sgdm(*stagewise(ETA, C, [CHANGE])),
@@ -137,7 +146,10 @@ def of_steps(runs: list[list[dict[str, Any]]], key: str) -> np.ndarray:
     """What was written at every step, (seeds, steps): the loss, or what
     `momentum_report` said.
     """
-    values = lambda line: line["losses"] if key == "loss" else line["momentum"][key]
+
+    def values(line: dict[str, Any]) -> list[float]:
+        return line["losses"] if key == "loss" else line["momentum"][key]
+
     try:
         return np.array(
             [[v for line in run for v in values(line)] for run in runs], float
@@ -156,6 +168,12 @@ def over(runs: list[Any]) -> str:
 def first_drop(num_steps: int) -> int:
     """The first step with the lower rate."""
     return round(CIFAR10.drops[0] / CIFAR10.epochs * num_steps)
+
+
+def around_drop(losses: np.ndarray, start: int, end: int) -> np.ndarray:
+    """The losses of steps `start` to `end`, counted from the first drop."""
+    drop = first_drop(losses.shape[1])
+    return losses[:, drop + start : drop + end]
 
 
 PANELS = {
@@ -254,13 +272,9 @@ def figure_4(runs: Runs, out: Path) -> str:
     at_the_drop, at_the_end = {}, {}
     for name in AT_THE_DROP:
         losses = of_steps(runs[name], "loss")
-        drop = first_drop(losses.shape[1])
-        within = lambda a, b, losses=losses, drop=drop: losses[:, drop + a : drop + b]
-        at_the_drop[name] = [
-            *(within(*w).mean(1) for w in WINDOWS),
-            within(0, 20).max(1),
-        ]
-        around = within(-BEFORE - SMOOTHED + 1, AFTER).mean(0)
+        means = [around_drop(losses, *window).mean(1) for window in WINDOWS]
+        at_the_drop[name] = [*means, around_drop(losses, 0, 20).max(1)]
+        around = around_drop(losses, -BEFORE - SMOOTHED + 1, AFTER).mean(0)
         smooth = np.convolve(around, np.full(SMOOTHED, 1 / SMOOTHED), mode="valid")
         axes[0].plot(np.arange(-BEFORE, AFTER), smooth, color=color[name], label=name)
     epochs = np.arange(1, len(runs["sgdm"][0]) + 1)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import optax
 from command_line import UserError
+from formulas import momentum_drop
 
 from spa_optax import diagnostics, spa, spa_from_sgdm, stagewise
-from spa_optax.theory import momentum_drop
 
 Tx = optax.GradientTransformation
 FACTOR = 10.0  # of the learning rate at a drop

@@ -215,8 +215,8 @@ def last(runs: Runs, name: str, key: str) -> np.ndarray:
 
 def table(titles: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> str:
     """Mean ± standard error over seeds of each cell."""
-    cell = lambda values: f"{plus_minus(*mean_and_error(values)):>18}"
     lines = [" " * 30 + "".join(f"{title:>18}" for title in titles)]
-    return "\n".join(
-        lines + [f"{n:30}" + "".join(map(cell, cells)) for n, cells in rows.items()]
-    )
+    for name, of_cells in rows.items():
+        cells = [plus_minus(*mean_and_error(values)) for values in of_cells]
+        lines.append(f"{name:30}" + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)

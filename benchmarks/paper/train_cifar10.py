@@ -49,9 +49,10 @@ def make_program(config: Config, train: Images, test: Images, mesh: Mesh) -> Pro
     num_train = len(train[1])
     steps_per_epoch = -(-num_train // config.batch)  # the last batch is filled up
     dtype = jnp.bfloat16 if config.bfloat16 else jnp.float32
-    make_model = lambda key: PREACT_RESNETS[config.model](
-        dtype=dtype, rngs=nnx.Rngs(key)
-    )
+
+    def make_model(key: jax.Array) -> nnx.Module:
+        return PREACT_RESNETS[config.model](dtype=dtype, rngs=nnx.Rngs(key))
+
     steps = make_steps(
         config, make_model, make_optimizer(config, CIFAR10, steps_per_epoch)
     )

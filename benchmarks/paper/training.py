@@ -143,10 +143,13 @@ def check_batch(config: Config, mesh: Mesh) -> None:
 def on_all(arrays: Any, mesh: Mesh) -> Any:
     """NumPy arrays that every process has, placed on every device."""
     sharding = NamedSharding(mesh, PartitionSpec())
-    put = lambda a: jax.make_array_from_callback(
-        a.shape, sharding, lambda index: a[index]
-    )
-    return jax.tree.map(put, arrays)
+
+    def place(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: array[index]
+        )
+
+    return jax.tree.map(place, arrays)
 
 
 def stacked(of_steps: list[Any]) -> Any:
