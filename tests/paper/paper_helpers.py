@@ -80,11 +80,12 @@ def records(seed: int, num: int = 10_000) -> np.ndarray:
 def small_data() -> tuple[Images, Images]:
     """Random images of CIFAR-10's size: 24 to train on, 37 to test on."""
     rng = np.random.default_rng(0)
-    part = lambda n: (
-        rng.integers(0, 256, (n, 32, 32, 3), np.uint8),
-        rng.integers(0, 10, n).astype(np.int32),
-    )
-    return part(24), part(37)
+
+    def random_images(n: int) -> Images:
+        images = rng.integers(0, 256, (n, 32, 32, 3), np.uint8)
+        return images, rng.integers(0, 10, n).astype(np.int32)
+
+    return random_images(24), random_images(37)
 
 
 def arithmetic(stops_in: int | None = None) -> Program:
@@ -102,7 +103,9 @@ def arithmetic(stops_in: int | None = None) -> Program:
         state = state._replace(params=1.1 * state.params + number, step=state.step + 3)
         return state, {"loss": np.full(3, 1 / number, np.float32)}
 
-    evaluate = lambda state: {"test_loss": 1.0, "test_accuracy": float(state.params[0])}
+    def evaluate(state: State) -> dict[str, float]:
+        return {"test_loss": 1.0, "test_accuracy": float(state.params[0])}
+
     return Program(3, init, epoch, evaluate)
 
 
@@ -143,7 +146,10 @@ def bits(state: State) -> State:
 def noisy_optimizers(module: Any, ulps: float) -> Iterator[None]:
     """A script's optimizers with the noise of float32 sums: some ulps."""
     make = module.make_optimizer
-    noisy = lambda *arguments: optax.chain(make(*arguments), rounding_noise(ulps))
+
+    def noisy(*arguments: Any) -> optax.GradientTransformation:
+        return optax.chain(make(*arguments), rounding_noise(ulps))
+
     with mock.patch.object(module, "make_optimizer", noisy):
         yield
 

@@ -2,20 +2,23 @@
 formulas."""
 
 import doctest
+import functools
 from typing import Any
 
 import formulas
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from formulas import momentum_drop
 from helpers import run, table, x64
 
 from spa_optax import spa, stagewise
 
-examples = lambda n: hypothesis.settings(deadline=None, max_examples=n)
+examples = functools.partial(hypothesis.settings, deadline=None)
 C, ETA_L = st.floats(0.01, 0.99), st.floats(1e-3, 10)
 
 
@@ -24,7 +27,10 @@ def test_forward_recursion_gives_the_iterates_of_sgdm() -> None:
     rng = np.random.default_rng(0)
     alphas, grads = rng.uniform(0.05, 0.2, 12), rng.normal(size=(12, 4))
     with x64():
-        iterate = lambda tx: run(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
+
+        def iterate(tx: optax.GradientTransformation) -> Any:
+            return run(tx, jnp.zeros(4), list(jnp.asarray(grads)))[0]
+
         reference = iterate(optax.sgd(table(jnp.asarray(alphas)), 0.9))
         for eta0 in (None, 3.0, 0.7):
             eta, c = formulas.forward_recursion(alphas, 0.9, eta0=eta0)
@@ -94,7 +100,8 @@ def test_the_finite_sum_is_what_it_says() -> None:
     assert concave
 
 
-sq = lambda v: np.sum(v**2, axis=-1)
+def sq(v: np.ndarray) -> Any:
+    return np.sum(v**2, axis=-1)
 
 
 def slack(
@@ -142,7 +149,7 @@ def slack(
         return np.asarray(right - left + 1e-9 * before[0] / eta**2), np.asarray(changed)
 
 
-@examples(60)
+@examples(max_examples=60)
 @hypothesis.given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
 def test_the_step_equation(seed: int, stochastic: bool, is_sgd: bool) -> None:
     """At every step, for any positive η_k and any c_k in (0, 1]. SGD's is that of c =
@@ -178,7 +185,8 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
     less."""
     f, rng = FiniteSum(0), np.random.default_rng(0)
     eta = part * min(
-        float(formulas.max_learning_rate(c, f.smoothness)), 0.4 / f.smoothness
+        float(formulas.max_learning_rate(jnp.array(c), f.smoothness)),
+        0.4 / f.smoothness,
     )
     x = z = y = np.tile(f.start, (200, 1))
     rows, T = [], 60
@@ -201,24 +209,25 @@ def test_the_telescoped_bounds(c: float, part: float) -> None:
     roots = np.sqrt(
         np.maximum(np.max(rows, 0)[2:], 0)
     )  # G, σ, and what 2‖∇f‖² leaves of E‖g‖²
-    bound = lambda G, c, **growth: formulas.sgdm_bound(
-        T, eta, c, smoothness=f.smoothness, gap=f(f.start), grad_bound=G, **growth
+    bound = functools.partial(
+        formulas.sgdm_bound, T, eta, smoothness=f.smoothness, gap=f(f.start)
     )
     for growth, root in enumerate(roots):
-        assert spa_mean <= bound(root, c, growth=growth)
-    assert sgd_mean <= bound(roots[0] / np.sqrt(2), 1.0)
+        assert spa_mean <= bound(c, grad_bound=root, growth=growth)
+    assert sgd_mean <= bound(1.0, grad_bound=roots[0] / np.sqrt(2))
 
 
-@examples(100)
+@examples(max_examples=100)
 @hypothesis.given(c=C, L=st.floats(0.1, 10))
 def test_the_largest_rate_is_where_the_step_weight_changes_sign(
     c: float, L: float
 ) -> None:
     with x64():
         limit = formulas.max_learning_rate(c, L)
-        weight = lambda eta: formulas.step_weight(
-            eta=eta, eta_prev=eta, c=c, smoothness=L
-        )
+
+        def weight(eta: float) -> Any:
+            return formulas.step_weight(eta=eta, eta_prev=eta, c=c, smoothness=L)
+
         scale = L / (limit * c) ** 2
         assert abs(weight(limit)) < 1e-9 * scale
         assert weight(0.99 * limit) < 0 < weight(1.01 * limit)
@@ -227,16 +236,17 @@ def test_the_largest_rate_is_where_the_step_weight_changes_sign(
             assert weight(printed) > 0
 
 
-@examples(100)
+@examples(max_examples=100)
 @hypothesis.given(c=C, eta=ETA_L)
 def test_the_largest_decay_is_where_the_step_weight_changes_sign(
     c: float, eta: float
 ) -> None:
     with x64():
         r = formulas.max_decay_ratio(eta, c, 1.0)
-        weight = lambda r: formulas.step_weight(
-            eta=eta / r, eta_prev=eta, c=c, smoothness=1.0
-        )
+
+        def weight(r: float) -> Any:
+            return formulas.step_weight(eta=eta / r, eta_prev=eta, c=c, smoothness=1.0)
+
         assert abs(weight(r)) < 1e-9 / (eta * c) ** 2
         assert weight(0.99 * r) < 0 < weight(1.01 * r)
         limit = formulas.max_learning_rate(c, 1.0)  # from there on no decay is allowed
@@ -262,7 +272,7 @@ def test_the_printed_root_is_no_root() -> None:
         assert formulas.max_decay_ratio(eta, 1.0, 1.0, simplified=simplified) == np.inf
 
 
-@examples(30)
+@examples(max_examples=30)
 @hypothesis.given(c=st.floats(0.01, 0.79), factor=st.floats(1.001, 100), eta=ETA_L)
 def test_balanced_averaging_keeps_the_remainder_of_sgd(
     c: float, factor: float, eta: float
@@ -324,7 +334,7 @@ def test_the_augmented_function_accounts_for_all_noise() -> None:
             )
 
 
-@examples(100)
+@examples(max_examples=100)
 @hypothesis.given(st.tuples(*[st.floats(0.1, 10)] * 3), st.integers(1, 10_000), C)
 def test_the_tuned_bounds(
     known: tuple[float, float, float], num_steps: int, c: float
@@ -335,8 +345,8 @@ def test_the_tuned_bounds(
         constants = {"smoothness": L, "gap": gap}
         extra = L / num_steps * (1 / c - 1) * gap
         for root, c_of, rest in ((G, c, extra), (G / np.sqrt(2), 1.0, 0)):
-            bound = lambda eta, root=root, c_of=c_of: formulas.sgdm_bound(
-                num_steps, eta, c_of, grad_bound=root, **constants
+            bound = functools.partial(
+                formulas.sgdm_bound, num_steps, c=c_of, grad_bound=root, **constants
             )
             best = np.sqrt(gap / (num_steps * L * root**2))
             expected = 2 * root * np.sqrt(L * gap / num_steps) + rest
@@ -384,5 +394,71 @@ def test_the_sum_of_sgd_has_a_term_of_noise_for_each_step() -> None:
     assert telescoped + 0 * noise < left <= telescoped + 1 * noise  # T = 0: one step
 
 
+# The momentum is dropped.
+
+
+def values(hyperparams: Any, num_steps: int) -> list[np.ndarray]:
+    """Both schedules at counts 0, …, num_steps − 1, in float64."""
+    with x64():
+        return [np.array(h(np.arange(num_steps, dtype=np.int32))) for h in hyperparams]
+
+
+@pytest.mark.parametrize("step_factor", [None, 1.5])
+@pytest.mark.parametrize("hold", ["eta", "alpha"])
+def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None:
+    eta, c = values(momentum_drop(2.0, 0.25, 6, hold=hold, step_factor=step_factor), 20)
+    c_after = np.ones(15)
+    if step_factor:
+        c_after = np.minimum(0.25 * step_factor ** np.arange(1, 16), 1)
+    np.testing.assert_allclose(c, [0.25] * 5 + [*c_after], rtol=1e-12)  # from c_6 on
+    kept = eta if hold == "eta" else eta * c / 0.25
+    np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("c", [0.0, 1e-30, 0.1])
+@pytest.mark.parametrize("hold", ["eta", "alpha"])
+def test_momentum_drop_has_no_nan_where_its_factor_overflows(
+    hold: Any, c: float
+) -> None:
+    """In float32 1.5^300 is inf; and c may be 0."""
+    eta, late = (h(300) for h in momentum_drop(1.0, c, 1, step_factor=1.5, hold=hold))
+    assert float(late) == (c > 0)
+    np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "hyperparams",
+    [
+        momentum_drop(
+            lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5
+        ),
+        momentum_drop(
+            *stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"
+        ),
+    ],
+)
+def test_momentum_drop_gives_ordinary_schedules(hyperparams: Any) -> None:
+    """Of a Python int, and of an array under jit and vmap."""
+    for schedule in hyperparams:
+        found = jax.jit(jax.vmap(schedule))(np.arange(10, dtype=np.int32))
+        np.testing.assert_allclose(found[7], schedule(7), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": 0}, "`step`.*0"),
+        ({"hold": "x"}, "`hold`.*'x'"),
+        ({"step_factor": 1.0}, r"`step_factor`.*1\.0"),
+        ({"averaging": 1.5}, r"`averaging`.*1\.5"),
+        ({"learning_rate": -1.0}, r"`learning_rate`.*-1\.0"),
+    ],
+)
+def test_momentum_drop_refuses(arguments: dict[str, Any], message: str) -> None:
+    options: Any = {"learning_rate": 1.0, "averaging": 0.1, "step": 5} | arguments
+    with pytest.raises(ValueError, match=message):
+        momentum_drop(**options)
+
+
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(formulas) == (0, 18)
+    assert doctest.testmod(formulas) == (0, 13)

@@ -1,5 +1,6 @@
 """Both experiments in several processes, of which some are killed."""
 
+import functools
 import signal
 import subprocess
 import time
@@ -110,13 +111,13 @@ def test_two_processes(tree: Path, data_options: list[str], tmp_path: Path) -> N
     assert outputs[0].count("4 × cpu") == 2
     assert "mean" not in outputs[1]
     files, mesh = [find(tree / part) for part in ("train", "val")], paper.mesh_of(1)
-    program = lambda: train_imagenet.make_program(
-        paper.imagenet_config(), *files, mesh, 1
+    program = functools.partial(
+        train_imagenet.make_program, paper.imagenet_config(), *files, mesh, 1
     )
     two, limits = tmp_path / "imagenet", {"params": 3e-4, "losses": 3e-2}
     assert_same_run(train_imagenet, imagenet_options, program, two, **limits)
-    program = lambda: train_cifar10.make_program(
-        paper.config(), *paper.small_data(), mesh
+    program = functools.partial(
+        train_cifar10.make_program, paper.config(), *paper.small_data(), mesh
     )
     two, limits = tmp_path / "cifar10", {"params": 1e-2, "losses": 1e-2}
     assert_same_run(train_cifar10, cifar_options, program, two, **limits)

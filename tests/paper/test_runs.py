@@ -2,6 +2,7 @@
 end."""
 
 import contextlib
+import functools
 import signal
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
 
 def test_runs_that_lack_something(tmp_path: Path) -> None:
     """Another seed, or epochs."""
-    read = lambda: runs.read_runs(tmp_path, ["spa-gradual"], 2)
+    read = functools.partial(runs.read_runs, tmp_path, ["spa-gradual"], 2)
     tiny_run(tmp_path / "spa-gradual" / "seed0")
     with pytest.raises(ValueError, match="spa-gradual with seed 1"):
         read()

@@ -43,6 +43,12 @@ def run_epochs(cfg: Config, num_devices: int = 1) -> Any:
     )
 
 
+def parts_of(run: Any) -> tuple[Any, ...]:
+    """What must be the same, of what `run_epochs` returns."""
+    state, *results = run
+    return state.params, state.batch_stats, results
+
+
 def test_other_ways_to_run_the_same() -> None:
     """Over both drops: as SPA, and on eight devices, whose sums are in another
     order."""
@@ -53,8 +59,7 @@ def test_other_ways_to_run_the_same() -> None:
     spa = dataclasses.replace(cfg, optimizer="spa_from_sgdm")
     for other in (run_epochs(spa), run_epochs(cfg, 8)):
         assert other[0].step == reference[0].step == 6
-        of = lambda run: (run[0].params, run[0].batch_stats, run[1:])
-        for parts in zip(of(other), of(reference), of(noisy), strict=True):
+        for parts in zip(*map(parts_of, (other, reference, noisy)), strict=True):
             assert_apart_by_rounding(*parts, at_most=1e-3)
 
 

@@ -118,7 +118,10 @@ def test_recipe(epochs: int) -> None:
     steps, scale = 391, epochs / 300
     first, second, last = 150 * 391 * scale, 225 * 391 * scale, 300 * 391 * scale
     counts = [0, int(first) - 2, int(first), round(second), round(last) - 1]
-    make = lambda name: make_optimizer(config(name, epochs=epochs), CIFAR10, steps)
+
+    def make(name: str) -> optax.GradientTransformation:
+        return make_optimizer(config(name, epochs=epochs), CIFAR10, steps)
+
     # (η, c); `averaging` at count k is c_{k+1}, so c has changed one count ahead of η.
     expected = {
         "spa-eta": [(1, 0.1), (1, 0.1), (0.1, 0.1), (0.01, 0.1), (0.01, 0.1)],
@@ -203,11 +206,11 @@ def test_batch_norm_by_groups() -> None:
         halves = [update(None, part) for part in (slice(4), slice(4, 8))]
         close = partial(chex.assert_trees_all_close, rtol=1e-12, atol=1e-13)
         close(as_one.params, whole.params)
-        mean = lambda *values: sum(values) / 2
         for name in kept:
-            expected = jax.tree.map(mean, *(getattr(half, name) for half, _ in halves))
+            parts = [getattr(half, name) for half, _ in halves]
+            expected = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
             close(getattr(grouped, name), expected)
-        close(metrics["loss"], mean(*(m["loss"] for _, m in halves)))
+        close(metrics["loss"], sum(m["loss"] for _, m in halves) / 2)
         assert abs(metrics["loss"] - whole_metrics["loss"]) > 1e-4
 
 
