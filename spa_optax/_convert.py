@@ -52,9 +52,12 @@ class AdamW(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """The fields of a wrapper's state that hold other states, and a count of steps."""
+    """The fields of a state that hold other states, and the one that counts steps.
 
-    inner: tuple[str, ...]
+    Other fields, such as injected hyper-parameters and gauges, are those of `into`.
+    """
+
+    inner: tuple[str, ...] = ()
     count: str | None = None
 
 
@@ -70,9 +73,8 @@ WRAPPERS: dict[type, Wrapper] = {
     PrimalAveragingState: Wrapper(("base", "average")),
     StochasticRoundingState: Wrapper(("base",), "count"),
     TrackMomentumState: Wrapper(("inner",)),
+    optax.ScaleByScheduleState: Wrapper(count="count"),
 }
-# Their other fields go on if both runs have them, and begin anew if not.
-MAY_BEGIN_ANEW = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
 
 class Conversion(NamedTuple):
@@ -80,9 +82,9 @@ class Conversion(NamedTuple):
 
     count: Array  # k
     params: ByPath  # x_k
-    x: ByPath  # the trained ones of them, in 32 bits or more
+    x: ByPath  # those of them with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
-    nu: ByPath  # Adam's ν as it is stored, if the run has one
+    nu: ByPath  # Adam's ν as it is stored, if there is one
     other: SGDM | AdamW | None
     averaging: optax.ScalarOrSchedule | None
 
@@ -134,8 +136,8 @@ def convert(
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, from and to AdamW. None means 1 − b1.
       new_params: the params to go on with, if they are `params` in 16 bits. z keeps
         what is lost.
-      count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that
-        of `optax.sgd` with a number as learning rate, unless it is at its start.
+      count: k ≥ 0, the number of steps taken. Needed from `optax.sgd`, whose momentum
+        has no count.
 
     Returns:
       `into` with the run. It shares no buffer with the arguments.
@@ -164,35 +166,31 @@ def convert(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its
       proof.
     """
-    _check_arguments((old_state, params, into), other, averaging, count)
+    _check_arguments((old_state, params, into), other, averaging)
     new_params = params if new_params is None else new_params
     trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     old_nodes, new_nodes = _nodes_of(old_state), _nodes_of(into)
     old = _momentum_of("old_state", old_nodes, params)
     new = _momentum_of("into", new_nodes, params)
     _check_pair(old, new, old_nodes, new_nodes)
-    k = _steps_taken(old, old_nodes, other, count)
-    is_copied = type(old) is type(new) and not isinstance(old, SPAState)
-    converted = set() if is_copied else {type(old), type(new)}
-    if optax.ScaleByAdamState in converted:
-        converted.add(ScaleByRmsState)
-    copied = _copied_nodes(old_nodes, new_nodes, converted)
-    written: dict[type, Any] = {}
-    if not is_copied:
-        _warn_of_narrow_params(old, old_nodes, by_path(params))
-        written = _written_nodes(
-            old,
-            new,
-            Conversion(
-                count=k,
-                params=by_path(params),
-                x=_trained_in(old, by_path(params)),
-                new_params=by_path(new_params),
-                nu=_nu_of(old_nodes),
-                other=other,
-                averaging=averaging,
-            ),
+    k = _steps_taken(old, count)
+    if type(old) is type(new) and not isinstance(old, SPAState):
+        written: dict[type, Any] = {}
+    else:
+        run = Conversion(
+            count=k,
+            params=by_path(params),
+            x=_trained_in(old, by_path(params)),
+            new_params=by_path(new_params),
+            nu=_nu_of(old_nodes),
+            other=other,
+            averaging=averaging,
         )
+        _warn_of_narrow_params(old, old_nodes, run)
+        written = _written_nodes(old, new, run)
+    copied = _copied_nodes(
+        old_nodes, new_nodes, {type(old), *written} if written else {}
+    )
 
     def move(node: Any) -> Any:
         if type(node) in written:
@@ -200,40 +198,38 @@ def convert(
         if copied.get(_kind_of(node)):
             leaves = by_path(copied[_kind_of(node)].pop(0))
             return trees.with_leaves(node, [leaves[path] for path in by_path(node)])
-        field = _count_field(node)
-        return (
-            node if field is None else node._replace(**{field: _like(node, field, k)})
-        )
+        field = _wrapper_of(node).count
+        if field is None:
+            return node
+        return node._replace(**{field: trees.with_leaves(getattr(node, field), k)})
 
     return trees.copy(_map_nodes(move, into))
 
 
 def _check_arguments(
-    trees_of_run: PyTree,
+    arrays: PyTree,
     other: SGDM | AdamW | None,
     averaging: optax.ScalarOrSchedule | None,
-    count: int | None,
 ) -> None:
     """Raises ValueError where an argument is traced or out of its range."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees_of_run)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
         raise ValueError(
             "`old_state`, `params` and `into` must hold concrete arrays, got traced "
             "ones. Call `convert` outside `jax.jit`."
         )
     if isinstance(other, SGDM):
-        checks.RATE.check(learning_rate=other.learning_rate)
         checks.MOMENTUM.check(momentum=other.momentum)
         checks.FLAG.check(nesterov=other.nesterov)
     elif isinstance(other, AdamW):
-        checks.RATE.check(learning_rate=other.learning_rate)
         checks.B1.check(b1=other.b1)
         checks.B2.check(b2=other.b2)
         checks.EPS.check(eps=other.eps)
     elif other is not None:
         raise ValueError(f"`other` must be an `SGDM` or an `AdamW`, got {other!r}")
+    if other is not None:
+        checks.RATE.check(learning_rate=other.learning_rate)
     if averaging is not None:
         checks.check_averaging(averaging=averaging)
-    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
 
 
 def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
@@ -243,19 +239,23 @@ def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     """
 
     def map_node(node: Any) -> Any:
-        fields = WRAPPERS.get(type(node), Wrapper(())).inner
+        fields = _wrapper_of(node).inner
         inner = {name: _map_nodes(function, getattr(node, name)) for name in fields}
-        own = function(node._replace(**dict.fromkeys(fields)) if fields else node)
-        return own._replace(**inner) if fields else own
+        outer = node._replace(**dict.fromkeys(fields)) if fields else node
+        return function(outer)._replace(**inner) if fields else function(outer)
 
     return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
 def _nodes_of(state: PyTree) -> list[Any]:
-    """The nodes of a state that hold arrays, or None where they held other states."""
+    """The nodes of a state, with None where they held other states."""
     nodes: list[Any] = []
     _map_nodes(lambda node: nodes.append(node) or node, state)
     return nodes
+
+
+def _wrapper_of(node: Any) -> Wrapper:
+    return WRAPPERS.get(type(node), Wrapper())
 
 
 def _kind_of(node: Any) -> type:
@@ -263,20 +263,8 @@ def _kind_of(node: Any) -> type:
     return type(node) if hasattr(node, "_fields") else jax.Array
 
 
-def _count_field(node: Any) -> str | None:
-    """The field that counts the steps. A state of `count` alone is a schedule's."""
-    if getattr(node, "_fields", ()) == ("count",):
-        return "count"
-    return WRAPPERS.get(type(node), Wrapper(())).count
-
-
-def _like(node: Any, field: str, value: Any) -> PyTree:
-    """A value in the dtype of a node's field (under Flax nnx, in its variable)."""
-    return trees.with_leaves(getattr(node, field), value)
-
-
 def _momentum_of(name: str, nodes: list[Any], params: PyTree) -> Any:
-    """The node with the momentum that can be converted, or None if there is none."""
+    """The one node with a momentum that can be converted, or None."""
     for kind in MOMENTA:
         found = [node for node in nodes if type(node) is kind]
         if len(found) > 1:
@@ -307,60 +295,81 @@ def _trained_in(momentum: Any, params: ByPath) -> ByPath:
 def _nu_of(nodes: list[Any]) -> ByPath:
     """Adam's ν as it is stored, if there is one."""
     kinds = (optax.ScaleByAdamState, ScaleByRmsState)
-    found = [node for node in nodes if isinstance(node, kinds)]
-    return by_path(found[0].nu) if len(found) == 1 else {}
+    found = [by_path(node.nu) for node in nodes if isinstance(node, kinds)]
+    return found[0] if len(found) == 1 else {}
 
 
 def _check_pair(old: Any, new: Any, old_nodes: list[Any], new_nodes: list[Any]) -> None:
-    """Raises ValueError unless a momentum can become the other."""
+    """Raises ValueError unless one momentum, or none, can become the other."""
     if (old is None) != (new is None):
-        name, nodes = ("old_state", old_nodes) if old is None else ("into", new_nodes)
         raise ValueError(
-            f"`{name}` must hold the momentum of the family, of `optax.sgd` or of "
-            "`optax.adamw`, in wrappers that `convert` knows, got "
-            f"{trees.kinds_of(tuple(nodes))}"
+            "`old_state` and `into` must hold the momentum of the family, of "
+            "`optax.sgd` or of `optax.adamw`, in wrappers that `convert` knows, got "
+            f"{trees.kinds_of(tuple(old_nodes))} and {trees.kinds_of(tuple(new_nodes))}"
         )
-    averages = [
-        any(isinstance(node, PrimalAveragingState) for node in nodes)
-        for nodes in (old_nodes, new_nodes)
-    ]
-    if averages[0] != averages[1]:
+    if _has(PrimalAveragingState, old_nodes) != _has(PrimalAveragingState, new_nodes):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
             "`tx.init(params)._replace(base=old_state)`."
         )
-    if old is None or type(old) is type(new):
-        missing = set() if old is None else _paths_of(new) - _paths_of(old)
+    kinds = {type(old), type(new)}
+    if len(kinds) > 1 and SPAState not in kinds:
+        raise ValueError(
+            "`into` must hold the kind of momentum of `old_state`, or that of the "
+            f"family, got a `{type(new).__name__}` for a `{type(old).__name__}`"
+        )
+    if old is not None:
+        missing = by_path(_tree_of(new)).keys() - by_path(_tree_of(old)).keys()
         if missing:
             raise ValueError(
                 "`into` must hold only params of `old_state`, got "
                 f"{min(missing) or 'its root'}"
             )
-        return
-    if not isinstance(old, SPAState) and not isinstance(new, SPAState):
-        raise ValueError(
-            "`into` must hold the kind of momentum of `old_state`, or that of the "
-            f"family, got a `{type(new).__name__}` for a `{type(old).__name__}`"
-        )
-    if optax.ScaleByAdamState in (type(old), type(new)):
+    if kinds == {SPAState, optax.ScaleByAdamState}:
         nodes = old_nodes if isinstance(old, SPAState) else new_nodes
-        num_moments = sum(isinstance(node, ScaleByRmsState) for node in nodes)
-        if num_moments != 1:
+        if not _has(ScaleByRmsState, nodes):
             raise ValueError(
                 "`old_state` and `into` must be of `optax.adamw` and of `spa_adamw` "
-                "with "
-                f'`second_moment="full"`, got {num_moments} states of '
-                "`optax.scale_by_rms` with the momentum of the family"
+                'with `second_moment="full"`, got a momentum of the family with '
+                f"{trees.kinds_of(tuple(nodes))}"
+            )
+    for node in old_nodes:
+        mini_step = scalar_of(getattr(node, "mini_step", 0))
+        if mini_step > 0:
+            raise ValueError(
+                "`old_state` must not hold accumulated gradients, which would be lost, "
+                f"got those of {mini_step} batches. Convert after a step."
             )
 
 
-def _paths_of(momentum: Any) -> set[str]:
-    return set(by_path(_tree_of(momentum)))
+def _has(kind: type, nodes: list[Any]) -> bool:
+    return any(isinstance(node, kind) for node in nodes)
+
+
+def _steps_taken(old: Any, count: int | None) -> Array:
+    """The count k, that of the momentum or, if it has none, as given."""
+    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    own = (
+        getattr(old, "count", None)
+        if hasattr(old, "_asdict") and "count" in old._fields
+        else None
+    )
+    if own is None:
+        if count is None:
+            raise ValueError(
+                "`count` must be given where the momentum of `old_state` has none, got "
+                "None"
+            )
+        return jnp.asarray(count, jnp.int32)
+    k = scalar_of(own)
+    if count is not None and count != k:
+        raise ValueError(f"`count` must be that of `old_state`, {k}, got {count}")
+    return k
 
 
 def _copied_nodes(
-    old_nodes: list[Any], new_nodes: list[Any], converted: set[type]
+    old_nodes: list[Any], new_nodes: list[Any], converted: Any
 ) -> dict[type, list[Any]]:
     """By their kind, the old nodes that go on as they are.
 
@@ -370,98 +379,34 @@ def _copied_nodes(
     for kind in dict.fromkeys(map(_kind_of, [*old_nodes, *new_nodes])):
         olds = [node for node in old_nodes if _kind_of(node) is kind]
         news = [node for node in new_nodes if _kind_of(node) is kind]
-        has_arrays = any(map(trees.is_array, jax.tree.leaves([olds, news])))
-        if kind in converted or not has_arrays:
+        if kind in WRAPPERS or kind in converted:
             continue
-        if kind in MAY_BEGIN_ANEW:
-            if _have_same_shapes(olds, news):
-                copied[kind] = olds
-            else:
-                _check_no_gradients_are_lost(olds)
-        elif _count_field((olds or news)[0]) is None and kind not in WRAPPERS:
-            if not _have_same_shapes(olds, news):
-                raise ValueError(
-                    "`into` must have the states of `old_state` beside the momentum, "
-                    f"in the same shapes, got {len(news)} `{kind.__name__}` for "
-                    f"{len(olds)}. Convert into an optimizer that has them too."
-                )
-            copied[kind] = olds
+        if not any(map(trees.is_array, jax.tree.leaves([olds, news]))):
+            continue
+        if not _have_same_shapes(olds, news):
+            raise ValueError(
+                "`into` must have the states of `old_state` beside the momentum, in "
+                f"the same shapes, got {len(news)} `{kind.__name__}` for {len(olds)}. "
+                "Convert into an optimizer that has them too."
+            )
+        copied[kind] = olds
     return copied
 
 
 def _have_same_shapes(olds: list[Any], news: list[Any]) -> bool:
     if jax.tree.structure(olds) != jax.tree.structure(news):
         return False
-    shapes = [list(map(np.shape, jax.tree.leaves(nodes))) for nodes in (olds, news)]
-    return shapes[0] == shapes[1]
+    pairs = zip(jax.tree.leaves(olds), jax.tree.leaves(news), strict=True)
+    return all(np.shape(old) == np.shape(new) for old, new in pairs)
 
 
-def _check_no_gradients_are_lost(nodes: list[Any]) -> None:
-    for node in nodes:
-        mini_step = scalar_of(getattr(node, "mini_step", 0))
-        if mini_step > 0:
-            raise ValueError(
-                "`into` must have the `optax.MultiSteps` of `old_state`, or be made "
-                f"between two steps: the gradients of {mini_step} batches would be lost"
-            )
-
-
-def _steps_taken(
-    old: Any, old_nodes: list[Any], other: SGDM | AdamW | None, count: int | None
-) -> Array:
-    """The count k, on which all that count must agree."""
-    of_nodes = [
-        getattr(node, field) for node in old_nodes if (field := _count_field(node))
-    ]
-    of_nodes += [
-        node.count
-        for node in old_nodes
-        if isinstance(node, (ScaleByRmsState, optax.FactoredState))
-    ]
-    own = [] if old is None else [old._asdict().get("count")]
-    counts = [int(scalar_of(value)) for value in own + of_nodes if value is not None]
-    is_moving = isinstance(old, optax.TraceState) and any(
-        jnp.any(m != 0) for m in by_path(old.trace).values()
-    )
-    if count is not None:
-        # Beside SGD several counts may be of several schedules.
-        agrees = (
-            count in counts
-            if isinstance(old, optax.TraceState)
-            else {*counts} <= {count}
-        )
-        if counts and not agrees:
-            raise ValueError(
-                f"`count` must be that of `old_state`, {sorted({*counts})}, got {count}"
-            )
-        counts = [count]
-    if not counts:
-        has_schedule = isinstance(other, SGDM) and (
-            callable(other.learning_rate) or callable(other.momentum)
-        )
-        if is_moving or has_schedule:
-            raise ValueError(
-                "`count` must be given where `old_state` holds none, got None"
-            )
-        counts = [0]
-    if len({*counts}) > 1:
-        raise ValueError(
-            "`count` must be given where those of `old_state` differ, got "
-            f"{sorted({*counts})}"
-        )
-    if is_moving and counts[0] == 0:
-        raise ValueError("`count` must be >= 1 where `old_state` holds momentum, got 0")
-    return jnp.asarray(counts[0], jnp.int32)
-
-
-def _warn_of_narrow_params(old: Any, old_nodes: list[Any], params: ByPath) -> None:
+def _warn_of_narrow_params(old: Any, old_nodes: list[Any], run: Conversion) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
-    if isinstance(old, SPAState):
+    if isinstance(old, SPAState) or _has(StochasticRoundingState, old_nodes):
         return
-    is_rounded = any(isinstance(node, StochasticRoundingState) for node in old_nodes)
-    moments = by_path(getattr(old, "nu", _tree_of(old)))
-    is_wide = not is_rounded and not has_narrow(moments)
-    if is_wide and has_narrow([params[path] for path in moments]):
+    moments = getattr(old, "nu", _tree_of(old))
+    narrow = [run.params[path] for path in run.x]
+    if has_narrow(narrow) and not has_narrow(moments):
         warnings.warn(
             "`params` should be the float32 master copy of the run, if it has one: its "
             "moments are in float32, and z is made from `params`. Pass the cast ones "
@@ -473,20 +418,19 @@ def _warn_of_narrow_params(old: Any, old_nodes: list[Any], params: ByPath) -> No
 def _written_nodes(old: Any, new: Any, run: Conversion) -> dict[type, Any]:
     """The new node of the momentum, and with AdamW that of its second moment."""
     momentum = MOMENTA[type(old)].read(old, run)
-    if momentum.mu_y != 1 and not isinstance(new, SPAState):
-        raise ValueError(
-            "`old_state` must have an `interpolation` of 1 to go on with "
-            f"`optax.sgd` or `optax.adamw`, got {momentum.mu_y:g}"
-        )
-    if not isinstance(old, SPAState) and scalar_of(new.mu_y) != 1:
-        raise ValueError(
-            "`into` must have an `interpolation` of 1 to go on from `optax.sgd` or "
-            f"`optax.adamw`, got {scalar_of(new.mu_y):g}"
-        )
+    if SPAState in (type(old), type(new)) and type(old) is not type(new):
+        mu_y = scalar_of((old if isinstance(old, SPAState) else new).mu_y)
+        if mu_y != 1:
+            raise ValueError(
+                "`interpolation` must be 1 from and to `optax.sgd` and `optax.adamw`, "
+                f"got {mu_y:g}"
+            )
     written = {type(new): MOMENTA[type(new)].write(new, momentum, run)}
     if isinstance(old, optax.ScaleByAdamState):
         nu = [run.nu[path] for path in by_path(_tree_of(new))]
         written[ScaleByRmsState] = ScaleByRmsState(count=run.count, nu=nu)
+    elif isinstance(new, optax.ScaleByAdamState):
+        written[ScaleByRmsState] = None  # its ν is AdamW's now
     return written
 
 
@@ -503,12 +447,10 @@ def _read_spa(old: SPAState, run: Conversion) -> Run:
 def _write_spa(new: SPAState, momentum: Run, run: Conversion) -> SPAState:
     codec, leaves = codec_of(new.z), by_path(tree_of(new.z))
     for path in leaves.keys() & momentum.z.keys():
-        dtype = leaves[path].dtype
-        leaves[path] = codec.encode(
-            momentum.z[path], run.new_params[path], dtype, seed=None
-        )
+        y, dtype = run.new_params[path], leaves[path].dtype
+        leaves[path] = codec.encode(momentum.z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
-        if jnp.any(jnp.abs(leaves[path].astype(wide_dtype(leaves[path]))) >= largest):
+        if jnp.any(abs(codec.difference(y, leaves[path])) >= codec.unit * largest):
             warnings.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}",
