@@ -139,7 +139,6 @@ B2 = Requirement(
 EPS = RATE._replace(kind=SCALAR)
 NOT_NEGATIVE = RATE._replace(kind=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
-COUNT_POWER = Requirement("in [0, 4]", lambda v: 0 <= v <= 4, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)
 POSITIVE_INTEGER = _integer(1)
 FLAG = Requirement(

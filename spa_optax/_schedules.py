@@ -230,12 +230,10 @@ def schedule_free_averaging(
     num_warmup_steps: int = 0,
     *,
     weight_power: float = 2.0,
-    count_power: float = 0.0,
-    num_unaveraged_steps: int = 0,
 ) -> Schedule:
     """The averaging that makes `spa` Schedule-Free: x is a weighted mean of all z.
 
-        w_k = (k + 1)^r max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
+        w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
     `optax.contrib.schedule_free` is `lambda k: rate(k + 1)` here, and `rate` in `spa`.
 
@@ -245,9 +243,6 @@ def schedule_free_averaging(
       num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
         checked.
       weight_power: p ≥ 0.
-      count_power: r in [0, 4]. ScheduleFree+ has up to 2, for long runs.
-      num_unaveraged_steps: for how many steps ≥ 0 x is z (c is 1). The mean begins
-        after them.
 
     Returns:
       c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
@@ -265,51 +260,29 @@ def schedule_free_averaging(
 
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
-      ScheduleFree+, 2026, arXiv:2605.19095, adds r and the steps without averaging.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.NOT_NEGATIVE_INTEGER.check(
-        num_warmup_steps=num_warmup_steps, num_unaveraged_steps=num_unaveraged_steps
-    )
+    checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
     checks.NOT_NEGATIVE.check(weight_power=weight_power)
-    checks.COUNT_POWER.check(count_power=count_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
     else:  # over the number
         counts = np.arange(1, num_warmup_steps + 2)
         rates = np.minimum(counts / max(num_warmup_steps, 1), 1)
-
-    # From count 100 on the power sum below is exact to 1e-13. Up to there a table has
-    # 1/c, in float64.
-    last = max(num_warmup_steps, num_unaveraged_steps, 100)
-    n = np.arange(1.0, last + 2)
+    # A table of 1/c up to the last step of warm-up, in float64; inf while weights are
+    # 0.
     largest = np.maximum.accumulate(rates)
-    largest = np.pad(largest, (0, last - num_warmup_steps), mode="edge")
-    weights = n**count_power * (largest / largest[-1]) ** weight_power
-    inverse_c = _inverse_averaging(weights, num_unaveraged_steps)
-    constant = inverse_c[-1] - _power_sum(n[-1], count_power)
+    weights = (largest / largest[-1]) ** weight_power
+    infinite = np.full_like(weights, np.inf)
+    inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
 
     def c_next(k: Array) -> Float[Array, ""]:
-        in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, last)]
-        n_k = jnp.maximum(k + 1, last + 1).astype(float)
-        later = _power_sum(n_k, count_power) + constant * (n_k / n[-1]) ** -count_power
-        return 1 / jnp.where(k > last, later, in_table)
+        in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
+        # Afterwards each step adds the same weight.
+        num_later = jnp.maximum(k - num_warmup_steps, 0)
+        return 1 / (in_table + num_later.astype(float))
 
     return Schedule(c_next)
-
-
-def _inverse_averaging(weights: np.ndarray, num_unaveraged_steps: int) -> np.ndarray:
-    """1/c = (w_0 + … + w_k)/w_k; 1 for the first steps, inf while weights are 0."""
-    is_averaged = np.arange(len(weights)) >= num_unaveraged_steps
-    weights = np.where(is_averaged, weights, 0)
-    without_weight = np.where(is_averaged, np.inf, 1)
-    return np.divide(np.cumsum(weights), weights, without_weight, where=weights > 0)
-
-
-def _power_sum(n: Any, r: float) -> Any:
-    """Σ_{j≤n} j^r over n^r, up to a constant over n^r, by Euler and Maclaurin."""
-    third = r * (r - 1) * (r - 2) / (720 * n**3)
-    return n / (r + 1) + 1 / 2 + r / (12 * n) - third
 
 
 def _rates_of_warmup(

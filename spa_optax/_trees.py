@@ -1,6 +1,5 @@
 """Finds, matches and replaces the nodes and leaves of trees."""
 
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,12 +82,11 @@ def find(state: PyTree, kinds: Any) -> list[Any]:
 def find_one(state: PyTree, name: str, kind: type) -> Any:
     """The one node of a type that a state holds."""
     found = find(state, kind)
-    if not found:
+    if len(found) != 1:
         raise ValueError(
-            f"`{name}` must hold one `{kind.__name__}`, got {kinds_of(state)}"
+            f"`{name}` must hold one `{kind.__name__}`, got {len(found)} in "
+            f"{kinds_of(state)}"
         )
-    if len(found) > 1:
-        raise ValueError(f"`{name}` must hold one `{kind.__name__}`, got {len(found)}")
     return found[0]
 
 
@@ -196,8 +194,8 @@ def check_same_tree(
     other_nodes = jax.tree.structure(like, is_leaf=is_none)
     if same_nodes and nodes != other_nodes:
         raise ValueError(
-            f"`{name}` must have the structure of `{like_name}`: "
-            f"{_first_difference(nodes, other_nodes)}"
+            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
+            f"{nodes}"
         )
     for path, leaf in leaves.items():
         other = others[path]
@@ -207,17 +205,3 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
-
-
-def _first_difference(nodes: Any, others: Any) -> str:
-    """The first node that differs between two trees with the same paths of leaves."""
-    kind, metadata = nodes.node_data()  # such as dict and its keys
-    other_kind, other_metadata = others.node_data()
-    if kind is not other_kind:
-        return f"a {kind.__name__} against a {other_kind.__name__}"
-    if metadata == other_metadata:
-        for pair in zip(nodes.children(), others.children(), strict=False):
-            if pair[0] != pair[1]:
-                return _first_difference(*pair)
-    found, expected = reprlib.repr(metadata), reprlib.repr(other_metadata)
-    return f"{found} against {expected} in a {kind.__name__}"
