@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 from xla_flags import with_ours
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit them
-    os.environ["XLA_FLAGS"] = with_ours(
-        os.environ.get("XLA_FLAGS", "")
-    )  # before jax is imported
+# XLA reads its flags when jax is imported. The workers of xdist inherit them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XLA_FLAGS"] = with_ours(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("MPLBACKEND", "agg")
-# What takes a second to compile is compiled once, by whichever process comes first.
+# A program that takes a second to compile is compiled by one worker, for all.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
@@ -27,24 +26,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """What users have."""
+    """The promotion of dtypes that users have."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @functools.cache
 def compiles_float16() -> bool:
-    if jax.__version_info__ < (
-        0,
-        7,
-    ):  # XLA aborts where it can't, so in a process of its own
+    """Whether XLA compiles conversions to float16 for this processor."""
+    if jax.__version_info__ < (0, 7):  # there XLA would abort this process
         program = "import jax; jax.jit(lambda x: x.astype(jax.numpy.float16))(1.0)"
-        return (
-            subprocess.run(
-                [sys.executable, "-c", program], capture_output=True
-            ).returncode
-            == 0
-        )
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, capture_output=True).returncode == 0
     try:
         jax.jit(lambda x: x.astype(jax.numpy.float16))(1.0)
     except jax.errors.JaxRuntimeError:

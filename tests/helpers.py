@@ -1,5 +1,6 @@
 """What several test files share: a real convex problem, oracles, and hyper-parameters
-that hurt."""
+that are hard to follow.
+"""
 
 import contextlib
 import functools
@@ -19,46 +20,49 @@ import pytest
 from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
-from spa_optax import SPAState, _storage
-from spa_optax._trees import map_trained
+from spa_optax import SPAState
+from spa_optax._codec import codec_of, tree_of
+from spa_optax._trees import find, map_trained
 
-# As parameters of a test: without float16 instructions XLA's CPU compiler may lack
-# them.
-FLOAT16, *FLOAT8 = (
-    pytest.param(dtype, marks=pytest.mark.float16)
-    for dtype in (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-)
+# Parameters of a test. XLA for CPUs converts them only if the processor does.
+FLOAT16 = pytest.param(jnp.float16, marks=pytest.mark.float16)
+FLOAT8 = pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.float16)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Names: one for each way through the code; the others are slow, for they are
-    many."""
-    return [(pytest.param if name in chosen else slow)(name) for name in names]
+    """Names as parameters of a test. All but the chosen ones are slow."""
+    return [pytest.param(name) if name in chosen else slow(name) for name in names]
 
 
-# For long runs: these tests compile without optimization, which is no gain there.
+# For long runs. Other tests compile without optimization, which takes less time.
 optimized = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 3}
 )
 NUM_STEPS = 2_000
-MEAN = lambda k: 1 / (k + 1).astype(float)  # averaging of Schedule-Free
 BATCH = 64
-# In compiled programs.
+# The names of collectives in compiled programs.
 COLLECTIVE = re.compile(
     r"all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 )
 
 
+def mean_of_all(count: Array) -> Array:
+    """The averaging with which x is the mean of all z: 1, 1/2, 1/3, …"""
+    return 1 / (count + 1).astype(float)
+
+
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the package as users have it, without the type checker of these
-    tests."""
+    """A function of the package without the type checker of these tests."""
     return inspect.unwrap(function)
 
 
 def environment(num_devices: int | None = None) -> dict[str, str]:
-    """For another process: the path and flags of this one, or so many CPU devices."""
+    """The variables for another process: this one's path and flags.
+
+    With a number of devices, the process has that many CPU devices.
+    """
     result = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if num_devices is not None:
         result["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={num_devices}"
@@ -67,15 +71,15 @@ def environment(num_devices: int | None = None) -> dict[str, str]:
 
 
 def free_address() -> str:
-    """HOST:PORT for processes that find each other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """HOST:PORT at which several processes can meet."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{unused.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def x64(enabled: bool = True) -> Iterator[None]:
-    """Double precision, under the name that the installed jax has for it."""
+    """Double precision. Older releases of jax have it under another name."""
     if hasattr(jax, "enable_x64"):
         with jax.enable_x64(enabled):
             yield
@@ -87,23 +91,28 @@ def x64(enabled: bool = True) -> Iterator[None]:
 
 
 def sgdm(learning_rate: Any, momentum: Any, nesterov: bool = False) -> Any:
-    """The oracle: optax's own SGD with momentum, with schedules for both
-    hyper-parameters."""
+    """The oracle: Optax's SGD with momentum. Both arguments may be schedules."""
     factory = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
     return factory(learning_rate=learning_rate, momentum=momentum, nesterov=nesterov)
 
 
 def run(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
-    """The params and the state after an update for each gradient, from a state or from
-    `init`."""
+    """The params and the state after an update for each gradient.
+
+    It starts from a state, or from `init`. A parameter whose update is None stays.
+    """
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)  # once: a method of optax's would be traced again
-    # A parameter without an update stays.
-    add = lambda u, p: p if u is None else optax.apply_updates(p, u)
+    # Before the loop: `optax.MultiSteps` makes a new method at each access, which jax
+    # would compile again.
+    update = jax.jit(tx.update)
     for g in grads:
         updates, state = update(g, state, params)
-        params = jax.tree.map(add, updates, params, is_leaf=lambda u: u is None)
+        params = jax.tree.map(_add, updates, params, is_leaf=lambda u: u is None)
     return params, state
+
+
+def _add(update: Array | None, param: Any) -> Any:
+    return param if update is None else optax.apply_updates(param, update)
 
 
 def trained(
@@ -113,42 +122,42 @@ def trained(
     items: Any,
     state: Any = None,
 ) -> tuple[Any, Any]:
-    """The params and the state after a step of gradient(params, item) for each item of
-    an array."""
+    """The params and the state after a step for each item of an array.
+
+    The gradient of a step is `gradient(params, item)`.
+    """
 
     def step(carry: Any, item: Any) -> Any:
         params, state = carry
         updates, state = tx.update(gradient(params, item), state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    carry = params, tx.init(params) if state is None else state
-    return jax.lax.scan(step, carry, items)[0]
+    state = tx.init(params) if state is None else state
+    return jax.lax.scan(step, (params, state), items)[0]
 
 
 def spa_state(state: Any) -> SPAState:
-    """The one state of the family in a state."""
-    is_spa = lambda node: isinstance(node, SPAState)
-    (found,) = [node for node in jax.tree.leaves(state, is_leaf=is_spa) if is_spa(node)]
+    """The one `SPAState` in a state."""
+    (found,) = find(state, SPAState)
     return found
 
 
 def z_of(state: Any, params: Any) -> Any:
-    """The value of z, however it is stored."""
+    """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    return map_trained(_storage.form_of(z).value, params, _storage.tree_of(z))
+    return map_trained(codec_of(z).value, params, tree_of(z))
 
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Real handwritten digits with a bias column, float64 (1797, 65), and one-hot
-    labels."""
+    """Handwritten digits with a bias column (1797, 65), and one-hot labels."""
     images, labels = load_digits(return_X_y=True)
     return np.hstack([images / 16, np.ones((len(images), 1))]), np.eye(10)[labels]
 
 
 @functools.cache
 def batches(num_steps: int = NUM_STEPS) -> np.ndarray:
-    """The minibatches of a run: indices (num_steps, BATCH)."""
+    """The indices of the images in each minibatch (num_steps, BATCH)."""
     return np.random.default_rng(0).integers(
         0, len(digits()[0]), (num_steps, BATCH), np.int32
     )
@@ -168,60 +177,58 @@ def logistic_regression(dtype: Any) -> Callable[[Array, Array], Array]:
 def trajectory(
     tx: Any, evaluate: Any, dtype: Any, num_steps: int = 300
 ) -> tuple[Any, Any]:
-    """The params and what is evaluated, after each of `num_steps` steps of a convex
-    problem."""
+    """The params and `evaluate(state, params)` after each step of a convex problem."""
     loss = logistic_regression(dtype)
 
     def step(carry: Any, batch: Any) -> Any:
         params, state = carry
-        with jax.numpy_dtype_promotion("standard"):  # for optax's
+        with jax.numpy_dtype_promotion("standard"):  # Optax needs it
             updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
         params = optax.apply_updates(params, updates)
         return (params, state), (params, evaluate(state, params))
 
     params = jnp.full((65, 10), 0.1, dtype)
-    return optimized(
-        lambda: jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1]
-    )()
+
+    def all_steps() -> Any:
+        return jax.lax.scan(step, (params, tx.init(params)), batches(num_steps))[1]
+
+    return optimized(all_steps)()
 
 
 def compiled_step(tx: Any, params: Any) -> Any:
-    """A donated step, compiled."""
+    """A compiled step that donates params and state."""
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return (
-        jax.jit(step, donate_argnums=(0, 1))
-        .lower(params, tx.init(params), params)
-        .compile()
-    )
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted.lower(params, tx.init(params), params).compile()
 
 
 def relative_difference(x: PyTree, reference: PyTree) -> float:
-    """The L2 norm of the difference over that of the reference, worked out in
-    float64."""
-    x, reference = (
-        np.concatenate(
-            [np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)]
-        )
-        for tree in (x, reference)
-    )
+    """‖x − reference‖ / ‖reference‖, computed in float64."""
+    x, reference = _as_vector(x), _as_vector(reference)
     return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
 
 
+def _as_vector(tree: PyTree) -> np.ndarray:
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.ravel() for leaf in leaves])
+
+
 def rounding_noise(ulps: float = 1.0) -> optax.GradientTransformation:
-    """For the end of a chain: moves every parameter by some `ulps` of it, at random,
-    every step."""
+    """Moves every parameter by some ulps at random, at the end of a chain."""
+
+    def nudge(update: Array, noise: Array, param: Array) -> Array:
+        ulp = float(jnp.finfo(param.dtype).eps) * param
+        return update + ulps * ulp * noise
 
     def update(
         updates: PyTree, count: Array, params: Any = None
     ) -> tuple[PyTree, Array]:
-        noise = optax.tree.random_like(
-            jax.random.fold_in(jax.random.key(0), count), params
-        )
-        nudge = lambda u, n, p: u + ulps * float(jnp.finfo(p.dtype).eps) * n * p
+        key = jax.random.fold_in(jax.random.key(0), count)
+        noise = optax.tree.random_like(key, params)
         return jax.tree.map(nudge, updates, noise, params), count + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
@@ -235,21 +242,20 @@ def assert_apart_by_rounding(
     multiple: float = 10.0,
     at_most: float,
 ) -> None:
-    """Two ways to compute one run differ by `multiple` times what noise does to it, or
-    less.
+    """Asserts that two computations of one run differ by no more than rounding.
 
     Networks amplify rounding, and how much depends on the processor. So the growth is
-    measured: `noisy` is the reference with `rounding_noise`. `at_most` limits the
-    tolerance itself, so that a run in which noise grows without bound does not pass for
-    a comparison."""
+    measured: `noisy` is the reference with `rounding_noise`, and `multiple` times its
+    effect is allowed. `at_most` limits that tolerance, since a run in which noise grows
+    without bound compares nothing.
+    """
     tolerance = multiple * relative_difference(noisy, reference)
     assert 0 < tolerance < at_most
     assert relative_difference(x, reference) < tolerance
 
 
 def lenient(schedule: optax.Schedule) -> optax.Schedule:
-    """Optax's schedules, which the strict promotion of these tests is too strict
-    for."""
+    """A schedule of Optax, which needs standard dtype promotion."""
 
     def evaluate(count: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -259,41 +265,41 @@ def lenient(schedule: optax.Schedule) -> optax.Schedule:
 
 
 def table(values: Any) -> Callable[[Any], Array]:
-    """A schedule that reads its values from an array; its last value goes on for
-    ever."""
+    """A schedule that reads an array. Past its end it returns the last value."""
     return lambda count: jnp.asarray(values)[jnp.minimum(count, len(values) - 1)]
 
 
 def evaluated(
     schedule: optax.Schedule, num_steps: int = NUM_STEPS
 ) -> Callable[[Any], Array]:
-    """A schedule of Optax, evaluated once and for all.
+    """A schedule of Optax as a table of its values.
 
-    It computes in float32. Compiled into two transforms that a test compares, it may be
-    rounded differently in each, and a network amplifies that."""
-    return table(
-        np.asarray(jax.vmap(lenient(schedule))(jnp.arange(num_steps + 1)), np.float64)
-    )
+    Optax computes in float32. Compiled into two transforms that a test compares, a
+    schedule may be rounded differently in each, and a network amplifies that.
+    """
+    values = jax.vmap(lenient(schedule))(jnp.arange(num_steps + 1))
+    return table(np.asarray(values, np.float64))
 
 
 WARMUP_COSINE = evaluated(optax.warmup_cosine_decay_schedule(0.0, 0.3, 200, NUM_STEPS))
 
 
-# Learning rates and momenta as functions of an array of counts. Past NUM_STEPS they are
-# out of use.
+def _random_over_3_decades(k: np.ndarray) -> np.ndarray:
+    return 10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
+
+
+def _nan_past_its_end(k: np.ndarray) -> np.ndarray:
+    return 0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan))
+
+
+# Learning rates and momenta as functions of an array of counts, for NUM_STEPS steps.
 RATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "constant": lambda k: np.full(len(k), 0.1),
-    "warm-up from 0, cosine to 0": lambda k: np.asarray(
-        jax.vmap(WARMUP_COSINE)(jnp.asarray(k))
-    ),
+    "warm-up from 0, cosine to 0": lambda k: np.asarray(WARMUP_COSINE(jnp.asarray(k))),
     "gap of 0": lambda k: np.where((k >= 500) & (k < 800), 0.0, 0.2),
     "drop by 100": lambda k: np.where(k < 700, 0.3, 0.003),
-    "random over 3 decades": lambda k: (
-        10 ** np.random.default_rng(1).uniform(-3.5, -0.5, len(k))
-    ),
-    "NaN past its end": lambda k: (
-        0.3 * np.sqrt(np.where(k < NUM_STEPS, 1 - k / NUM_STEPS, np.nan))
-    ),
+    "random over 3 decades": _random_over_3_decades,
+    "NaN past its end": _nan_past_its_end,
     "negative past its end": lambda k: 0.3 * (1 - k / NUM_STEPS),
     "cosine with warm restarts": lambda k: 0.15 * (1 + np.cos(np.pi * (k % 400) / 400)),
 }
