@@ -36,7 +36,7 @@ class Sums(NamedTuple):
     sq_distance: Scalar  # ‖d_k‖²
     inner_product: Scalar  # ⟨g_k, d_k⟩
     sq_rounding: Scalar  # the most that rounding adds to ‖d_k‖²
-    num_saturated: Count  # elements of z at the limit of its dtype
+    num_saturated: Scalar  # elements of z at the limit of its dtype
 
 
 class Step(NamedTuple):
@@ -97,28 +97,25 @@ class Gauge(NamedTuple):
     num_skipped_last: Count  # skipped steps in a row, up to the last step
 
 
-class StepSize(NamedTuple):
-    """The size of a step u_k."""
-
-    iterate: Scalar  # ‖u_k‖²/(η_k² c_{k+1})
-    noise: Scalar  # the same, if every cross term vanished
-    cross_term: Scalar  # a_k
-
-
 def new_gauge() -> Gauge:
     """The gauge before the first step, of separate arrays, so that all can be
     donated.
     """
 
-    def zeros(num: int, dtype: Any = jnp.float32) -> list[Array]:
-        return [jnp.zeros([], dtype) for _ in range(num)]
+    def zero(dtype: Any = jnp.float32) -> Array:
+        return jnp.zeros([], dtype)
 
     return Gauge(
-        *zeros(5),
-        Means(*zeros(4)),
-        AlignmentMeans(*zeros(4)),
-        Counts(*zeros(4, jnp.int32)),
-        *zeros(2, jnp.int32),
+        iterate=zero(),
+        noise=zero(),
+        spread=zero(),
+        cross_sum=zero(),
+        cross_error=zero(),
+        means=Means(zero(), zero(), zero(), zero()),
+        alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
+        counts=Counts._make(zero(jnp.int32) for _ in Counts._fields),
+        num_saturated=zero(jnp.int32),
+        num_skipped_last=zero(jnp.int32),
     )
 
 
@@ -127,16 +124,16 @@ def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Ste
     r = jnp.ones([]) if scalars.r is None else scalars.r
     if not codec_of(state.z).follows_params:
         r = jnp.where(has_taken_no_step(state), 0, r)  # z is then the params
-    values = (scalars.eta, scalars.c, state.c, scalars.delta, r, state.mu_y)
-    values = jax.tree.map(lambda value: value.astype(jnp.float32), values)
-    *of_step, r, mu_y = values
+    values = (scalars, r, state.c, state.mu_y)
+    scalars, r, last_c, mu_y = jax.tree.map(lambda v: v.astype(jnp.float32), values)
+    # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k.
     sums, factor = _sums(g, params, state), r / mu_y
-    sums = sums._replace(  # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k
+    sums = sums._replace(
         sq_distance=factor**2 * sums.sq_distance,
         inner_product=factor * sums.inner_product,
         sq_rounding=sums.sq_rounding / mu_y**2,
     )
-    return Step(sums, *of_step, r)
+    return Step(sums, scalars.eta, scalars.c, last_c, scalars.delta, r)
 
 
 def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
@@ -160,7 +157,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
         )
 
     by_array = find(map_trained(of_array, params, tree_of(state.z), g), Sums)
-    nothing = Sums(*[jnp.float32(0)] * 4, num_saturated=jnp.int32(0))
+    nothing = Sums._make([jnp.float32(0)] * len(Sums._fields))
     return functools.reduce(optax.tree.add, by_array, nothing)
 
 
@@ -173,12 +170,13 @@ def _rounding_error(x: Array, dtype: Any) -> Array:
     return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
 
 
-def _num_saturated(stored: Array) -> Count:
+def _num_saturated(stored: Array) -> Scalar:
     """How many elements of 16 bits or fewer are at the limit of their dtype."""
     if stored.dtype.itemsize > 2:
-        return jnp.int32(0)
+        return jnp.float32(0)
     size, limit = jnp.abs(stored.astype(jnp.float32)), jnp.finfo(stored.dtype).max
-    return jnp.sum(size == float(limit), dtype=jnp.int32)
+    # In float32, since a large model has over 2^31 elements.
+    return jnp.sum(size == float(limit), dtype=jnp.float32)
 
 
 def update_gauge(gauge: Gauge, step: Step, is_first: Flag, decay: Any) -> Gauge:
@@ -188,21 +186,23 @@ def update_gauge(gauge: Gauge, step: Step, is_first: Flag, decay: Any) -> Gauge:
     starts = is_first & is_finite
     spread = jnp.where(starts, sums.sq_distance, step.r**2 * gauge.spread)
     size, counts = _size(step, spread, is_finite)
-    counts_in = counts.measured > 0
-    size = jax.tree.map(lambda value: jnp.where(counts_in, value, 0), size)
+    is_measured = counts.measured > 0
+    iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in size]
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
-    memory = jnp.where(counts_in, jnp.maximum(decay, (1 - step.c) ** 2), 1)
+    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
     next_spread = _next_spread(step, spread)
     return Gauge(
-        iterate=size.iterate,
-        noise=size.noise,
+        iterate=iterate,
+        noise=noise,
         spread=jnp.where(jnp.isfinite(next_spread), next_spread, gauge.spread),
-        cross_sum=memory * gauge.cross_sum + size.cross_term,
-        cross_error=jnp.hypot(memory * gauge.cross_error, size.cross_term),
+        cross_sum=memory * gauge.cross_sum + cross_term,
+        cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
         means=_updated_means(gauge, sums, is_finite, decay),
         alignment=_updated_alignment(gauge.alignment, step, is_finite, decay),
         counts=optax.tree.add(gauge.counts, counts),
-        num_saturated=jnp.maximum(gauge.num_saturated, sums.num_saturated),
+        num_saturated=jnp.maximum(
+            gauge.num_saturated, sums.num_saturated.astype(jnp.int32)
+        ),
         num_skipped_last=counts.skipped * (gauge.num_skipped_last + 1),
     )
 
@@ -212,8 +212,8 @@ def _is_finite(sums: Sums) -> Flag:
     return is_finite & jnp.isfinite(sums.inner_product)
 
 
-def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[StepSize, Counts]:
-    """The size of a step from its sums and from p_k, and whether it counts.
+def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[list[Scalar], Counts]:
+    """‖u_k‖²/(η² c), its level in pure noise, and a_k; and whether the step counts.
 
     ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖², in units of η² c. In pure noise it
     is c² p_k + b²‖g_k‖².
@@ -227,8 +227,8 @@ def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[StepSize, Counts
     is_zero = (unit <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_rounding = c**2 * sums.sq_rounding > 0.1 * square
     unit = jnp.where(unit > 0, unit, 1)
-    size = StepSize(square / unit, noise / unit, cross_term / unit)
-    is_finite &= jnp.isfinite(size.iterate) & jnp.isfinite(size.noise)
+    size = [square / unit, noise / unit, cross_term / unit]
+    is_finite &= jnp.isfinite(size[0]) & jnp.isfinite(size[1])
     counts = Counts(
         measured=is_finite & ~is_zero & ~is_rounding,
         skipped=~is_finite,

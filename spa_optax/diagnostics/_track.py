@@ -23,19 +23,15 @@ class TrackMomentumState(NamedTuple):
     gauge: Gauge
 
 
-_SKIPS = Refusal(
+_AROUND = Refusal(  # most of them skip updates
     (
+        TrackMomentumState,
         optax.MultiStepsState,
         optax.ApplyIfFiniteState,
         optax.ConditionallyTransformState,
         optax.ConditionallyMaskState,
     ),
-    "`inner` must not skip updates, got a `{}`. Put that wrapper around "
-    "`track_momentum`.",
-)
-_TRACKS = Refusal(
-    (TrackMomentumState,),
-    "`inner` must not be tracked already, got a `{}`. Use one `track_momentum`.",
+    "`inner` must not hold a `{}`. Put that wrapper around `track_momentum`.",
 )
 
 
@@ -109,10 +105,10 @@ def track_momentum(
         args = updates, state.inner, params
 
         def measure_separately() -> Step:
-            return measure(*_observed(tx, *behind_a_barrier(args), extra)[2])
+            return measure(*_observed(tx, behind_a_barrier(args), extra)[2])
 
         if isinstance(state.inner, SPAState):
-            u, inner_state, observed = _observed(tx, *args, extra)
+            u, inner_state, observed = _observed(tx, args, extra)
             # The sums fuse into the kernels of the update. On a GPU such a kernel
             # cannot write x and z in place, but copies them.
             step = jax.lax.platform_dependent(
@@ -132,16 +128,12 @@ def track_momentum(
 
 
 def _observed(
-    tx: optax.GradientTransformationExtraArgs,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra: dict[str, Any],
+    tx: optax.GradientTransformationExtraArgs, args: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """An update, and what `measure` takes: the arguments of the member's `observe`."""
     observed = []
     extra = {**extra, "observe": lambda *step: observed.append(step)}
-    u, state = tx.update(updates, state, params, **extra)
+    u, state = tx.update(*args, **extra)
     if not observed:
         raise ValueError(
             "`inner` must pass extra arguments of `update` on, got one that drops "
@@ -154,7 +146,7 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     """Raises ValueError unless a state holds one member, of all params, at each
     step.
     """
-    refuse(state, _SKIPS, _TRACKS)
+    refuse(state, _AROUND)
     members = trees.find(state, SPAState)
     if not members and trees.find(state, optax.TraceState):
         raise ValueError(
