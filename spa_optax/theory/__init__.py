@@ -1,9 +1,8 @@
-"""The audit of a schedule by the paper's theory.
-
-Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406. Formulas are corrected
-where the paper has misprints.
+"""The audit of a schedule by the paper's theory: Defazio, Momentum via Primal
+Averaging, arXiv:2010.00406.
 """
 
-from spa_optax.theory._audit import Audit, audit, audit_sgdm
+from spa_optax.theory._audit import audit, audit_sgdm
+from spa_optax.theory._report import Audit
 
 __all__ = ["Audit", "audit", "audit_sgdm"]
