@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._rounding import MOMENTUM, rounded, seeds_like
-from spa_optax._wrappers import AVERAGES, refuse
+from spa_optax._wrappers import AVERAGES, refuse, with_shardings
 
 FLOAT8 = jnp.float8_e4m3fn
 # The states that hold the momentum of SGD, Lion and Muon, and its field. One power of
@@ -22,12 +22,18 @@ MOMENTUM_FIELDS: dict[type, str] = {
 }
 
 
+class Float8Array(NamedTuple):
+    """An array m = s q in the state of `float8_momentum`."""
+
+    q: Float[Array, "..."]  # in float8
+    scale: Float[Array, ""]  # s, a power of two
+
+
 class Float8MomentumState(NamedTuple):
     """State of `float8_momentum`."""
 
     count: Int[Array, ""]  # the random bits depend on it
-    base: PyTree  # with m / s as its momentum, in float8
-    scales: Float[Array, " arrays"]  # s, a power of two for each array of momentum
+    base: PyTree  # with a `Float8Array` for each array of its momentum
 
 
 def float8_momentum(
@@ -48,8 +54,8 @@ def float8_momentum(
         have the same.
 
     Returns:
-      A transformation with `count`, `base` (whose momentum is q) and `scales` (s) in
-      its state.
+      A transformation with `count` and `base` in its state, where q and s stand in
+      place of m.
 
     Raises:
       ValueError: unless `base` holds such momentum, real and below 64 bits, and does
@@ -62,8 +68,8 @@ def float8_momentum(
       >>> tx = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0))
       >>> g = jax.numpy.array([2.0, 3.0])
       >>> _, state = tx.update(g, tx.init(g))
-      >>> print(optax.tree.get(state, "trace"), state.scales)
-      [256 384] [0.0078125]
+      >>> print(*optax.tree.get(state, "trace"))
+      [256 384] 0.0078125
 
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
@@ -74,7 +80,7 @@ def float8_momentum(
     tx = optax.with_extra_args_support(base)
 
     def init_fn(params: PyTree) -> Float8MomentumState:
-        of_base = tx.init(params)
+        of_base = with_shardings(tx.init(params), params)
         refuse(of_base, AVERAGES)
         if not trees.find(of_base, tuple(MOMENTUM_FIELDS)):
             raise ValueError(
@@ -105,47 +111,50 @@ def float8_momentum(
 
 def _pack(of_base: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
     """The state with its momentum in float8."""
-    arrays = _momentum(of_base)
-    scales = [_scale(m) for m in arrays]
-    seeds = seeds_like(key, count, arrays, MOMENTUM)
-    q = [
-        rounded(m / s, FLOAT8, seed)
-        for m, s, seed in zip(arrays, scales, seeds, strict=True)
-    ]
-    of_base = _with_momentum(of_base, q)
-    return Float8MomentumState(count, of_base, jnp.array(scales, jnp.float32))
+    momenta = _momenta(of_base)
+    seeds = seeds_like(key, count, momenta, MOMENTUM)
+
+    def pack(m: Array, seed: Array) -> Float8Array:
+        if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
+            raise ValueError(
+                f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
+            )
+        m = m.astype(jnp.float32)
+        scale = _scale(m)
+        return Float8Array(rounded(m / scale, FLOAT8, seed), scale)
+
+    packed = jax.tree.map(pack, momenta, seeds)
+    return Float8MomentumState(count, _with_momenta(of_base, packed))
 
 
 def _unpack(state: Float8MomentumState) -> PyTree:
     """The state of the base with its momentum in float32."""
-    pairs = zip(_momentum(state.base), state.scales, strict=True)
-    return _with_momentum(state.base, [q * s for q, s in pairs])
+
+    def unpack(m: Float8Array) -> Array:
+        return m.q.astype(jnp.float32) * m.scale
+
+    momenta = jax.tree.map(unpack, _momenta(state.base), is_leaf=_is_packed)
+    return _with_momenta(state.base, momenta)
 
 
-def _momentum(of_base: PyTree) -> list[Array]:
-    """The arrays of momentum in float32."""
-    arrays = []
-    for node in trees.find(of_base, tuple(MOMENTUM_FIELDS)):
-        arrays += jax.tree.leaves(getattr(node, MOMENTUM_FIELDS[type(node)]))
-    arrays = [jnp.asarray(m) for m in arrays]
-    for m in arrays:
-        if jnp.iscomplexobj(m) or m.itemsize > 4:
-            raise ValueError(
-                f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
-            )
-    return [m.astype(jnp.float32) for m in arrays]
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, Float8Array)
 
 
-def _with_momentum(of_base: PyTree, arrays: Sequence[Array]) -> PyTree:
-    """The state of the base with other arrays of momentum."""
-    remaining = iter(arrays)
+def _momenta(of_base: PyTree) -> list[PyTree]:
+    """The trees of momentum."""
+    nodes = trees.find(of_base, tuple(MOMENTUM_FIELDS))
+    return [getattr(node, MOMENTUM_FIELDS[type(node)]) for node in nodes]
 
-    def with_next_arrays(node: Any) -> Any:
-        field = MOMENTUM_FIELDS[type(node)]
-        momentum = jax.tree.map(lambda _: next(remaining), getattr(node, field))
-        return node._replace(**{field: momentum})
 
-    return trees.replace(of_base, tuple(MOMENTUM_FIELDS), with_next_arrays)
+def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
+    """The state of the base with other trees of momentum."""
+    remaining = iter(momenta)
+
+    def with_next(node: Any) -> Any:
+        return node._replace(**{MOMENTUM_FIELDS[type(node)]: next(remaining)})
+
+    return trees.replace(of_base, tuple(MOMENTUM_FIELDS), with_next)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

@@ -159,7 +159,7 @@ def in_float32(
 
     def init_fn(params: PyTree) -> PyTree:
         wide = widen(params)
-        return _with_shardings(tx.init(wide), trees.by_path(wide))
+        return with_shardings(tx.init(wide), wide)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -173,16 +173,17 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _with_shardings(state: PyTree, params: dict[str, Any]) -> PyTree:
+def with_shardings(state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays have the shardings of their params, by path.
 
     `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
     parameter whose path its own path ends with, and has its shape.
     """
+    by_path = trees.by_path(params)
 
     def shard(path: Any, leaf: Any) -> Any:
         ends = (keystr(path[i:]) for i in range(len(path) + 1))
-        param = next((params[end] for end in ends if end in params), None)
+        param = next((by_path[end] for end in ends if end in by_path), None)
         return sharded_like(leaf, param)
 
     return tree_map_with_path(shard, state)
