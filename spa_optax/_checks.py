@@ -137,6 +137,8 @@ B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
 EPS = RATE._replace(kind=SCALAR)
+DECAY = MOMENTUM._replace(kind=NUMBER)
+LOOKAHEAD = Requirement("in (0, 1)", lambda v: 0 < v < 1, NUMBER)
 NOT_NEGATIVE = RATE._replace(kind=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)

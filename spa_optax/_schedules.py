@@ -288,114 +288,66 @@ def schedule_free_averaging(
 def _rates_of_warmup(
     learning_rate: Callable[..., Any], num_warmup_steps: int
 ) -> np.ndarray:
-    """The rates up to a count by which they are largest."""
-    rates, later_counts, later = _values_until(
-        "learning_rate", learning_rate, num_warmup_steps, checks.RATE
-    )
-    has_risen = (later > (1 + 1e-6) * rates.max()) | (rates.max() == 0)
+    """The rates up to a count, in float64, by which they are largest."""
+    later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
+    counts = np.append(np.arange(num_warmup_steps + 1), later)
+    rate_at = at_count("learning_rate", learning_rate)
+    try:
+        with jax.ensure_compile_time_eval():
+            rates = np.asarray(jax.vmap(rate_at)(jnp.asarray(counts, jnp.int32)), float)
+    except jax.errors.TracerArrayConversionError:
+        raise ValueError("`learning_rate` must not depend on traced values") from None
+    first, rest = np.split(rates, [num_warmup_steps + 1])
+    largest = first.max()  # NaN if one is
+    checks.RATE.check(learning_rate=float(first.min()))
+    checks.RATE.check(learning_rate=float(largest))
+    has_risen = (rest > (1 + 1e-6) * largest) | (largest == 0)
     if has_risen.any():  # not if it is NaN, as past its end
         k = np.argmax(has_risen)
         raise ValueError(
             "`learning_rate` must be > 0 and largest by count "
-            f"{num_warmup_steps} (`num_warmup_steps`), got {later[k]:g} at "
-            f"{later_counts[k]}"
+            f"{num_warmup_steps} (`num_warmup_steps`), got {rest[k]:g} at {later[k]}"
         )
-    return rates
+    return first
 
 
 def ema_nesterov(
-    learning_rate: ScalarOrSchedule,
-    decay: float,
-    lookahead: ScalarOrSchedule,
-    num_steps: int = 0,
-) -> tuple[Schedule, Schedule, Schedule]:
-    """EMA-Nesterov (arXiv:2605.25395) as primal averaging.
+    learning_rate: ScalarOrSchedule, decay: float, lookahead: float
+) -> tuple[ScalarOrSchedule, float, float]:
+    """EMA-Nesterov as primal averaging.
 
-        y_k = θ_k + β_k m_k     θ_{k+1} = y_k + u_k
+        y_k = θ_k + β m_k     θ_{k+1} = y_k + u_k
         m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
-        η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}
-        c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
 
-    The first two lines are EMA-Nesterov, with u_k a base optimizer's update at the
-    params y_k. The others give the same y at the base's rate times η_k, with the μ_y
-    of y_k; x averages θ. A constant β gives η = 1/(1 − β), c = (1 − γ)(1 − β), μ_y = β.
-    If all later β are 0, so is μ_y: x is lost.
+    These are EMA-Nesterov, with u_k a base optimizer's update at the params y_k. Primal
+    averaging gives the same y with the base's learning rate over 1 − β, the averaging
+    (1 − γ)(1 − β) and the interpolation β. Its x averages θ.
 
     Args:
       learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
       decay: γ in [0, 1), of the moving average m.
-      lookahead: β_k in [0, 1), a number, or a schedule of the count k that can be
-        vmapped.
-      num_steps: the count ≥ 0 from which a schedule of β is constant.
+      lookahead: β in (0, 1).
 
     Returns:
-      Schedules of α_k η_k, c and μ_y: `spa(*ema_nesterov(...))`. Or, for a finished
-      optimizer and a learning rate of 1, `primal_averaging(chain(optimizer,
-      scale_by_schedule(eta)), c, mu_y)`.
+      The learning rate, c and μ_y: `spa(*ema_nesterov(...))`. Or, around a finished
+      optimizer of the first, `primal_averaging(optax.adamw(rate), c, mu_y)`.
 
     Raises:
-      ValueError: if an argument is out of range, or the schedule is traced or changes
-        later.
+      ValueError: if an argument is out of range.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> from spa_optax import ema_nesterov
-      >>> beta = lambda k: jnp.where(k == 2, 0.5, 0.0)
-      >>> eta, c, mu_y = ema_nesterov(1.0, decay=0.5, lookahead=beta, num_steps=3)
-      >>> # η_1 = ½ + ¾, η_0 = ½ + ½ η_1
-      >>> print([f"{eta(k):.3f} {c(k):.3f}" for k in range(3)])
-      ['1.125 0.444', '1.250 0.400', '1.000 0.500']
+      >>> print(ema_nesterov(1.0, decay=0.75, lookahead=0.5))
+      (2.0, 0.125, 0.5)
+
+    References:
+      arXiv:2605.25395.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.B1.check(decay=decay)
-    checks.MOMENTUM.check(lookahead=lookahead)
-    checks.NOT_NEGATIVE_INTEGER.check(num_steps=num_steps)
-    beta, later_counts, later = _values_until(
-        "lookahead", lookahead, num_steps, checks.MOMENTUM
-    )
-    has_changed = np.abs(later - beta[-1]) > 1e-6
-    if has_changed.any():  # not if it is NaN, as past its end
-        k = np.argmax(has_changed)
-        raise ValueError(
-            f"`lookahead` must be constant from count {num_steps}, `num_steps`, got "
-            f"{later[k]:g} at {later_counts[k]}"
-        )
-    # η_k − 1, in float64, from the last to the first.
-    excess = np.full(num_steps + 1, beta[-1] / (1 - beta[-1]))
-    for k in reversed(range(num_steps)):
-        kept = decay + (1 - decay) * beta[k + 1]
-        excess[k] = (1 - decay) * beta[k + 1] + kept * excess[k + 1]
-    # Before β rises, μ_y must not be 0.
-    excess[: np.max(np.flatnonzero(excess), initial=0)] += 1e-30
+    checks.DECAY.check(decay=decay)
+    checks.LOOKAHEAD.check(lookahead=lookahead)
+    c = (1 - decay) * (1 - lookahead)
+    if not callable(learning_rate):
+        return learning_rate / (1 - lookahead), c, lookahead
     alpha_at = at_count("learning_rate", learning_rate)
-
-    def excess_at(k: Array) -> Float[Array, ""]:
-        return jnp.asarray(excess, float)[jnp.minimum(k, num_steps)]
-
-    def mu_y(k: Array) -> Float[Array, ""]:
-        after = excess_at(k + 1)
-        return after / (1 + after)
-
-    return (
-        Schedule(lambda k: alpha_at(k) * (1 + excess_at(k))),
-        Schedule(lambda k: (1 - decay) / (1 + excess_at(k))),
-        Schedule(mu_y),
-    )
-
-
-def _values_until(
-    name: str, schedule: Any, count: int, allowed: checks.Requirement
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values up to a count, which must be allowed; 700 later counts; their values."""
-    later_counts = count + np.unique(np.geomspace(1, 10**6, 700).astype(int))
-    counts = np.append(np.arange(count + 1), later_counts)
-    try:
-        with jax.ensure_compile_time_eval():
-            values = jax.vmap(at_count(name, schedule))(jnp.asarray(counts, jnp.int32))
-        values = np.asarray(values, np.float64)
-    except jax.errors.TracerArrayConversionError:
-        raise ValueError(f"`{name}` must not depend on traced values") from None
-    first, later = np.split(values, [count + 1])
-    for extreme in (first.min(), first.max()):  # NaN if one is
-        allowed.check(**{name: float(extreme)})
-    return first, later_counts, later
+    return Schedule(lambda k: alpha_at(k) / (1 - lookahead)), c, lookahead
