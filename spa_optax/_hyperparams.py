@@ -29,8 +29,6 @@ class Schedule:
     """A schedule of a count, or of an array of counts."""
 
     at: Callable[[Array], Array]  # the value at an int32 count
-    # Spares `theory.audit` the look-ahead at each step.
-    sgdm: SGDMHyperparams | None = None
 
     def __call__(self, count: ArrayLike) -> Array:
         """The values. Counts are int32, as in states, so values are the same there."""

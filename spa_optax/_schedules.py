@@ -62,10 +62,9 @@ def hyperparams_from_sgdm(
         ahead = look_ahead(learning_rate, momentum, k, horizon=horizon)
         return eta_and_c(ahead, ahead.w)
 
-    sgdm = SGDMHyperparams(learning_rate, momentum)
     return SPAHyperparams(
-        learning_rate=Schedule(lambda k: eta_and_c_at(k)[0], sgdm),
-        averaging=Schedule(lambda k: eta_and_c_at(k)[1], sgdm),
+        learning_rate=Schedule(lambda k: eta_and_c_at(k)[0]),
+        averaging=Schedule(lambda k: eta_and_c_at(k)[1]),
     )
 
 

@@ -15,7 +15,7 @@
 
 `_prev` is index k − 1, `_next` k + 1; E is over the gradient g_k at x_k. At c = 1, SGD,
 infinite limits are inf, not NaN. Arrays broadcast. All but `forward_recursion` can be
-jitted and vmapped. The two formulas that `theory.audit` uses are the package's.
+jitted and vmapped.
 """
 
 import math
@@ -23,6 +23,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from bounds import max_learning_rate, step_weight, weight_of_f_x
 from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
@@ -30,7 +31,6 @@ from optax import ScalarOrSchedule
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import Schedule, SPAHyperparams, at_count
 from spa_optax._schedules import scaled_up_to_1
-from spa_optax.theory._bounds import max_learning_rate, step_weight, weight_of_f_x
 
 Reals = Float[Array, "..."]
 

@@ -1,4 +1,4 @@
-"""The audit of a schedule: its values in both forms, and the terms of the bound."""
+"""The audit of a schedule: its values as SPA and as SGD with momentum."""
 
 import jax
 import jax.numpy as jnp
@@ -8,38 +8,25 @@ import optax
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
-from spa_optax._schedules import hyperparams_from_sgdm
-from spa_optax.theory._bounds import max_learning_rate, step_weight, weight_of_f_x
 from spa_optax.theory._report import Audit, Values, previous
-
-SMOOTHNESS = checks.Requirement(
-    "finite and > 0", lambda v: 0 < v < np.inf, checks.SCALAR, may_be_none=True
-)
 
 
 def audit(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule,
     num_steps: int,
-    *,
-    smoothness: float | None = None,
 ) -> Audit:
     """Checks a schedule of SPA at every step.
 
-    The result has a verdict in words, from `report()`, and the conditions of
-    arXiv:2010.00406 (Theorem 1, Sections 3.1, 5 and 6).
-
-    The verdict names averages that leave more than 1 % of x_0 in x, and jumps of α and
-    of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one
-    step, above 1e-4 of the largest value, and more than 22 % of the change within four
-    steps on either side: a ramp of five equal steps is gradual.
+    The verdict, from `report()`, names averages that leave more than 1 % of x_0 in x,
+    and jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of
+    1.5 or more in one step, above 1e-4 of the largest value, and more than 22 % of the
+    change within four steps on either side: a ramp of five equal steps is gradual.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
-      averaging: c_{k+1} in [0, 1], as above. A pair from `hyperparams_from_sgdm` is
-        evaluated in O(n), and its `horizon` is ignored.
+      averaging: c_{k+1} in [0, 1], as above.
       num_steps: the number of steps to check, n ≥ 1.
-      smoothness: L > 0 of the theorem, to check the conditions of its bound too.
 
     Returns:
       An `Audit`, with the values at each step.
@@ -54,18 +41,16 @@ def audit(
       >>> from spa_optax import stagewise, theory
       >>> print(theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().split(",")[0])
       α spikes from 1 to 10 at step 19
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and
+      Sections 5 and 6.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.check_averaging(averaging=averaging)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    SMOOTHNESS.check(smoothness=smoothness)
-    sgdm = getattr(learning_rate, "sgdm", None)
-    if sgdm is not None and sgdm is getattr(averaging, "sgdm", None):
-        eta, c, alpha, beta = _from_sgdm(sgdm, num_steps, nesterov=False)
-    else:
-        eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
-        alpha, beta = eta * c, _beta(eta, c)
-    return _with_bound(eta, c, alpha, beta, smoothness)
+    eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
+    return Audit(eta, c, alpha=eta * c, beta=_beta(eta, c))
 
 
 def audit_sgdm(
@@ -73,19 +58,14 @@ def audit_sgdm(
     momentum: optax.ScalarOrSchedule,
     num_steps: int,
     nesterov: bool = False,
-    *,
-    smoothness: float | None = None,
 ) -> Audit:
-    """Checks a recipe of SGD with momentum: `audit` of what `spa_from_sgdm` makes of
-    it.
+    """Checks a recipe of SGD with momentum, as `audit` checks one of SPA.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
       momentum: β_k in [0, 1), as above.
       num_steps: the number of steps to check, n ≥ 1.
-      nesterov: whether momentum is Nesterov's. The paper has no bound for it, so R_k's
-        coefficients are then NaN.
-      smoothness: L > 0, as for `audit`. It must be None with Nesterov momentum.
+      nesterov: whether momentum is Nesterov's.
 
     Returns:
       An `Audit`, with the values at each step.
@@ -101,18 +81,11 @@ def audit_sgdm(
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
     checks.FLAG.check(nesterov=nesterov)
-    hyperparams = hyperparams_from_sgdm(learning_rate, momentum)
-    if not nesterov:
-        return audit(*hyperparams, num_steps, smoothness=smoothness)
+    checks.RATE.check(learning_rate=learning_rate)
+    checks.MOMENTUM.check(momentum=momentum)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    if smoothness is not None:
-        raise ValueError(
-            f"`smoothness` must be None with Nesterov momentum, got {smoothness!r}"
-        )
     recipe = SGDMHyperparams(learning_rate, momentum)
-    found = _with_bound(*_from_sgdm(recipe, num_steps, nesterov=True), None)
-    unknown = np.full(num_steps, np.nan)
-    return found._replace(remainder_x=unknown, remainder_z=unknown)
+    return Audit(*_from_sgdm(recipe, num_steps, nesterov=nesterov))
 
 
 def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[Values]:
@@ -163,43 +136,3 @@ def _beta(eta: Values, c: Values) -> Values:
         beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - previous(c))
     beta[0] = np.nan
     return beta
-
-
-def _with_bound(
-    eta: Values, c: Values, alpha: Values, beta: Values, smoothness: float | None
-) -> Audit:
-    """The audit of values: the terms of `_bounds`, with c_0 = c_1."""
-    eta_prev, c_now = previous(eta), previous(c)
-    c_prev = previous(c_now)
-    known = (eta > 0) & (eta_prev > 0) & (c_now > 0) & (c_prev > 0)
-    weight = limit = None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        remainder_x = _change(
-            weight_of_f_x(eta, c_now), weight_of_f_x(eta_prev, c_prev)
-        )
-        remainder_z = _change(1 / eta**2, 1 / eta_prev**2)
-        if smoothness is not None:
-            smoothness = float(smoothness)
-            weight = step_weight(
-                eta=eta, eta_prev=eta_prev, c=c_now, smoothness=smoothness
-            )
-            # Where η is at the limit, or c is 1, it is 0 but for rounding.
-            is_error = abs(weight) <= 1e-9 * smoothness / (eta_prev * c_now) ** 2
-            weight = np.where(known & ~is_error, weight, 0)
-            limit = max_learning_rate(c, smoothness)
-    return Audit(
-        eta=eta,
-        c=c,
-        alpha=alpha,
-        beta=beta,
-        remainder_x=np.where(known, remainder_x, 0),
-        remainder_z=np.where(known, remainder_z, 0),
-        step_weight=weight,
-        max_learning_rate=limit,
-    )
-
-
-def _change(new: Values, old: Values) -> Values:
-    """new − old, but 0 where that may be rounding of float32 hyper-parameters."""
-    change = new - old
-    return np.where(abs(change) > 1e-6 * np.maximum(abs(new), abs(old)), change, 0)

@@ -8,12 +8,6 @@ from jaxtyping import Bool, Float
 Values = Float[np.ndarray, " n"]
 Steps = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
 
-OUT_OF_RANGE = "a hyper-parameter is NaN or out of range"
-REMAINDER_X = "R_k's first coefficient is positive"
-REMAINDER_Z = "R_k's second coefficient (SGD's too) is positive"
-STEP_WEIGHT = "the weight of ‖x_k − x_{k−1}‖² is positive"
-LIMIT = "η is over the limit for constants"
-
 
 class Finding(NamedTuple):
     """An observation on a schedule: where, how large, and the remedy."""
@@ -25,22 +19,15 @@ class Finding(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """A schedule as SPA and as SGD+M, and the terms of the bound.
-
-    Arrays are float64, for k = 0, …, n − 1.
-    """
+    """A schedule as SPA and as SGD+M, in float64, for k = 0, …, n − 1."""
 
     eta: Values  # η_k
     c: Values  # c_{k+1}, which step k uses
     alpha: Values  # α_k of SGD+M
     beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
-    remainder_x: Values  # R_k's coefficient of f(x_{k−1}) − f*, over L
-    remainder_z: Values  # R_k's coefficient of f(z_k) − f*
-    step_weight: Values | None  # None without a smoothness
-    max_learning_rate: Values | None
 
-    def report(self, *, verbose: bool = False) -> str:
-        """The audit in words, the verdict first. `verbose` adds R_k's coefficients."""
+    def report(self) -> str:
+        """The audit in words, the verdict first."""
         findings = self.findings()
         lines = [finding.text for finding in findings]
         if not lines:
@@ -52,32 +39,7 @@ class Audit(NamedTuple):
         alpha, beta = _interval(self.alpha), _interval(self.beta)
         lines.append(f"{len(self.eta):,} steps as SPA: η {eta}, c {c}")
         lines.append(f"and as SGD+M: α {alpha}, β {beta}")
-        breaches = self.breaches()
-        if verbose:
-            lines += _broken(breaches, REMAINDER_X, REMAINDER_Z)
-        if self.step_weight is not None and not breaches[OUT_OF_RANGE].any():
-            lines.append(
-                "By the bound, which is for the worst case: recipes that train well "
-                "exceed its limit on η."
-            )
-            broken = _broken(breaches, STEP_WEIGHT, LIMIT)
-            lines += [f"- {line}" for line in broken or ["they hold at every step"]]
         return "\n".join(lines)
-
-    def breaches(self) -> dict[str, Steps]:
-        """The steps that break each condition. Those of the bound come last."""
-        breaches = {
-            OUT_OF_RANGE: ~_is_in_range(self),
-            "α spikes to over twice its neighbours": _is_spike(self.alpha),
-            "β is 1 or more": self.beta >= 1,
-            "β is negative": self.beta < 0,
-            REMAINDER_X: self.remainder_x > 0,
-            REMAINDER_Z: self.remainder_z > 0,
-        }
-        if self.step_weight is not None:
-            breaches[STEP_WEIGHT] = self.step_weight > 0
-            breaches[LIMIT] = self.eta > self.max_learning_rate
-        return breaches
 
     def findings(self) -> list[Finding]:
         """The findings. Those that need a change come first."""
@@ -220,15 +182,6 @@ def _jump_signs(values: Values) -> Values:
     is_abrupt = size > 0.22 * nearby
     is_large = (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
     return np.sign(values - before) * (is_abrupt & is_large)
-
-
-def _broken(breaches: dict[str, Steps], *conditions: str) -> list[str]:
-    """The conditions that are broken, with the steps."""
-    return [
-        f"{condition} {_in_words(breaches[condition])}"
-        for condition in conditions
-        if breaches[condition].any()
-    ]
 
 
 def _list(steps: Steps) -> list[int]:

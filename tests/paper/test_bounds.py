@@ -5,10 +5,10 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bounds import max_learning_rate, step_weight, weight_of_f_x
 from helpers import x64
 
 from spa_optax import stagewise
-from spa_optax.theory._bounds import max_learning_rate, step_weight, weight_of_f_x
 
 many = hypothesis.settings(deadline=None, max_examples=100)
 few = hypothesis.settings(deadline=None, max_examples=30)
