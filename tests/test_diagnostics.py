@@ -431,9 +431,9 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
         ({"gain": math.nan}, "Nothing to report: two steps are needed"),
         (
             {"gain": math.nan, "num_skipped": 1, "num_zero": 2},
-            "2 measured steps were 0",
+            "2 steps were 0",
         ),
-        ({"gain": math.nan, "num_rounded": 2}, "2 measured steps were within"),
+        ({"gain": math.nan, "num_rounded": 2}, "2 steps were within"),
         ({"alignment": math.nan}, "Alignment is unknown"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),

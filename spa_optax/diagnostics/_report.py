@@ -122,11 +122,12 @@ class MomentumReport(NamedTuple):
         """Why no step counts, by what befell the most of them."""
         reasons = {
             "two steps are needed.": 0,
-            f"{self.num_rounded} measured steps were within the rounding error of "
+            f"{self.num_rounded} steps were within the rounding error of "
             "params and z.": int(self.num_rounded),
-            f"{self.num_zero} measured steps were 0, or their squares underflow "
-            "float32.": int(self.num_zero),
-            f"{self.num_skipped} measured steps were not finite, or their squares "
+            f"{self.num_zero} steps were 0, or their squares underflow float32.": int(
+                self.num_zero
+            ),
+            f"{self.num_skipped} steps were not finite, or their squares "
             "overflow float32.": int(self.num_skipped),
         }
         return f"Nothing to report: {max(reasons, key=lambda text: reasons[text])}"
