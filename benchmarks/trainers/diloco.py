@@ -50,67 +50,75 @@ class Run:
         """Over all devices."""
         self.key = jax.random.key(0)
         mesh = Mesh(np.array(jax.devices()).reshape(REPLICAS, -1), ("replica", "data"))
-        self.split = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+        self.whole = NamedSharding(mesh, PartitionSpec())
+        self.by_replica = NamedSharding(mesh, PartitionSpec("replica"))
+        self.by_data = NamedSharding(mesh, PartitionSpec("data"))
         folder = Path((sys.argv[1:] or ["data"])[0])
-        seen, unseen = map(jnp.asarray, nanogpt.read(folder))
-        self.seen = lambda key: nanogpt.batch(seen, key, SIZES, BATCH)
-        self.unseen = lambda key: nanogpt.batch(unseen, key, SIZES, BATCH)
-        self.loss = lambda params, batch: nanogpt.losses(
-            params, *batch, sizes=SIZES
-        ).mean()
+        self.training, self.validation = map(jnp.asarray, nanogpt.read(folder))
         self.inner = optax.adamw(RATE, 0.9, 0.99, weight_decay=0.1)
-        new_params = lambda key: nanogpt.init(key, SIZES)
-        self.params = jax.jit(new_params, out_shardings=self.split())(self.key)
+        init = jax.jit(nanogpt.init, static_argnums=1, out_shardings=self.whole)
+        self.params = init(self.key, SIZES)
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        return nanogpt.losses(params, *batch, sizes=SIZES).mean()
+
+    def seen(self, key: Any) -> Any:
+        """A batch to train on."""
+        return nanogpt.batch(self.training, key, SIZES, BATCH)
+
+    def keys(self, k: Any) -> Any:
+        """Of the batches of step k: one for each replica."""
+        return jax.random.split(jax.random.fold_in(self.key, k), REPLICAS)
 
     def inner_step(self, params: Any, state: Any, keys: Any) -> Any:
         """Of every replica: they share nothing."""
 
         def step(params: Any, state: Any, key: Any) -> Any:
-            place = lambda x: jax.lax.with_sharding_constraint(x, self.split("data"))
-            grads = jax.grad(self.loss)(params, jax.tree.map(place, self.seen(key)))
+            batch = jax.lax.with_sharding_constraint(self.seen(key), self.by_data)
+            grads = jax.grad(self.loss)(params, batch)
             return common.update(self.inner, grads, params, state)
 
         return jax.vmap(step, spmd_axis_name="replica")(params, state, keys)
 
     def validation_loss(self, params: Any) -> str:
         keys = jax.random.split(jax.random.key(1), 16)
-        mean = lambda params: jax.lax.map(
-            lambda k: self.loss(params, self.unseen(k)), keys
-        )
-        return f"{float(jax.jit(mean, out_shardings=self.split())(params).mean()):.4f}"
+
+        def losses(params: Any) -> jax.Array:
+            def loss(key: Any) -> jax.Array:
+                batch = nanogpt.batch(self.validation, key, SIZES, BATCH)
+                return self.loss(params, batch)
+
+            return jax.lax.map(loss, keys)
+
+        found = jax.jit(losses, out_shardings=self.whole)(params)
+        return f"{float(found.mean()):.4f}"
 
     def diloco(self, outer: Any) -> list[str]:
         """Bytes of the outer state, the loss in the end, and all-reduces of each
         program.
         """
-        spread = lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape))
 
         def outer_step(params: Any, state: Any, copies: Any) -> Any:
-            # One array, so that its mean over the replicas is one all-reduce.
-            change = lambda copy: ravel_pytree(
-                jax.tree.map(jnp.subtract, params, copy)
-            )[0]
+            def change(copy: Any) -> jax.Array:
+                """One array, so that its mean over the replicas is one all-reduce."""
+                return ravel_pytree(jax.tree.map(jnp.subtract, params, copy))[0]
+
             grads = ravel_pytree(params)[1](jax.vmap(change)(copies).mean(0))
             params, state = common.update(outer, grads, params, state)
-            return params, state, jax.tree.map(spread, params)
+            return params, state, replicated(params)
 
         def start(params: Any) -> Any:
-            copies = jax.tree.map(spread, params)
+            copies = replicated(params)
             return copies, jax.vmap(self.inner.init)(copies)
 
-        whole, of_replica = self.split(), self.split("replica")
-        params, state = (
-            self.params,
-            jax.jit(outer.init, out_shardings=whole)(self.params),
-        )
-        copies, of_inner = jax.jit(start, out_shardings=of_replica)(params)
-        split_key = lambda k: jax.random.split(
-            jax.random.fold_in(self.key, k), REPLICAS
-        )
-        keys = jax.jit(split_key, out_shardings=of_replica)
-        inner = jax.jit(self.inner_step, out_shardings=of_replica)
+        params = self.params
+        state = jax.jit(outer.init, out_shardings=self.whole)(params)
+        copies, of_inner = jax.jit(start, out_shardings=self.by_replica)(params)
+        keys = jax.jit(self.keys, out_shardings=self.by_replica)
+        inner = jax.jit(self.inner_step, out_shardings=self.by_replica)
         inner = inner.lower(copies, of_inner, keys(0)).compile()
-        outer_jit = jax.jit(outer_step, out_shardings=(whole, whole, of_replica))
+        shardings = (self.whole, self.whole, self.by_replica)
+        outer_jit = jax.jit(outer_step, out_shardings=shardings)
         outer_jit = outer_jit.lower(params, state, copies).compile()
         for k in range(ROUNDS * H):
             # One step at a time: on a CPU collectives of several could wait for each
@@ -131,8 +139,7 @@ class Run:
 
         @jax.jit
         def step(params: Any, state: Any, k: Any) -> Any:
-            keys = jax.random.split(jax.random.fold_in(self.key, k), REPLICAS)
-            both = jax.vmap(self.seen)(keys)
+            both = jax.vmap(self.seen)(self.keys(k))
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), both)
             return common.update(tx, jax.grad(self.loss)(params, batch), params, state)
 
@@ -140,6 +147,11 @@ class Run:
         for k in range(ROUNDS * H):
             params, state = step(params, state, k)
         return self.validation_loss(eval_params(state, params))
+
+
+def replicated(params: Any) -> Any:
+    """A copy for each replica."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape)), params)
 
 
 def all_reduces(compiled: Any) -> str:

@@ -30,7 +30,6 @@ import optax
 from spa_optax import (
     in_float32,
     primal_averaging,
-    scale_by_factored_second_moment,
     spa,
     spa_adamw,
     stochastic_rounding,
@@ -46,9 +45,7 @@ BY_LEAF = "spa, factored by leaf"
 
 
 def by_leaf(tx):
-    """The state is that of a list of arrays, so that nnx gives it no sharding of a
-    parameter.
-    """
+    """Has the state of a list of arrays, so that nnx shards none like a parameter."""
 
     def update(updates, state, params=None):
         leaves, state = tx.update(
@@ -61,30 +58,36 @@ def by_leaf(tx):
     )
 
 
+def scale_by_factored_rms(b2=0.999, eps=1e-8):
+    """Optax's, with Adam's β₂ and bias correction, as in `spa_adamw`."""
+
+    def decay(count, b2):
+        k = count.astype(float)
+        return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
+
+    return optax.scale_by_factored_rms(
+        decay_rate=b2, epsilon=eps**2, decay_rate_fn=decay
+    )
+
+
 THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     FACTORED: lambda rate, own: spa_adamw(
         rate, 0.05, 0.9, second_moment="factored", **NARROW
     ),
-    "spa_adamw, 6 bytes": lambda rate, own: spa_adamw(
-        rate, 0.05, 0.9, second_moment="bfloat16", **NARROW
-    ),
     BY_LEAF: lambda rate, own: optax.chain(
-        by_leaf(in_float32(scale_by_factored_second_moment())),
-        spa(rate, 0.05, 0.9, **NARROW),
+        by_leaf(in_float32(scale_by_factored_rms())), spa(rate, 0.05, 0.9, **NARROW)
     ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
 
 
-def make(name: str, rate: Any, own: Any, b2: float = 0.999) -> Any:
-    """One of them, with the gauge, which needs the β₂ of Adam in `own`."""
-    averaging = 0.1 if name == "stochastic_rounding" else None  # of Adam in it
-    return track_momentum(
-        OPTIMIZERS[name](rate, own), every=10, averaging=averaging, b2=b2
-    )
+def make(name: str, rate: Any, own: Any) -> Any:
+    """One of them, with the gauge where it averages."""
+    tx = OPTIMIZERS[name](rate, own)
+    return tx if name == "stochastic_rounding" else track_momentum(tx)
 
 
 def batches(
@@ -107,12 +110,12 @@ def batches(
 
 def num_bytes(params: Any, state: Any) -> float:
     """Of params and state, a parameter."""
-    arrays = lambda tree: [
-        leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")
-    ]
-    return sum(a.nbytes for a in arrays((params, state))) / sum(
-        a.size for a in arrays(params)
-    )
+    of_both = sum(array.nbytes for array in arrays_of((params, state)))
+    return of_both / sum(array.size for array in arrays_of(params))
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
 
 
 def result(loss: Any, first_step: int, params: Any, state: Any) -> dict[str, Any]:
@@ -125,10 +128,12 @@ def result(loss: Any, first_step: int, params: Any, state: Any) -> dict[str, Any
     return found | {"devices": jax.device_count()}
 
 
-def gain(state: Any) -> float:
-    """Of the gauge, over that of pure noise."""
+def gain(state: Any) -> Any:
+    """Of the gauge, over that of pure noise. NaN where there is no gauge."""
+    if optax.tree.get(state, "gauge") is None:
+        return np.float32(np.nan)
     report = momentum_report(state)
-    return float(report.gain / report.noise_level)
+    return report.gain / report.noise_level
 
 
 def die() -> None:
@@ -176,11 +181,11 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
         "resumed": resumed["losses"] == whole["losses"],
         "resumed at": resumed["first step"],
     }
-    if changed is not None:
-        goes_on = lambda: (
-            f"goes on at {changed['first step']}, to {changed['losses'][0]:.4f}"
-        )
-        same["another state_dtype"] = changed.get("raises") or goes_on()
+    if changed is not None and "raises" in changed:
+        same["another state_dtype"] = changed["raises"]
+    elif changed is not None:
+        first_step, (loss, *_) = changed["first step"], changed["losses"]
+        same["another state_dtype"] = f"goes on at {first_step}, to {loss:.4f}"
     trainer = Path(script).stem.removeprefix("with_")
     names = {"trainer": trainer, "version": version, "optimizer": name}
     return names | whole | same | {"minutes": round((time.time() - start) / 60, 1)}

@@ -12,7 +12,6 @@ import numpy as np
 import shared
 
 from spa_optax import eval_params
-from spa_optax.diagnostics import momentum_report
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
 HEADS = {
@@ -34,8 +33,7 @@ class Trainer(ed.Trainer):
         yield from super().eval(at_x(model_state))
 
     def on_step_end(self, state, metrics, step):
-        report = momentum_report(state.opt_state)
-        self.gain = float(report.gain / report.noise_level)
+        self.gain = float(shared.gain(state.opt_state))
         return super().on_step_end(state, metrics, step)
 
     def log_metrics(self, metrics, pbar, step, mode="train", **options):

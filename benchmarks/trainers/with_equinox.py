@@ -1,6 +1,7 @@
 """A loop of Equinox trains a small decoder of bytes, split over 8 devices."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ def at_x(model, state):
 
 def split(tree: Any) -> Any:
     """Every array over all devices, by its first axis where that fits."""
-    mesh, rows = Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data")
-    spec = lambda a: rows if a.ndim and a.shape[0] % mesh.size == 0 else PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def sharding(array: jax.Array) -> NamedSharding:
+        fits = array.ndim > 0 and array.shape[0] % mesh.size == 0
+        return NamedSharding(mesh, PartitionSpec("data") if fits else PartitionSpec())
+
     arrays, static = eqx.partition(tree, eqx.is_array)
-    shardings = jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), arrays)
+    shardings = jax.tree.map(sharding, arrays)
     return eqx.combine(eqx.filter_shard(arrays, shardings), static)
 
 
@@ -41,15 +46,17 @@ class Decoder(eqx.Module):
 
     def __init__(self, key: jax.Array, **narrow: Any) -> None:
         *keys, first, second = jax.random.split(key, LAYERS + 2)
-        normal = lambda key, num: 0.02 * jax.random.normal(key, (num, WIDTH), **narrow)
-        attention = lambda key: eqx.nn.MultiheadAttention(
-            HEADS, WIDTH, key=key, **narrow
-        )
-        mlp = lambda key: eqx.nn.MLP(
-            WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key, **narrow
-        )
-        self.embeddings = [normal(first, 256), normal(second, LENGTH)]
-        self.layers = [(attention(key), mlp(key)) for key in keys]
+        self.embeddings = [
+            0.02 * jax.random.normal(key, (num, WIDTH), **narrow)
+            for key, num in ((first, 256), (second, LENGTH))
+        ]
+        self.layers = [
+            (
+                eqx.nn.MultiheadAttention(HEADS, WIDTH, key=key, **narrow),
+                eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key, **narrow),
+            )
+            for key in keys
+        ]
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embeddings[0][tokens] + self.embeddings[1]
@@ -63,6 +70,10 @@ class Decoder(eqx.Module):
 def loss_of(model: Decoder, texts: jax.Array) -> jax.Array:
     logits = jax.vmap(model)(texts[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
+
+
+def batches(num: int, seed: int) -> Iterator[jax.Array]:
+    return map(jnp.asarray, shared.batches(num, seed, length=LENGTH + 1))
 
 
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
@@ -83,19 +94,16 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         last, model, state = split(
             eqx.tree_deserialise_leaves(saved, (last, model, state))
         )
-    texts = lambda num, seed: map(
-        jnp.asarray, shared.batches(num, seed, length=LENGTH + 1)
-    )
-    for num, batch in itertools.islice(
-        enumerate(texts(shared.STEPS, 0), 1), last, None
-    ):
+    numbered = enumerate(batches(shared.STEPS, 0), 1)
+    for num, batch in itertools.islice(numbered, last, None):
         model, state = step(model, state, split(batch))
         if num % shared.SAVE_EVERY == 0:
             eqx.tree_serialise_leaves(saved, (num, model, state))
         if num == kill_at:
             shared.die()
     eqx.tree_serialise_leaves(folder / "x.eqx", average := at_x(model, state))
-    losses = [eqx.filter_jit(loss_of)(average, split(batch)) for batch in texts(20, 1)]
+    evaluate = eqx.filter_jit(loss_of)
+    losses = [evaluate(average, split(batch)) for batch in batches(20, 1)]
     return shared.result(
         np.mean(losses), last + 1, eqx.filter(model, eqx.is_array), state
     )

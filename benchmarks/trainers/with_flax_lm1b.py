@@ -7,6 +7,7 @@ is in Flax' source, which `run` puts into the environment.
 import importlib.metadata
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class Narrow(models.TransformerLM):
         return optax.tree.cast(super().init(*args), jnp.bfloat16)
 
 
+def batches(num: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+    for text in shared.batches(num, seed, 8, LENGTH):
+        yield {"inputs": text}
+
+
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     config = default.get_config()
     config.per_device_batch_size, config.max_target_length = 1, LENGTH
@@ -59,7 +65,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
     key, init_key = jax.random.split(jax.random.key(config.seed))
     rate = lm1b.create_learning_rate_schedule(RATE, 50)
     own = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
-    tx = shared.make(name, rate, own, b2=0.98)
+    tx = shared.make(name, rate, own)
     state, shardings = utils.setup_initial_state(
         Narrow(eval_config), tx, config, init_key, mesh
     )
@@ -73,12 +79,8 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         static_argnums=(2, 3, 4),
         donate_argnums=0,
     )
-    batches = lambda num, seed: (
-        {"inputs": text} for text in shared.batches(num, seed, 8, LENGTH)
-    )
-    for num, batch in itertools.islice(
-        enumerate(batches(shared.STEPS, 0), 1), last, None
-    ):
+    numbered = enumerate(batches(shared.STEPS, 0), 1)
+    for num, batch in itertools.islice(numbered, last, None):
         state, _ = step(state, batch, train_config, rate, 0.0, key)
         if num % shared.SAVE_EVERY == 0:
             checkpoints.save_checkpoint_multiprocess(folder, state, num)

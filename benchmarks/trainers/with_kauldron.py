@@ -16,7 +16,6 @@ from flax import linen as nn
 from kauldron import kd
 
 from spa_optax import eval_params
-from spa_optax.diagnostics import momentum_report
 
 RATE, WIDTH, HEADS, LAYERS = 4e-3, 128, 4, 2
 
@@ -46,8 +45,7 @@ class Gain(kd.metrics.Metric):
         """Of one step."""
 
     def get_state(self, opt_state):
-        report = momentum_report(opt_state)
-        return self.State.from_values(report.gain / report.noise_level)
+        return self.State.from_values(jnp.asarray(shared.gain(opt_state)))
 
 
 class Decoder(nn.Module):

@@ -45,14 +45,16 @@ class Ours(OptimizerConfig):
     def build(self, num_train_steps: int) -> Any:
         adam = AdamConfig(learning_rate=self.learning_rate)
         own, rate = adam.build(num_train_steps), self.lr_scheduler(num_train_steps)
-        return shared.make(self.name, rate, own, adam.beta2)
+        return shared.make(self.name, rate, own)
 
 
 def dataset(num: int, seed: int) -> ListAsyncDataset:
     example = LmExample.causal(hax.zeros(POS, int))
     texts = np.concatenate(list(shared.batches(num, seed)))
-    with_tokens = lambda text: dataclasses.replace(example, tokens=hax.named(text, POS))
-    return ListAsyncDataset([with_tokens(text) for text in texts])
+    named = [hax.named(text, POS) for text in texts]
+    return ListAsyncDataset(
+        [dataclasses.replace(example, tokens=tokens) for tokens in named]
+    )
 
 
 def loss_of(model: Any, example: LmExample, *, key: Any = None) -> Any:

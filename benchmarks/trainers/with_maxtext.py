@@ -71,9 +71,9 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         state = trainer.train_loop(config, recorder)
     assert (folder / "run/x").exists()  # exported
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    last = lambda key: next(line[key] for line in reversed(lines) if key in line)
+    losses = [line["eval/avg_loss"] for line in lines if "eval/avg_loss" in line]
     model, of_optimizer = state["model"], state["optimizer"]["opt_state"]
-    return shared.result(last("eval/avg_loss"), seen[0], model, of_optimizer)
+    return shared.result(losses[-1], seen[0], model, of_optimizer)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,12 @@ RATE = 4e-3
 class EvaluateAtX(hooks.TrainingHooks):
     """Every evaluation sees x; training goes on from y."""
 
-    on_train_start = on_train_end = on_train_step_start = lambda self, *_: None
-    on_train_step_end = lambda self, *_: None
     y = None
+
+    def nothing(self, *_):
+        """Tunix asks for all of these."""
+
+    on_train_start = on_train_end = on_train_step_start = on_train_step_end = nothing
 
     def on_eval_step_start(self, trainer):
         if self.y is None:
@@ -55,7 +58,7 @@ class Watch(EvaluateAtX):
     def on_train_step_end(self, trainer: Any, step: int, loss: float) -> None:
         self.first_step = self.first_step or step
         if step % 50 == 0:
-            gain = shared.gain(trainer.optimizer.opt_state)
+            gain = float(shared.gain(trainer.optimizer.opt_state))
             trainer.metrics_logger.log("", "gain", gain, "train", step)
         if step == self.kill_at:
             shared.die()
@@ -103,9 +106,10 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
                 save_interval_steps=shared.SAVE_EVERY, max_to_keep=2
             ),
         )
-        factory = lambda learning_rate: shared.make(
-            name, learning_rate, optax.adamw(learning_rate)
-        )
+
+        def factory(learning_rate: Any) -> Any:
+            return shared.make(name, learning_rate, optax.adamw(learning_rate))
+
         rate = optax.cosine_decay_schedule(RATE, 2 * shared.STEPS)
         tx = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(rate)
         trainer = peft_trainer.PeftTrainer(make_model(mesh), tx, config)
@@ -114,15 +118,10 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         trainer.train(
             list(shared.batches(shared.STEPS, 0)), list(shared.batches(20, 1))
         )
-        history = lambda name, mode: trainer.metrics_logger.get_metric_history(
-            "", name, mode
-        )
+        losses = trainer.metrics_logger.get_metric_history("", "loss", "eval")
         params = nnx.state(trainer.model, nnx.Param)
         export(trainer, folder / "export")
-        loss, state = (
-            np.ravel(history("loss", "eval"))[-1],
-            nnx.state(trainer.optimizer),
-        )
+        loss, state = np.ravel(losses)[-1], nnx.state(trainer.optimizer)
         result = shared.result(loss, watch.first_step, params, state)
         return result | {"devices": len(devices)}
 
