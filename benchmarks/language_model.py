@@ -25,13 +25,13 @@ import nanogpt
 import numpy as np
 import optax
 from common import Watch
+from ema_nesterov import ema_nesterov_schedules
 from nanogpt import B1, B2, DECAY
 from optax.contrib import MuonDimensionNumbers
 from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low_half
 from scipy import stats
 
 from spa_optax import (
-    ema_nesterov,
     eval_params,
     float8_momentum,
     in_float32,
@@ -126,7 +126,7 @@ def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
     """With the settings of the record at 124M params, for runs of nanogpt.STEPS."""
     is_on = lambda k: (k >= 0.16 * nanogpt.STEPS) & (k < 0.76 * nanogpt.STEPS)
     beta = lambda k: jnp.where(is_on(k), 0.6 * rate(k) / rate(nanogpt.WARM_UP), 0.0)
-    eta, *averaging = ema_nesterov(1.0, 0.99, beta, nanogpt.STEPS)
+    eta, *averaging = ema_nesterov_schedules(0.99, beta, nanogpt.STEPS)
     return primal_averaging(
         optax.chain(muon(rate), optax.scale_by_schedule(eta)), *averaging
     )

@@ -80,6 +80,9 @@ def spa_adamw(
     checks.EPS.check(eps=eps)
     checks.RATE.check(weight_decay=weight_decay)
     checks.one_of("full", "factored").check(second_moment=second_moment)
+    # A number of NumPy would make ν float64 under x64.
+    b2 = b2 if isinstance(b2, jax.Array) else float(b2)
+    eps = eps if isinstance(eps, jax.Array) else float(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
             decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ema_nesterov import ema_nesterov_schedules
 from helpers import x64
 
 from spa_optax import (
@@ -73,7 +74,7 @@ def test_ema_nesterov(base: Any, betas: np.ndarray) -> None:
     """θ ← A(θ + β m), m ← γ m + (1 − γ)(θ' − θ); x is the average of θ."""
     gamma = 0.9
     with x64(), jax.numpy_dtype_promotion("standard"):
-        eta, c, mu_y = ema_nesterov(1.0, gamma, schedule(betas), NUM_STEPS)
+        eta, c, mu_y = ema_nesterov_schedules(gamma, schedule(betas), NUM_STEPS)
         tx = optax.chain(base(RATE), optax.scale_by_schedule(eta))
         steps = ours(primal_averaging(tx, c, mu_y))
         a = base(RATE)
@@ -93,6 +94,18 @@ def test_ema_nesterov(base: Any, betas: np.ndarray) -> None:
                 )
             else:
                 assert k >= 150
+
+
+def test_ema_nesterov_of_a_constant() -> None:
+    with x64():
+        schedules = ema_nesterov_schedules(0.9, lambda _: jnp.asarray(0.6), 9)
+        numbers = ema_nesterov(0.5, 0.9, 0.6)
+        scheduled = ema_nesterov(lambda k: 0.5, 0.9, 0.6)
+        np.testing.assert_allclose(
+            [numbers[0] / 0.5, *numbers[1:]], [of_count(3) for of_count in schedules]
+        )
+        np.testing.assert_allclose(scheduled[0](7), numbers[0])
+    assert scheduled[1:] == numbers[1:]
 
 
 def test_amuse() -> None:
@@ -131,11 +144,10 @@ def test_schedule_free_plus(r: float) -> None:
     progress = np.minimum(k / 120, 1)
     betas = 1 - (1 - first) ** (1 - progress) * (1 - last) ** progress
     with x64(), jax.numpy_dtype_promotion("standard"):
-        c = schedule_free_averaging(0.05, 20, count_power=r, num_unaveraged_steps=start)
         adam = optax.scale_by_adam(0.9, 0.95)
         x = y = z = jnp.asarray(START)
         state, update = adam.init(y), jax.jit(adam.update)
-        tx = optax.chain(adam, spa(schedule(gammas), c, schedule(betas)))
+        tx = optax.chain(adam, spa(schedule(gammas), schedule(cs), schedule(betas)))
         for k, (found, of_ours) in enumerate(ours(tx)):
             d, state = update(gradient(k, y), state)
             z = z - gammas[k] * d
@@ -143,18 +155,6 @@ def test_schedule_free_plus(r: float) -> None:
             y = betas[k] * x + (1 - betas[k]) * z
             equal(found, y)
             equal(eval_params(of_ours, found), x)
-
-
-def test_weights_by_powers_of_the_count() -> None:
-    """(k + 1)^r over their sum, to the last count of a long run."""
-    with x64():
-        for r in (0.0, 0.3, 1.0, 1.7, 3.0):
-            weights = np.arange(1.0, 100_001) ** r
-            expected = weights / np.cumsum(weights)
-            found = schedule_free_averaging(1.0, count_power=r)(np.arange(100_000))
-            np.testing.assert_allclose(
-                found, expected, rtol=1e-11
-            )  # of a sum of 10^5 terms
 
 
 def test_diloco_with_one_worker() -> None:
@@ -180,33 +180,12 @@ def test_diloco_with_one_worker() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((1.0, 1.0, 0.5), "`decay` must be"),
-        ((1.0, 0.9, 1.0), "`lookahead` must be"),
-        ((-1.0, 0.9, 0.5), "`learning_rate` must be"),
-        ((1.0, 0.9, 0.5, -1), "`num_steps` must be"),
-        ((1.0, 0.9, lambda k: 0.1 * k.astype(float), 20), r"in \[0, 1\), got 2.0"),
-        (
-            (1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0), 5),
-            "constant from count 5, .* 0 at 9",
-        ),
-        (
-            (1.0, 0.9, lambda k: jnp.where(k < 9, 0.5, 0.0)),
-            "constant from count 0, .* 0 at 9",
-        ),
+        ((1.0, 1.0, 0.5), "`decay`.*1.0"),
+        ((1.0, 0.9, 1.0), "`lookahead`.*1.0"),
+        ((1.0, 0.9, 0.0), "`lookahead`.*0.0"),
+        ((-1.0, 0.9, 0.5), "`learning_rate`.*-1.0"),
     ],
 )
 def test_bad_arguments_of_ema_nesterov(arguments: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ema_nesterov(*arguments)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
-def test_ema_nesterov_in_float32(decay: float) -> None:
-    """After long without a look-ahead η is 1 and momentum is forgotten, but nothing is
-    0 or NaN."""
-    beta = lambda k: jnp.where((k > 5_000) & (k < 6_000), 0.5, 0.0)
-    eta, c, mu_y = ema_nesterov(1.0, decay, beta, 10_000)
-    counts = np.arange(10_000)
-    assert all(np.isfinite(h(counts)).all() for h in (eta, c, mu_y))
-    assert decay == 0 or (mu_y(counts[:5_998]) > 0).all()
-    spa(eta, c, mu_y)

@@ -84,12 +84,20 @@ def authors(name: str, tx: optax.GradientTransformation, **options: Any) -> None
             equal(eval_params(state, y), theirs["x"])
 
 
+def averaging_of(weights: np.ndarray) -> np.ndarray:
+    """The averaging that makes x the mean of the z with some weights."""
+    return weights / np.maximum(np.cumsum(weights), 1e-30)
+
+
 @pytest.mark.parametrize("r", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("warmup", [0, 30])
 def test_schedule_free_sgd(warmup: int, r: float) -> None:
-    rate = schedule(0.1 * np.minimum(np.arange(1, NUM_STEPS + 1) / max(warmup, 1), 1))
-    with x64():
-        c = schedule_free_averaging(0.1, warmup, count_power=r)
+    counts = np.arange(1, NUM_STEPS + 1)
+    rates = 0.1 * np.minimum(counts / max(warmup, 1), 1)
+    rate, c = schedule(rates), schedule(averaging_of(counts**r * rates**2))
+    if r == 0:
+        with x64():
+            c = schedule_free_averaging(0.1, warmup)
     options = {"lr": 0.1, "momentum": 0.9, "warmup_steps": warmup, "r": r}
     authors("SGDScheduleFreeReference", spa(rate, c, 0.9), **options)
 
@@ -130,7 +138,9 @@ def test_schedule_free_plus() -> None:
     progress = np.minimum(np.arange(NUM_STEPS) / steps, 1)
     mu_y = schedule(1 - (1 - first) ** (1 - progress) * (1 - last) ** progress)
     with x64(), jax.numpy_dtype_promotion("standard"):
-        c = schedule_free_averaging(0.02, count_power=r, num_unaveraged_steps=start)
+        counts = np.arange(1, NUM_STEPS + 1)
+        weights = np.where(counts > start, counts**r, 0)
+        c = schedule(np.where(counts > start, averaging_of(weights), 1))
         tx = optax.chain(optax.scale_by_adam(0.9, 0.95), spa(0.02, c, mu_y))
         for (y, state), (expected, theirs) in zip(
             ours(tx), torch_steps(make, step), strict=True

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import formulas
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -20,7 +21,6 @@ from spa_optax import (
     spa,
     spa_from_sgdm,
     stagewise,
-    theory,
 )
 from spa_optax._hyperparams import SGDMHyperparams, SPAHyperparams
 
@@ -268,7 +268,7 @@ def test_there_and_back(seed: int) -> None:
         )
         np.testing.assert_allclose(betas[0], 1 - cs[0], rtol=1e-12)
     # β may be over 1 here, which no SGD+M needs to forbid.
-    again_eta, again_c = theory.forward_recursion(alphas, betas, eta0=etas[0])
+    again_eta, again_c = formulas.forward_recursion(alphas, betas, eta0=etas[0])
     # Each step of the recursion multiplies rounding by 1/β: compare where that is still
     # small.
     near = np.cumprod(1 / betas) < 1e6
