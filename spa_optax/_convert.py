@@ -27,7 +27,7 @@ from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
 # Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsState: Any = type(
+ScaleByRmsWithCountState: Any = type(
     jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
 )
 # The fields of wrappers that hold other states. Their other fields, such as injected
@@ -51,10 +51,8 @@ COUNT_FIELDS: dict[type, str] = {
     StochasticRoundingState: "count",
     SPAState: "count",
     optax.ScaleByAdamState: "count",
-    ScaleByRmsState: "count",
+    ScaleByRmsWithCountState: "count",
 }
-
-
 REQUIREMENTS = {
     "learning_rate": checks.RATE,
     "momentum": checks.MOMENTUM,
@@ -63,8 +61,7 @@ REQUIREMENTS = {
     "b2": checks.B2,
     "eps": checks.EPS,
 }
-# In this order: a state before one of the family, as in the base of
-# `primal_averaging`, is copied.
+# The states with a momentum, and its field. Beside one of the family others are copied.
 MOMENTUM_FIELDS: dict[type, str] = {
     SPAState: "z",
     optax.ScaleByAdamState: "mu",
@@ -187,9 +184,10 @@ def convert(
     nodes, new_nodes = _nodes_of(old_state), _nodes_of(into)
     k = _steps_taken(nodes, count)
     if _find(nodes + new_nodes, SPAState):
-        old = _momentum_of("old_state", nodes, params)
-        new = _momentum_of("into", new_nodes, params)
-        _check_pair(old, new, nodes, new_nodes)
+        _check_averages(nodes, new_nodes)
+        old = _momentum_of("old_state", nodes, new_nodes, params)
+        new = _momentum_of("into", new_nodes, nodes, params)
+        _check_pair(old, new)
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
@@ -291,10 +289,31 @@ def _steps_taken(nodes: list[Any], count: int | None) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def _momentum_of(name: str, nodes: list[Any], params: PyTree) -> Any:
-    """The one node with the momentum: of the family, or else of Optax."""
+def _check_averages(nodes: list[Any], new_nodes: list[Any]) -> None:
+    """Raises ValueError unless both states, or none, are of `primal_averaging`."""
+    averages, new_averages = (
+        _find(states, PrimalAveragingState) for states in (nodes, new_nodes)
+    )
+    if len(averages) != len(new_averages):
+        raise ValueError(
+            "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
+            "begin an average in mid-run use "
+            "`tx.init(params)._replace(base=old_state)`. To end it go on with "
+            "`eval_params(old_state, params)` and `old_state.base`."
+        )
+
+
+def _momentum_of(
+    name: str, nodes: list[Any], other_nodes: list[Any], params: PyTree
+) -> Any:
+    """The one node with the momentum: of the family, or else of Optax.
+
+    A kind of Optax's that the other state holds as often is copied.
+    """
     for kind in MOMENTUM_FIELDS:
         found = _find(nodes, kind)
+        if kind is not SPAState and len(found) == len(_find(other_nodes, kind)):
+            continue
         if len(found) > 1:
             raise ValueError(
                 f"`{name}` must hold one `{kind.__name__}`, got {len(found)}. Convert "
@@ -305,7 +324,8 @@ def _momentum_of(name: str, nodes: list[Any], params: PyTree) -> Any:
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
-        f"`optax.adamw`, in wrappers that `convert` knows, got {trees.kinds_of(nodes)}"
+        f"`optax.adamw`, in wrappers that `convert` knows, got "
+        f"{trees.kinds_of(tuple(nodes))}"
     )
 
 
@@ -320,18 +340,8 @@ def _trained(momentum: Any, params: ByPath) -> ByPath:
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_trained(x)}
 
 
-def _check_pair(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> None:
+def _check_pair(old: Any, new: Any) -> None:
     """Raises ValueError unless the old momentum can become the new one."""
-    averages, new_averages = (
-        _find(states, PrimalAveragingState) for states in (nodes, new_nodes)
-    )
-    if len(averages) != len(new_averages):
-        raise ValueError(
-            "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
-            "begin an average in mid-run use "
-            "`tx.init(params)._replace(base=old_state)`. To end it go on with "
-            "`eval_params(old_state, params)` and `old_state.base`."
-        )
     missing = by_path(_tree_of(new)).keys() - by_path(_tree_of(old)).keys()
     if missing:
         raise ValueError(
@@ -351,12 +361,12 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
     beside_z = nodes if isinstance(old, SPAState) else new_nodes
-    found = _find(beside_z, ScaleByRmsState)
+    found = _find(beside_z, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{trees.kinds_of(beside_z)}"
+            f"{trees.kinds_of(tuple(beside_z))}"
         )
     return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
@@ -482,7 +492,8 @@ def _write(new: Any, momentum: SPAState, run: Run) -> Any:
         stored[path] = m * divisors.get(path, 1)
     leaves = list(stored.values())
     if is_adamw:
-        leaves = [run.count, *leaves, *(run.nu[path] for path in stored)]
+        nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+        leaves = [run.count, leaves, nu]
     return trees.with_leaves(new, leaves)
 
 
@@ -490,9 +501,11 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
     """The old nodes with the momentum, and AdamW's ν, as the new state holds them."""
     nodes = [node for node in nodes if node is not old]
     if isinstance(old, optax.ScaleByAdamState):
-        nodes.append(ScaleByRmsState(count=old.count, nu=old.nu))
+        nodes.append(ScaleByRmsWithCountState(count=old.count, nu=old.nu))
     if isinstance(written, optax.ScaleByAdamState):
-        nodes = [node for node in nodes if not isinstance(node, ScaleByRmsState)]
+        nodes = [
+            node for node in nodes if not isinstance(node, ScaleByRmsWithCountState)
+        ]
     return [*nodes, written]
 
 
@@ -512,8 +525,8 @@ def _filled(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {trees.kinds_of(remaining)}. Build it from an optimizer with the "
-            "same chain."
+            f"for its {trees.kinds_of(tuple(remaining))}. Build it from an optimizer "
+            "with the same chain."
         )
     return state
 

@@ -1,7 +1,9 @@
-"""Runs of SGD with momentum and of the family that move, and what else states may
-hold."""
+"""Runs of SGD with momentum, of AdamW and of the family that move, against the same
+runs unmoved.
+"""
 
-import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import chex
@@ -11,431 +13,803 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import logistic_regression, run, sgdm, slow, trained, x64
+from flax import nnx
+from helpers import logistic_regression, run, sgdm, slow, trained, x64, z_of
 
 from spa_optax import (
+    SGDM,
+    AdamW,
     convert,
     float8_momentum,
     hyperparams_to_sgdm,
     in_float32,
     primal_averaging,
-    scale_by_second_moment,
     spa,
     spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._core import Scalars, transformation
+from spa_optax.diagnostics import track_momentum
 
 KEY = jax.random.key(0)
 NUM_STEPS, BATCHES = 300, helpers.batches(300)
-pytestmark = pytest.mark.usefixtures(
-    "standard_promotion"
-)  # dtypes meet in `MultiSteps`
-# Evaluated once: Optax's cosine is in float32, which XLA rounds differently in the two
-# runs.
+# Dtypes meet in Optax's Adam and `MultiSteps`.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+# Evaluated once: Optax's cosine is in float32, which XLA rounds differently in two
+# programs.
 ALPHA = helpers.evaluated(
     optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, NUM_STEPS), NUM_STEPS
 )
+
+
+def decaying(count: Any) -> Any:
+    """The learning rate 0.1, 0.1/2, 0.1/3, …"""
+    return 0.1 / (count + 1).astype(float)
+
+
+# SGD with momentum.
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float64", 1e-13), slow("float32", 2e-6)]
 )
-def test_states_move_in_the_middle_of_a_run(
+def test_sgdm_moves_to_spa_and_back(
     nesterov: bool, dtype: str, tolerance: float
 ) -> None:
-    """At a random step of warm-up and cosine, to SPA and, later on, back: as if never
-    moved."""
-    there, back = sorted(
+    """At random steps of a warm-up and cosine. The params are as if it never moved."""
+    first, second = sorted(
         np.random.default_rng(3).integers(20, NUM_STEPS - 20, 2).tolist()
     )
     with x64(dtype == "float64"):
-        sgd = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.sgd(ALPHA, 0.9, nesterov)
-        )
-        tx = optax.chain(
-            optax.clip_by_global_norm(1.0), spa_from_sgdm(ALPHA, 0.9, nesterov)
-        )
-        gradient, start = (
-            jax.grad(logistic_regression(dtype)),
-            jnp.zeros((65, 10), dtype),
-        )
+        clip = optax.clip_by_global_norm(1.0)
+        sgd = optax.chain(clip, optax.sgd(ALPHA, 0.9, nesterov))
+        tx = optax.chain(clip, spa_from_sgdm(ALPHA, 0.9, nesterov))
+        gradient = jax.grad(logistic_regression(dtype))
+        start = jnp.zeros((65, 10), dtype)
         never_moved, _ = trained(sgd, gradient, start, BATCHES)
-        params, sgd_state = trained(sgd, gradient, start, BATCHES[:there])
-        sgdm: Any = {"learning_rate": ALPHA, "momentum": 0.9, "nesterov": nesterov}
-        state = convert(sgd_state, params, into=tx.init(params), **sgdm)
-        assert state[1].count == there
-        params, state = trained(tx, gradient, params, BATCHES[there:back], state)
-        assert state[1].count == back
+        params, sgd_state = trained(sgd, gradient, start, BATCHES[:first])
+        other = SGDM(ALPHA, 0.9, nesterov)
+        state = convert(sgd_state, params, into=tx.init(params), other=other)
+        assert state[1].count == first
+        params, state = trained(tx, gradient, params, BATCHES[first:second], state)
+        assert state[1].count == second
         sgd_state = convert(state, params, into=sgd.init(params))
-        assert optax.tree.get(sgd_state, "count") == back
-        params, _ = trained(sgd, gradient, params, BATCHES[back:], sgd_state)
+        assert optax.tree.get(sgd_state, "count") == second
+        params, _ = trained(sgd, gradient, params, BATCHES[second:], sgd_state)
         assert helpers.relative_difference(params, never_moved) < tolerance
 
 
-@pytest.mark.parametrize(
-    "new", [optax.sgd(0.05, 0.9), spa_from_sgdm(0.05, 0.9), spa(0.5, 0.1)]
-)
-def test_sgdm_inside_a_wrapper_moves_out_of_it(new: Any) -> None:
-    """Its updates have the rate in them, and the wrapper's η is 1."""
-    tx, x, grads = (
-        primal_averaging(optax.sgd(0.5), 0.1),
-        jnp.ones(2),
-        list(jnp.eye(2)) * 3,
-    )
-    there, state = run(tx, x, grads)
-    moved = convert(state, there, into=new.init(there), learning_rate=0.5)
-    expected = run(tx, there, grads, state)[0]
-    chex.assert_trees_all_close(run(new, there, grads, moved)[0], expected, rtol=1e-5)
-    job: Any = {"learning_rate": 0.05, "momentum": 0.9, "count": 6}
-    inside = convert(moved, there, into=tx.init(there), **job)
-    home = convert(inside, there, into=new.init(there), learning_rate=0.5)
-    chex.assert_trees_all_close(home, moved, rtol=1e-5)
-    with pytest.raises(ValueError, match="`learning_rate` must be given"):
-        convert(state, there, into=new.init(there))
-
-
 def test_a_schedule_is_not_evaluated_before_count_0() -> None:
-    noam = lambda k: 0.1 * jnp.minimum(k.astype(float) ** -0.5, k * 4**-1.5)
+    def noam(count: Any) -> Any:
+        k = count.astype(float)
+        return 0.1 * jnp.minimum(k**-0.5, k * 4**-1.5)
+
     sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)
-    state = convert(
-        sgd.init(x), x, into=tx.init(x), learning_rate=noam, momentum=0.9, count=0
-    )
-    chex.assert_trees_all_close(
-        run(tx, x, [x] * 5, state)[0], run(sgd, x, [x] * 5)[0], rtol=1e-5
-    )
+    state = convert(sgd.init(x), x, into=tx.init(x), other=SGDM(noam, 0.9))
+    found, _ = run(tx, x, [x] * 5, state)
+    expected, _ = run(sgd, x, [x] * 5)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
 def test_a_state_from_sgdm_is_as_foreseen() -> None:
-    # The state that `spa_from_sgdm` would have had at the same step, and no
-    # re-anchoring.
+    """It is the state of `spa_from_sgdm` at that step, and z is not rescaled."""
     tx, sgd = spa_from_sgdm(ALPHA, 0.9), optax.sgd(ALPHA, 0.9)
     gradient, start = jax.grad(logistic_regression("float32")), jnp.zeros((65, 10))
     _, native = trained(tx, gradient, start, BATCHES[:80])
     params, sgd_state = trained(sgd, gradient, start, BATCHES[:80])
-    into = tx.init(params)
-    moved = convert(sgd_state, params, into=into, learning_rate=ALPHA, momentum=0.9)
+    moved = convert(sgd_state, params, into=tx.init(params), other=SGDM(ALPHA, 0.9))
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
     _, after = tx.update(jnp.zeros_like(params), moved, params)
     np.testing.assert_array_equal(after.z, moved.z)
 
 
-INTO = {
-    "chain": lambda tx: optax.chain(optax.clip(1e3), tx),
-    "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
-    "partition": lambda tx: optax.partition(
-        {"it": tx, "other": optax.set_to_zero()}, {"a": "it", "b": "other"}
-    ),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e3)), ("it", tx)),
-}
+def test_the_w_of_spa_is_that_of_sgdm() -> None:
+    """SGD with momentum can take over, also from `spa` with schedules."""
+
+    def rate(count: Any) -> Any:
+        return 2.0 - count.astype(float) / 10
+
+    with x64():
+        g = jnp.array([1.0, -2.0])
+        x, state = run(spa(rate, 0.25), jnp.ones(2), [g] * 5)
+        _, sgd_state = run(sgdm(*hyperparams_to_sgdm(rate, 0.25)), jnp.ones(2), [g] * 5)
+        into, trace = optax.trace(0.75).init(x), optax.tree.get(sgd_state, "trace")
+        np.testing.assert_allclose(convert(state, x, into=into).trace, trace, rtol=1e-6)
+        # At c = 1 there is no momentum.
+        _, state = spa(1.0, 1.0).update(g, state, x)
+        np.testing.assert_array_equal(convert(state, x, into=into).trace, jnp.zeros(2))
 
 
-@pytest.mark.parametrize("name", INTO)
-def test_whole_states_move(name: str) -> None:
-    """Into wrappers, and out of them: the run goes on as if it had never moved."""
-    alpha = lambda k: 0.1 / (k + 1).astype(float)
-    sgd, tx = INTO[name](optax.sgd(alpha, 0.5)), INTO[name](spa_from_sgdm(alpha, 0.5))
+# Wrappers.
+
+
+def in_chain(tx: Any) -> Any:
+    return optax.chain(optax.clip(1e3), tx)
+
+
+def in_named_chain(tx: Any) -> Any:
+    return optax.named_chain(("clip", optax.clip(1e3)), ("it", tx))
+
+
+def in_masked(tx: Any) -> Any:
+    return optax.masked(tx, {"a": True, "b": False})
+
+
+def in_partition(tx: Any) -> Any:
+    labels = {"a": "it", "b": "frozen"}
+    return optax.partition({"it": tx, "frozen": optax.set_to_zero()}, labels)
+
+
+def in_apply_if_finite(tx: Any) -> Any:
+    return optax.apply_if_finite(tx, 3)
+
+
+def in_multi_steps(tx: Any) -> Any:
+    return optax.MultiSteps(tx, 1).gradient_transformation()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        in_chain,
+        in_named_chain,
+        in_masked,
+        in_partition,
+        in_apply_if_finite,
+        in_multi_steps,
+    ],
+)
+def test_wrapped_states_move(wrap: Callable[[Any], Any]) -> None:
+    """There and back. The params are as if the run had never moved."""
+    sgd, tx = wrap(optax.sgd(decaying, 0.5)), wrap(spa_from_sgdm(decaying, 0.5))
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}
     grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), params) for k in range(12)]
     x, _ = run(sgd, params, grads)
     y, state = run(sgd, params, grads[:4])
-    there = convert(state, y, into=tx.init(y), learning_rate=alpha, momentum=0.5)
-    assert jax.tree.structure(there) == jax.tree.structure(tx.init(y))
-    y, there = run(tx, y, grads[4:8], there)
-    back = convert(there, y, into=sgd.init(y))
-    assert jax.tree.structure(back) == jax.tree.structure(state)
+    moved = convert(state, y, into=tx.init(y), other=SGDM(decaying, 0.5))
+    chex.assert_trees_all_equal_structs(moved, tx.init(y))
+    y, moved = run(tx, y, grads[4:8], moved)
+    back = convert(moved, y, into=sgd.init(y))
+    chex.assert_trees_all_equal_structs(back, state)
     y, _ = run(sgd, y, grads[8:], back)
     # Rounding of x − z over w ≥ 0.01, twice, in m; and of 12 steps.
     chex.assert_trees_all_close(y, x, atol=4 * 6e-8 / 0.01 * 0.1)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (optax.sgd(0.1, 0.9), spa(0.1, 0.05, 0.9)),
-        (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9)),
-        (optax.adam(0.1), spa_adamw(0.1, 0.05, 0.9)),
-        (optax.contrib.schedule_free_adamw(0.1), spa_adamw(0.1)),
-        (spa_adamw(0.1), optax.contrib.schedule_free_adamw(0.1)),
-        (
-            spa_adamw(0.1, 0.05, 0.905),
-            optax.contrib.schedule_free_adamw(0.1),
-        ),  # whose b1 is 0.9
-    ],
-)
-def test_x_and_y_as_params_do_not_mix(old: Any, new: Any) -> None:
-    """Traced, a μ_y cannot raise: z, or the momentum, is NaN."""
-    y = jnp.ones(2)
-    _, state = run(old, y, [jnp.array([1.0, -2.0])])
-    kwargs: Any = {
-        "learning_rate": 0.1,
-        "momentum": 0.9,
-        "count": 1,
-        "adam": optax.adam(0.1),
-    }
-    move = lambda state, into: convert(state, y, into=into, **kwargs)
-    with pytest.raises(
-        ValueError, match="`into` must have the `interpolation` of `old_state`"
-    ):
-        move(state, new.init(y))
-    moved, fields = jax.jit(move)(state, new.init(y)), ("z", "mu", "trace")
-    assert any(np.isnan(optax.tree.get(moved, name, 0)).all() for name in fields)
+def test_injected_schedules_go_on_from_the_count() -> None:
+    """Each injects another number of schedules, which have counts of their own."""
+    old = optax.inject_hyperparams(optax.sgd)(decaying, 0.5)
+    new = optax.inject_hyperparams(spa_from_sgdm)(decaying, decaying)
+    x, state = run(old, jnp.ones(2), [jnp.ones(2)] * 3)
+    moved = convert(state, x, into=new.init(x), other=SGDM(decaying, 0.5))
+    assert moved.count == moved.inner_state.count == 3
+    assert [s.count for s in moved.hyperparams_states.values()] == [3, 3]
+    assert moved.hyperparams["momentum"] == new.init(x).hyperparams["momentum"]
 
 
-def test_a_member_keeps_the_scalars_of_its_rule() -> None:
-    def rule(state: Any, _: Any) -> Scalars:
-        one, own = jnp.ones([]), {"s": state.rule_state["s"] + 1}
-        return Scalars(one, one / 4, one, rule_state=own)
-
-    x = jnp.ones(2)
-    member = lambda dtype: transformation(
-        rule, dtype, KEY, rule_state={"s": jnp.ones([])}
-    )
-    _, state = member(None).update(x, member(None).init(x), x)
-    assert convert(state, x, into=member(jnp.bfloat16).init(x)).rule_state == {"s": 2}
-    plain, sgd = spa(1.0).init(x), optax.sgd(0.1, 0.9).init(x)
-    for old, into in ((state, plain), (plain, state), (state, sgd), (sgd, state)):
-        with pytest.raises(
-            ValueError, match=r"`into.rule_state` must have the structure of"
-        ):
-            convert(old, x, into=into, learning_rate=0.1, momentum=0.9, count=0)
+def accumulating(step: Any) -> Any:
+    """Numbers of batches with which steps end at batches 1, 2, 5, 8 and 11."""
+    return jnp.where(step < 2, 1, 3)
 
 
-def test_z_takes_the_dtype_of_another_member() -> None:
-    """As z − x, rounded to nearest, with all else as it was."""
-    params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
-    x, state = run(old, params, [jnp.cos(params)] * 3)
-    tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0))
-    moved = convert(state, x, into=tx.init(x))
-    np.testing.assert_array_equal(moved.z.bfloat16, (state.z - x).astype(jnp.bfloat16))
-    chex.assert_trees_all_equal(moved._replace(z=state.z), state)
-    chex.assert_trees_all_equal(
-        convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x)), state
-    )
-    back = convert(moved, x, into=old.init(x))
-    np.testing.assert_array_equal(back.z, x + moved.z.bfloat16.astype(jnp.float32))
+def test_accumulated_gradients_are_not_lost() -> None:
+    grads = [jnp.cos(jnp.arange(6.0) + k).reshape(3, 2) for k in range(12)]
+    sgd, tx = optax.sgd(decaying, 0.5), spa_from_sgdm(decaying, 0.5)
+    accumulated = optax.MultiSteps(optax.apply_if_finite(sgd, 2), accumulating)
+    new = optax.MultiSteps(optax.apply_if_finite(tx, 2), accumulating)
+    other = SGDM(decaying, 0.5)
+    for num_batches in (1, 5):
+        x, state = run(accumulated, jnp.ones((3, 2)), grads[:num_batches])
+        moved = convert(state, x, into=new.init(x), other=other)
+        expected, _ = run(accumulated, x, grads[num_batches:], state)
+        found, _ = run(new, x, grads[num_batches:], moved)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        alone = convert(state, x, into=tx.init(x), other=other)
+        assert alone.count == state.gradient_step
+        again = convert(alone, x, into=accumulated.init(x))
+        assert again.gradient_step == state.gradient_step
+    for num_batches in (6, 7):
+        x, state = run(accumulated, jnp.ones((3, 2)), grads[:num_batches])
+        for into in (tx, new):
+            match = f"`old_state` must not .* {num_batches - 5} batches"
+            with pytest.raises(ValueError, match=match):
+                convert(state, x, into=into.init(x), other=other)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
-    """Both ways. The others train on as before."""
-    sgd, tx, label = (
-        optax.sgd(0.1, 0.9),
-        spa_from_sgdm(0.1, 0.9),
-        {"a": "trained", "b": "frozen"},
-    )
-    some = lambda tx: optax.partition(
-        {"trained": tx, "frozen": optax.set_to_zero()}, label
-    )
-    x, g = (
-        {"a": jnp.ones(2), "b": jnp.ones(3)},
-        {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)},
-    )
+    """Both ways, and for a momentum that is copied. The others train on as before."""
+
+    def partly(tx: Any) -> Any:
+        labels = {"a": "trained", "b": "frozen"}
+        return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, labels)
+
+    sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9)
+    x = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    g = {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
+    given: Any = {"other": SGDM(0.1, 0.9), "count": 1}
     x, old = run(sgd, x, [g])
-    kwargs: Any = {"learning_rate": 0.1, "momentum": 0.9, "count": 1}
-    y, _ = run(some(tx), x, [g], convert(old, x, into=some(tx).init(x), **kwargs))
-    expected, old = run(sgd, x, [g], old)
-    chex.assert_trees_all_close(y, {"a": expected["a"], "b": x["b"]}, rtol=1e-6)
-    whole = convert(old, expected, into=tx.init(expected), **kwargs)
-    back = convert(whole, expected, into=some(sgd).init(expected))
-    trace, m = (optax.tree.get(state, "trace")["a"] for state in (old, back))
+    expected, later = run(sgd, x, [g], old)
+    for new in (partly(tx), partly(sgd)):
+        y, _ = run(new, x, [g], convert(old, x, into=new.init(x), **given))
+        chex.assert_trees_all_close(y, {"a": expected["a"], "b": x["b"]}, rtol=1e-6)
+    whole = convert(later, expected, into=tx.init(expected), **given)
+    back = convert(whole, expected, into=partly(sgd).init(expected))
+    trace, m = (optax.tree.get(state, "trace")["a"] for state in (later, back))
     np.testing.assert_allclose(m, trace, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`into` .* got \['b'\]"):
+        convert(partly(tx).init(x), x, into=tx.init(x))
 
 
-def test_a_count_that_no_state_holds_must_be_given() -> None:
-    """The new optimizer may have a schedule, which would start over at the count of
-    1."""
-    x, sgd, tx = jnp.ones(2), optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
-    move = lambda state, into=tx, **kwargs: convert(
-        state, x, into=into.init(x), **{"learning_rate": 0.5, "momentum": 0.5, **kwargs}
-    )
-    chex.assert_trees_all_equal(move(sgd.init(x)), tx.init(x))
-    _, state = sgd.update(x, sgd.init(x))
-    for into in (
-        tx,
-        optax.sgd(lambda _: 0.5, 0.5),
-        optax.inject_hyperparams(optax.sgd)(0.5, 0.5),
-    ):
-        for either in (move, jax.jit(move, static_argnums=1)):
-            with pytest.raises(
-                ValueError, match="`count` must be given where `old_state`"
-            ):
-                either(state, into)
-    assert move(state, count=7).count == 7
-    _, counted = run(optax.sgd(lambda _: 0.5, 0.5), x, [x] * 3)
-    with pytest.raises(ValueError, match="or be one of several"):
-        move(counted, count=7)
-    with pytest.raises(
-        ValueError, match="`count` must be >= 1 where `old_state` holds momentum"
-    ):
-        move(state, count=0)
+def test_one_group_of_a_partition_moves() -> None:
+    """The other one keeps its AdamW."""
+    labels = {"a": "sgd", "b": "adamw"}
+
+    def with_group(tx: Any) -> Any:
+        return optax.partition({"sgd": tx, "adamw": optax.adamw(decaying)}, labels)
+
+    old, new = with_group(optax.sgd(decaying, 0.5)), with_group(spa_from_sgdm(decaying))
+    x = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    x, state = run(old, x, [x] * 3)
+    moved = convert(state, x, into=new.init(x), other=SGDM(decaying, 0.5))
     chex.assert_trees_all_equal(
-        move(state, sgd, count=7), state
-    )  # where nothing counts
-    # Wrappers count too.
-    for wrap in (
-        lambda tx: optax.MultiSteps(tx, 1),
-        lambda tx: stochastic_rounding(tx, KEY),
-    ):
-        _, state = run(wrap(sgd), x, [x] * 3)
-        assert move(state).count == 3
-
-
-def test_counts_that_differ_are_refused() -> None:
-    """As after a restart of a schedule alone. Traced, they give NaN."""
-    x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
-    adam, tx = optax.adamw(rate), spa_adamw(rate)
-    (*first, of_rate), (of_nu, of_spa) = (run(a, x, [x] * 9)[1] for a in (adam, tx))
-    for state in (
-        (*first, of_rate._replace(count=0)),
-        (of_nu, of_spa._replace(count=0)),
-    ):
-        move = lambda state: convert(
-            state, x, into=tx.init(x), adam=adam, learning_rate=rate
-        )
-        with pytest.raises(
-            ValueError, match=r"another must hold one, got \[[09], [09]\]"
-        ):
-            move(state)
-        assert np.isnan(jax.jit(move)(state)[1].z).all()
-    with pytest.raises(ValueError, match=r"another must hold one, got \[9, 9, 0\]"):
-        convert((of_nu, of_spa), x, into=tx.init(x), count=0)
-
-
-def test_a_rate_of_0_holds_no_momentum() -> None:
-    """That of AdamW, after three steps, would be lost."""
-    x, rate = jnp.ones(2), lambda k: jnp.where(k == 3, 0.0, 0.1)
-    adam, tx = optax.adamw(rate), spa_adamw(rate)
-    _, state = run(adam, x, [x] * 3)
-    with pytest.raises(ValueError, match=r"`learning_rate` must be > 0, .* and 0.0"):
-        convert(state, x, into=tx.init(x), adam=adam, learning_rate=rate)
-
-
-def test_a_schedule_of_the_interpolation_may_begin_at_1() -> None:
-    """Unlike `into`, which is at its first step, the run may be below."""
-    mu_y = lambda k: jnp.where(k < 2, 1.0, 0.5)
-    y, state = run(spa(0.5, 0.25, mu_y), jnp.ones(2), [jnp.ones(2)] * 3)
-    narrow = spa(0.5, 0.25, mu_y, state_dtype=jnp.bfloat16, rounding_key=KEY)
-    assert convert(state, y, into=narrow.init(y)).mu_y == state.mu_y == 0.5
-
-
-def test_spa_states_convert_too() -> None:
-    """`spa` keeps the w of its z, so that SGD+M can take over from it."""
-    with x64():
-        g, x = jnp.array([1.0, -2.0]), jnp.ones(2)
-        rate = lambda k: 2.0 - k.astype(float) / 10
-        x, state = run(spa(rate, 0.25), x, [g] * 5)
-        _, sgd_state = run(sgdm(*hyperparams_to_sgdm(rate, 0.25)), jnp.ones(2), [g] * 5)
-        into = optax.trace(0.75).init(x)
-        trace = optax.tree.get(sgd_state, "trace")
-        np.testing.assert_allclose(convert(state, x, into=into).trace, trace, rtol=1e-6)
-        # At c = 1 there is none.
-        _, state = spa(1.0, 1.0).update(g, state, x)
-        np.testing.assert_array_equal(convert(state, x, into=into).trace, jnp.zeros(2))
-
-
-DIRECTIONS: dict[str, Any] = {
-    "trace": lambda: optax.trace(0.9),
-    "float8": lambda: float8_momentum(optax.trace(0.9), jax.random.key(0)),
-    "adam": optax.scale_by_adam,
-    "outside a base": lambda: optax.chain(optax.ema(0.9), optax.clip(1.0)),
-    "unbiased rms": lambda: optax.scale_by_rms(0.9, bias_correction=True),
-    "factored": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
-    "in_float32": lambda: in_float32(scale_by_second_moment(0.9)),
-    "noise": lambda: optax.add_noise(0.1, 0.55, jax.random.key(1)),
-}
-
-
-@pytest.mark.parametrize("name", DIRECTIONS)
-def test_directions_in_a_chain_are_kept(name: str) -> None:
-    """The run goes on as if nothing had happened, or `convert` refuses."""
-    last = (
-        primal_averaging(optax.sgd(0.1, 0.9), 0.5) if "base" in name else spa(0.1, 0.5)
+        moved.inner_states["adamw"], state.inner_states["adamw"]
     )
-    tx, x = optax.chain(DIRECTIONS[name](), last), jnp.ones((3, 2))
-    g = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]])
-    x, state = run(tx, x, [g * (k + 1) for k in range(5)])
-    moved = convert(state, x, into=tx.init(x))
-    chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
-    for old, into in ((state, last.init(x)), (last.init(x), tx.init(x))):
-        with pytest.raises(
-            ValueError, match=r"must have the other states of|second moment"
-        ):
-            convert(old, x, into=into)
+    back = convert(moved, x, into=old.init(x))
+    chex.assert_trees_all_close(back, state, rtol=1e-5)
 
 
-GRADS = [jnp.cos(jnp.arange(6.0) + k).reshape(3, 2) for k in range(12)]
+@pytest.mark.parametrize("in_old", [True, False])
+def test_an_average_on_one_side_is_refused(in_old: bool) -> None:
+    """And the message names a line that begins it."""
+    sgd, x = optax.sgd(0.5, 0.5), jnp.ones(2)
+    averaged = primal_averaging(sgd, 0.1)
+    x, base = run(sgd, x, [x])
+    state = averaged.init(x)._replace(base=base)
+    old, into = (state, sgd.init(x)) if in_old else (base, averaged.init(x))
+    with pytest.raises(ValueError, match=r"`primal_averaging`.*_replace\(base=old_sta"):
+        convert(old, x, into=into, count=None if in_old else 1)
+    for count in (1, 2):
+        x, state = run(averaged, x, [x], state)
+        assert state.average.count == count
+
+
+def test_averages_move_with_their_base() -> None:
+    """Here to another dtype of z, and with a new gauge around them."""
+    x = jnp.ones(2)
+    old = primal_averaging(optax.adamw(0.1), 0.1, 0.9)
+    new = track_momentum(
+        primal_averaging(
+            optax.adamw(0.1), 0.1, 0.9, state_dtype=jnp.bfloat16, rounding_key=KEY
+        )
+    )
+    y, state = run(old, x, [jnp.array([1.0, -2.0])] * 3)
+    moved = convert(state, y, into=new.init(y))
+    chex.assert_trees_all_equal(moved.inner.base, state.base)
+    chex.assert_trees_all_equal(
+        moved._replace(inner=None), new.init(y)._replace(inner=None)
+    )
+    np.testing.assert_allclose(z_of(moved, y), state.average.z, rtol=2**-8)
+    assert (moved.inner.average.count, moved.inner.average.mu_y) == (3, 0.9)
+
+
+# The other states of a chain.
 
 
 class Custom(NamedTuple):
     buffer: Any
 
 
-of_init = lambda init: optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
-UNKNOWN: dict[str, tuple[Any, str]] = {
-    "custom": (of_init(Custom), "`Custom` at [0]"),
-    "bare array": (of_init(lambda params: params), "`ArrayImpl` at [0]"),
-    "named a base": (
-        optax.named_chain(("my.base", of_init(Custom))),
-        "`Custom` at [0]['my.base']",
+def custom(make: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """A transformation with a state of one's own, which passes gradients on."""
+    return optax.GradientTransformation(make, lambda g, state, params=None: (g, state))
+
+
+DIRECTIONS: dict[str, Any] = {
+    "trace": optax.trace(0.9),
+    "float8": float8_momentum(optax.trace(0.9), KEY),
+    "adam": optax.scale_by_adam(),
+    "ema": optax.chain(optax.ema(0.9), optax.clip(1.0)),
+    "unbiased rms": optax.scale_by_rms(0.9, bias_correction=True),
+    "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+    "in_float32": in_float32(optax.scale_by_rms(0.9)),
+    "noise": optax.add_noise(0.1, 0.55, jax.random.key(1)),
+    "params among moments": optax.contrib.cocob(),
+    "own": custom(Custom),
+    "bare array": custom(jnp.zeros_like),
+    "named": optax.named_chain(("my.base", custom(Custom))),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_other_states_are_kept(name: str) -> None:
+    """The run goes on as if nothing had happened, or `convert` refuses."""
+    last, x = spa(0.1, 0.5), jnp.ones((3, 2))
+    tx = optax.chain(DIRECTIONS[name], last)
+    g = jnp.array([[1.0, -2.0], [3.0, 0.5], [-1.0, 4.0]])
+    x, state = run(tx, x, [g * (k + 1) for k in range(5)])
+    moved = convert(state, x, into=tx.init(x))
+    chex.assert_trees_all_equal(tx.update(g, moved, x), tx.update(g, state, x))
+    for old, into in ((state, last.init(x)), (state[1], tx.init(x))):
+        with pytest.raises(ValueError, match="`into` must hold"):
+            convert(old, x, into=into)
+
+
+def test_states_of_other_shapes_are_refused() -> None:
+    tx, x = optax.chain(custom(Custom), spa(0.1)), jnp.ones((3, 2))
+    old, new = tx.init(x), tx.init(x)
+    for buffer in (jnp.ones((2, 3)), {"a": x}, [x, x]):
+        into = (Custom(buffer), new[1])
+        with pytest.raises(ValueError, match=r"`into` must hold only .* `Custom`"):
+            convert(old, x, into=into)
+
+
+def test_adamw_goes_on_under_stochastic_rounding() -> None:
+    """With its moments in float32 and its count, whatever kind of Adam it is."""
+    adam, x = optax.nadamw(decaying), jnp.ones(3)
+    x, state = run(adam, x, [jnp.array([1.0, -2.0, 3.0])] * 20)
+    narrow, tx = x.astype(jnp.bfloat16), stochastic_rounding(adam, KEY)
+    moved = convert(state, x, into=tx.init(narrow))
+    chex.assert_trees_all_equal(moved.base, state)
+    assert moved.count == 20
+    chex.assert_trees_all_equal(convert(moved, narrow, into=adam.init(x)), state)
+
+
+# Counts.
+
+
+def test_a_count_that_no_state_holds_must_be_given() -> None:
+    """A schedule of the new optimizer would start over at a count of 0."""
+    x, sgd, tx = jnp.ones(2), optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
+    given: Any = {"into": tx.init(x), "other": SGDM(0.5, 0.5)}
+    chex.assert_trees_all_equal(convert(sgd.init(x), x, **given, count=0), tx.init(x))
+    _, state = sgd.update(x, sgd.init(x))
+    for new in (tx, optax.sgd(decaying, 0.5), sgdm(0.5, 0.5)):
+        with pytest.raises(ValueError, match=r"`count` must be .* got None"):
+            convert(state, x, into=new.init(x), other=SGDM(0.5, 0.5))
+    assert convert(state, x, **given, count=7).count == 7
+    with pytest.raises(ValueError, match=r"`count` must be >= 1 .* got 0"):
+        convert(state, x, **given, count=0)
+    _, counted = run(optax.sgd(decaying, 0.5), x, [x] * 3)
+    assert convert(counted, x, **given).count == 3
+    _, counted = run(stochastic_rounding(sgd, KEY), x, [x] * 3)
+    assert convert(counted, x, **given).count == 3
+
+
+def test_counts_that_differ_are_refused() -> None:
+    """As after a restart of a schedule alone."""
+    x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
+    adam, tx = optax.adamw(rate), spa_adamw(rate)
+    given: Any = {"into": tx.init(x), "other": AdamW(rate)}
+    _, (of_adam, *rest) = run(adam, x, [x] * 9)
+    _, (of_nu, of_spa) = run(tx, x, [x] * 9)
+    restarted = (*rest[:-1], rest[-1]._replace(count=0))
+    for state in ((of_adam, *restarted), (of_nu, of_spa._replace(count=0))):
+        with pytest.raises(ValueError, match=r"`count`.* got \[0, 9\]"):
+            convert(state, x, **given)
+    for state in ((of_adam, *rest), (of_nu, of_spa)):
+        with pytest.raises(ValueError, match=r"`count`.* got \[8, 9\]"):
+            convert(state, x, **given, count=8)
+
+
+# The family.
+
+
+def test_x_and_y_as_params_do_not_mix() -> None:
+    y, at_y = jnp.ones(2), spa(0.1, 0.05, 0.9)
+    adamw_at_y = spa_adamw(0.1, 0.05, 0.9)
+    sgd, adam = optax.sgd(0.1, 0.9), optax.adam(0.1)
+    cases = (
+        (sgd, at_y, SGDM(0.1, 0.9), 1),
+        (at_y, sgd, SGDM(0.1, 0.9), 1),
+        (adam, adamw_at_y, AdamW(0.1), None),
+        (adamw_at_y, adam, AdamW(0.1), None),
+    )
+    for old, new, other, count in cases:
+        _, state = run(old, y, [jnp.array([1.0, -2.0])])
+        with pytest.raises(ValueError, match=r"`interpolation` must be 1.* got 0.9"):
+            convert(state, y, into=new.init(y), other=other, count=count)
+
+
+def test_z_takes_the_dtype_of_another_member() -> None:
+    """As z − x, rounded to nearest, with all else as it was."""
+    params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)
+    x, state = run(old, params, [jnp.cos(params)] * 3)
+    tx = spa(0.5, 0.25, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    moved = convert(state, x, into=tx.init(x))
+    stored = moved.z.z_minus_params
+    np.testing.assert_array_equal(stored, (state.z - x).astype(jnp.bfloat16))
+    chex.assert_trees_all_equal(moved._replace(z=state.z), state)
+    same = convert(state, x, into=spa_from_sgdm(0.125, 0.75).init(x))
+    chex.assert_trees_all_equal(same, state)
+    back = convert(moved, x, into=old.init(x))
+    np.testing.assert_array_equal(back.z, x + stored.astype(jnp.float32))
+
+
+def test_what_a_narrow_z_cannot_hold_is_told() -> None:
+    x = jnp.ones(2)
+    _, state = run(spa(100.0, 0.001), x, [x])  # z is at −99
+    x = x - 0.1
+    narrow = spa(1.0, state_dtype=jnp.float8_e4m3fn, rounding_key=KEY)
+    with pytest.warns(UserWarning, match="`into` should hold z in bfloat16"):
+        convert(state, x, into=narrow.init(x))
+    near = spa(1.0).init(x)._replace(z=x - 1, w=jnp.ones([]))
+    convert(near, x, into=narrow.init(x))
+
+
+def test_params_cast_to_16_bits_keep_their_digits_in_z() -> None:
+    """Before the first step too, as in fine-tuning a float32 checkpoint."""
+    x = jnp.array([1.001, -2.002, 3.003])
+    y = x.astype(jnp.bfloat16)
+    tx = spa(0.1, rounding_key=KEY)
+    _, later = run(tx, x, [jnp.cos(x)])
+    for state in (tx.init(x), later):
+        moved = convert(state, x, into=tx.init(y), new_params=y)
+        np.testing.assert_array_equal(z_of(moved, y), state.z)
+    replaced = x + 1  # z is that of the params
+    moved = convert(tx.init(x), replaced, into=tx.init(y), new_params=y)
+    np.testing.assert_array_equal(z_of(moved, y), replaced)
+
+
+def test_a_schedule_of_the_interpolation_may_begin_at_1() -> None:
+    """Unlike `into`, which is at its first step, the run may be below."""
+
+    def mu_y(count: Any) -> Any:
+        return jnp.where(count < 2, 1.0, 0.5)
+
+    y, state = run(spa(0.5, 0.25, mu_y), jnp.ones(2), [jnp.ones(2)] * 3)
+    narrow = spa(0.5, 0.25, mu_y, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    assert convert(state, y, into=narrow.init(y)).mu_y == state.mu_y == 0.5
+
+
+# AdamW.
+
+ADAM: Any = {"b2": 0.999, "eps": 1e-6}
+LOSS = logistic_regression(jnp.float32)
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+def rate(count: Any) -> Any:
+    """It rises until step 200 and falls thereafter."""
+    return 0.1 * helpers.WARMUP_COSINE(count)
+
+
+ADAMW = optax.chain(CLIP, optax.adamw(rate, **ADAM, weight_decay=0.01))
+OTHER = AdamW(rate, **ADAM)
+
+
+def loss(params: Any, batch: Any) -> Any:
+    return LOSS(params["w"] + params["b"], batch)
+
+
+def start(dtype: Any = jnp.float32) -> Any:
+    return {"w": jnp.full((65, 10), 0.1, dtype), "b": jnp.zeros((1, 10), dtype)}
+
+
+def after(tx: Any, num_steps: int) -> Any:
+    """The params and the state after so many steps."""
+    return trained(tx, jax.grad(loss), start(), helpers.batches()[:num_steps])
+
+
+@pytest.mark.parametrize("num_steps", [1, 50])
+def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
+    """Without a gradient that step is momentum alone. AdamW divides it by the next
+    √ν̂.
+    """
+    given: Any = {"learning_rate": 0.1, "b2": 0.99, "eps": 0.0}
+    with x64():
+        x, g = jnp.arange(5.0), jnp.array([1.0, -2.0, 0.5, 3.0, 4.0])
+        adam = optax.adamw(**given, weight_decay=0.0)
+        tx = spa_adamw(**given, weight_decay=0.0)
+        x, state = run(adam, x, [g] * num_steps)
+        new = convert(state, x, into=tx.init(x), other=AdamW(**given))
+        expected, _ = adam.update(jnp.zeros(5), state, x)
+        found, _ = tx.update(jnp.zeros(5), new, x)
+
+    def bias(k: int) -> float:
+        return 1 - 0.99**k
+
+    ratio = np.sqrt(0.99 * bias(num_steps) / bias(num_steps + 1))
+    # Scalars are kept as float32.
+    np.testing.assert_allclose(found, np.asarray(expected) * ratio, rtol=1e-6)
+
+
+def test_adamw_there_and_back() -> None:
+    """With the moments that it had."""
+    params, state = after(ADAMW, 300)
+    tx = optax.chain(CLIP, spa_adamw(rate, **ADAM))
+    moved = convert(state, params, into=tx.init(params), other=OTHER)
+    back = convert(moved, params, into=ADAMW.init(params), other=OTHER)
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
+    old, new = (optax.tree.get(s, "nu") for s in (state, back))
+    chex.assert_trees_all_equal(new, old)
+    old, new = (optax.tree.get(s, "mu") for s in (state, back))
+    # x − z is rounded to that of x, of up to 1, over w, of about 0.2.
+    assert helpers.relative_difference(new, old) < 1e-4
+
+
+def test_leaves_of_all_kinds() -> None:
+    """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
+    params = {
+        "stack": jnp.ones((2, 12, 11)),
+        "vector": jnp.ones(30, jnp.bfloat16),
+        "one": jnp.ones(1),
+        "scalar": jnp.array(2.0),
+        "count": jnp.arange(3),
+    }
+    grads = jax.tree.map(lambda p: jnp.cos(p.astype(float)).astype(p.dtype), params)
+    old, new = optax.adamw(0.1, **ADAM), spa_adamw(0.1, **ADAM, rounding_key=KEY)
+    _, state = old.update(grads, old.init(params), params)
+    into, other = new.init(params), AdamW(0.1, **ADAM)
+    moved = convert(state, params, into=into, other=other)
+    chex.assert_trees_all_equal_shapes_and_dtypes(moved, into)
+    new.update(grads, moved, params)
+    back = convert(moved, params, into=old.init(params), other=other)
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(params))
+    for name in ("mu", "nu"):
+        found, expected = (optax.tree.get(s, name) for s in (back, state))
+        for key in ("stack", "one", "scalar"):
+            np.testing.assert_allclose(found[key], expected[key], rtol=1e-5)
+
+
+@pytest.mark.parametrize("averaging", [None, 0.2])
+def test_z_of_injected_adamw(averaging: float | None) -> None:
+    """z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)."""
+    old = optax.inject_hyperparams(optax.adamw)(rate, **ADAM)
+    new = optax.inject_hyperparams(spa_adamw)(rate, averaging or 0.1, **ADAM)
+    params, state = after(old, 20)
+    into = new.init(params)
+    moved = convert(state, params, into=into, other=OTHER, averaging=averaging)
+    chex.assert_trees_all_equal_structs(moved, into)
+    c = averaging or 0.1
+    m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
+    d = m / (1 - 0.9**21) / (np.sqrt(nu / (1 - 0.999**20)) + 1e-6)
+    expected = params["w"] - float(rate(20)) * (1 - c) / c * d
+    found = optax.tree.get(moved, "z")["w"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
+def test_a_first_moment_of_16_bits_and_a_master_copy(state_dtype: Any) -> None:
+    """z takes over from the float32 copy, and not from the params that it was rounded
+    to.
+    """
+    tx = optax.adamw(rate, mu_dtype=jnp.bfloat16, **ADAM)
+    master, state = after(tx, 50)
+    params = optax.tree.cast(master, jnp.bfloat16)
+    new = spa_adamw(rate, **ADAM, state_dtype=state_dtype, rounding_key=KEY)
+    into = new.init(params)
+    moved = convert(state, master, into=into, other=OTHER, new_params=params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(moved, into)
+    m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
+    bias = 1 - 0.9**51
+    d = m.astype(float) / bias / (np.sqrt(nu / (1 - 0.999**50)) + 1e-6)
+    exact = master["w"] - 9 * float(rate(50)) * d
+    y = params["w"].astype(float)
+    rtol, atol = (1e-5, 1e-6) if state_dtype is None else (2**-8, 2**-16)
+    found = z_of(moved, params)["w"] - y
+    np.testing.assert_allclose(found, exact - y, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("of_adam", [True, False])
+def test_narrow_params_beside_wide_moments_warn(of_adam: bool) -> None:
+    """They are probably rounded from a master copy, of which z should be made."""
+    x, narrow = start(), start(jnp.bfloat16)
+    tx = optax.adamw(rate) if of_adam else optax.sgd(0.1, 0.9)
+    new = (spa_adamw if of_adam else spa_from_sgdm)(rate, rounding_key=KEY)
+    other = AdamW(rate) if of_adam else SGDM(rate, 0.9)
+    cases = (
+        (tx.init(x), narrow, True),
+        (tx.init(x), x, False),
+        (tx.init(narrow), narrow, False),
+        (stochastic_rounding(tx, KEY).init(narrow), narrow, False),
+    )
+    for state, params, warns in cases:
+        given: Any = {"into": new.init(narrow), "other": other, "count": 0}
+        match = "`params` should be the float32 master copy"
+        with pytest.warns(UserWarning, match=match) if warns else nullcontext():
+            convert(state, params, **given)
+
+
+def test_states_of_nnx_move() -> None:
+    """There and back, as those without nnx do."""
+    old, new = optax.adamw(rate, **ADAM), spa_adamw(rate, 0.1, **ADAM)
+    model = nnx.Linear(20, 10, rngs=nnx.Rngs(0))
+    optimizer, other = (nnx.Optimizer(model, tx, wrt=nnx.Param) for tx in (old, new))
+
+    def loss(model: Any) -> Any:
+        return jnp.mean((model(jnp.ones((2, 20))) - 1) ** 2)
+
+    optimizer.update(model, nnx.grad(loss)(model))
+    of_model = nnx.state(model, nnx.Param)
+    params = nnx.to_pure_dict(of_model)
+    leaves = jax.tree.leaves(optimizer.opt_state)
+    plain = jax.tree.unflatten(jax.tree.structure(old.init(params)), leaves)
+    moved = convert(optimizer.opt_state, of_model, into=other.opt_state, other=OTHER)
+    expected = convert(plain, params, into=new.init(params), other=OTHER)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (moved, expected)))
+    back = convert(moved, of_model, into=optimizer.opt_state, other=OTHER)
+    expected = convert(expected, params, into=old.init(params), other=OTHER)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, expected)))
+
+
+def test_before_the_first_step() -> None:
+    x, adam, tx = start(), optax.adamw(rate), spa_adamw(rate)
+    old, new = adam.init(x), tx.init(x)
+    chex.assert_trees_all_equal(convert(old, x, into=new, other=OTHER), new)
+    chex.assert_trees_all_equal(convert(new, x, into=old, other=OTHER), old)
+    replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
+    chex.assert_trees_all_equal(convert(new, replaced, into=old, other=OTHER), old)
+    narrow = spa_adamw(rate, state_dtype=jnp.bfloat16, rounding_key=KEY).init(replaced)
+    chex.assert_trees_all_equal(convert(new, replaced, into=narrow), narrow)
+
+
+# What is refused.
+
+
+def test_a_rate_of_0_holds_no_momentum() -> None:
+    """That of AdamW, after three steps, would be lost."""
+
+    def rate(count: Any) -> Any:
+        return jnp.where(count == 3, 0.0, 0.1)
+
+    x, tx = jnp.ones(2), spa_adamw(rate)
+    _, state = run(optax.adamw(rate), x, [x] * 3)
+    with pytest.raises(ValueError, match=r"`learning_rate` must be > 0.* 0.0"):
+        convert(state, x, into=tx.init(x), other=AdamW(rate))
+    other = AdamW(0.1)
+    with pytest.raises(ValueError, match=r"`averaging`.* must be > 0.* 0.0"):
+        convert(state, x, into=tx.init(x), other=other, averaging=lambda _: 0.0)
+
+
+ADAMW_NAME = r"`other` must be `AdamW\(.*, got "
+SGDM_NAME = r"`other` must be `SGDM\(.*, got "
+BOTH_SIDES = 'second_moment="full"'
+SPA, SPA_ADAMW = spa(0.1), spa_adamw(0.1)
+SGD, ADAM_TX = optax.sgd(decaying, 0.9), optax.adamw(decaying)
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "no momentum": (optax.sgd(decaying), SPA, {}, "`old_state` must hold .* momentum"),
+    "into no momentum": (SPA, optax.sgd(decaying), {}, "`into` must hold .* momentum"),
+    "two": (
+        optax.chain(ADAM_TX, ADAM_TX),
+        SPA_ADAMW,
+        {},
+        "`old_state` must hold one .* got 2",
     ),
-    "where params are": (optax.contrib.cocob(), "`COCOBState` at [0]"),
-    "wrapper": (optax.contrib.mechanize(optax.sgd(0.1)), "`MechanicState` at [0]"),
-    "inside": (
-        optax.masked(optax.lookahead(optax.sgd(0.1), 2, 0.5), True),
-        "`LookaheadState` at [0].inner_state",
+    "into two": (SPA, optax.chain(SPA, SPA), {}, "`into` must hold one .* got 2"),
+    "sgd to adamw": (SGD, ADAM_TX, {}, "`into` must hold only .* `ScaleByAdamState`"),
+    "adamw to sgd": (ADAM_TX, SGD, {}, "`into` must hold only .* `TraceState`"),
+    "sgd to spa_adamw": (SGD, SPA_ADAMW, {"other": SGDM(0.1, 0.9)}, "`into` must hold"),
+    "spa_adamw to sgd": (SPA_ADAMW, SGD, {}, "none for its ScaleByRmsWithCountState"),
+    "adamw to spa": (ADAM_TX, SPA, {"other": AdamW(0.1)}, BOTH_SIDES),
+    "spa to adamw": (SPA, ADAM_TX, {"other": AdamW(0.1)}, BOTH_SIDES),
+    "two second moments": (
+        ADAM_TX,
+        optax.chain(SPA_ADAMW, optax.scale_by_rms(bias_correction=True)),
+        {"other": AdamW(0.1)},
+        BOTH_SIDES,
+    ),
+    "full to factored": (
+        SPA_ADAMW,
+        spa_adamw(0.1, second_moment="factored"),
+        {},
+        "`into` must hold only .* `FactoredState`",
+    ),
+    "adamw to an average": (
+        ADAM_TX,
+        primal_averaging(ADAM_TX, 0.1),
+        {},
+        "`primal_averaging`",
+    ),
+    "a wrapper": (
+        optax.lookahead(SPA, 2, 0.5),
+        SPA,
+        {"count": 0},
+        "`old_state` must hold .* got LookaheadState",
+    ),
+    "a transform": (SPA, SPA, {"into": SPA}, "`into` must hold .*TransformationExtra"),
+    "no other": (SGD, SPA, {}, SGDM_NAME + "None"),
+    "no other for adamw": (ADAM_TX, SPA_ADAMW, {}, ADAMW_NAME + "None"),
+    "no other to adamw": (SPA_ADAMW, ADAM_TX, {}, ADAMW_NAME + "None"),
+    "adamw for sgd": (SGD, SPA, {"other": AdamW(0.1)}, SGDM_NAME + "AdamW"),
+    "sgd for adamw": (
+        ADAM_TX,
+        SPA_ADAMW,
+        {"other": SGDM(0.1, 0.9)},
+        ADAMW_NAME + "SGDM",
+    ),
+    "a tuple": (SGD, SPA, {"other": (0.1, 0.9)}, r"`other`.* got \(0.1, 0.9\)"),
+    "an optimizer": (SGD, SPA, {"other": SGD}, "`other`.* got Gradient"),
+    "rate": (SGD, SPA, {"other": SGDM(-0.1, 0.9)}, "`learning_rate`.* -0.1"),
+    "momentum": (SGD, SPA, {"other": SGDM(0.1, 1.0)}, "`momentum`.* 1.0"),
+    "nesterov": (SGD, SPA, {"other": SGDM(0.1, 0.9, "no")}, "`nesterov`.* 'no'"),
+    "b1": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, 1.0)}, "`b1`.* 1.0"),
+    "b2": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, b2=-0.5)}, "`b2`.* -0.5"),
+    "eps": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, eps=-1.0)}, "`eps`.* -1.0"),
+    "averaging": (
+        ADAM_TX,
+        SPA_ADAMW,
+        {"other": AdamW(0.1), "averaging": 1.5},
+        "`averaging`.* 1.5",
+    ),
+    "count": (SGD, SPA, {"count": -1}, "`count`.* -1"),
+    "a float as count": (SGD, SPA, {"count": 1.0}, "`count`.* 1.0"),
+    "new_params": (SPA, SPA, {"new_params": {"w": 1.0}}, "`new_params`.*'b'"),
+    "other shapes of params": (
+        SPA,
+        SPA,
+        {"new_params": {"w": jnp.ones(3), "b": jnp.zeros((1, 10))}},
+        r"`new_params`.*\(3,\)",
     ),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_states_are_refused(name: str) -> None:
-    """In both states, with type and path; but a base optimizer may hold them."""
-    (unknown, at), x = UNKNOWN[name], jnp.ones(3)
-    params = optax.LookaheadParams(x, x) if name == "inside" else x
-    full, plain = (unknown.init(params), spa(0.1).init(x)), spa(0.1).init(x)
-    for old, into, which in ((full, full, "old_state"), (plain, full, "into")):
-        match = re.escape(
-            f"`{which}` must hold only states that `convert` knows, got a {at}"
-        )
-        with pytest.raises(ValueError, match=match):
-            convert(old, x, into=into)
-    if name != "inside":
-        state = optax.contrib.schedule_free(unknown, 0.1, b1=0.9).init(x)
-        base = optax.tree.ones_like(state.base_optimizer_state)
-        state = state._replace(base_optimizer_state=base)
-        wrapped = primal_averaging(unknown, 0.1, 0.9, params_of_base="z")
-        moved = convert(state, x, into=wrapped.init(x))
-        chex.assert_trees_all_equal(moved.base, base)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    old, new, given, match = REFUSED[name]
+    x = start()
+    of_old = optax.LookaheadParams(x, x) if name == "a wrapper" else x
+    given = {"into": new.init(x), **given}
+    with pytest.raises(ValueError, match=match):
+        helpers.unchecked(convert)(old.init(of_old), x, **given)
 
 
-ACCUMULATING = lambda step: jnp.where(
-    step < 2, 1, 3
-)  # steps end at batches 1, 2, 5, 8, 11
+def test_params_of_another_model_are_refused() -> None:
+    x = start()
+    for params in ({"w": x["w"]}, {"w": x["b"], "b": x["b"]}):
+        with pytest.raises(ValueError, match="`old_state` must have leaves"):
+            convert(SPA.init(x), params, into=SPA.init(params))
+    narrower = {"w": x["b"], "b": x["b"]}
+    with pytest.raises(ValueError, match="`into` must have leaves"):
+        convert(SPA.init(x), x, into=SPA.init(narrower))
 
 
-@pytest.mark.parametrize("there", [1, 5, 6, 7])
-def test_accumulation_goes_on(there: int) -> None:
-    """Also in the middle of a step, with the schedule of its length."""
-    rate = lambda k: 0.1 / (k + 1).astype(float)
-    wrap = lambda tx: optax.MultiSteps(optax.apply_if_finite(tx, 2), ACCUMULATING)
-    sgd, tx = optax.sgd(rate, 0.5), spa_from_sgdm(rate, 0.5)
-    kwargs: Any = {"learning_rate": rate, "momentum": 0.5}
-    x, state = run(wrap(sgd), jnp.ones((3, 2)), GRADS[:there])
-    expected, _ = run(wrap(sgd), x, GRADS[there:], state)
-    found, _ = run(
-        wrap(tx), x, GRADS[there:], convert(state, x, into=wrap(tx).init(x), **kwargs)
+def test_traced_calls_and_batches_are_refused() -> None:
+    x = start()
+    xs = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x)
+    state, into = ADAM_TX.init(x), SPA_ADAMW.init(x)
+
+    def move(state: Any, rate: Any = 0.1) -> Any:
+        return convert(state, x, into=into, other=AdamW(rate))
+
+    def move_with_rate(rate: Any) -> Any:
+        return move(state, rate)
+
+    for call, argument in (
+        (jax.jit(move), state),
+        (jax.jit(move_with_rate), 0.1),
+        (jax.vmap(move), jax.vmap(ADAM_TX.init)(xs)),
+        (move, jax.eval_shape(ADAM_TX.init, x)),
+    ):
+        with pytest.raises(ValueError, match=r"`old_state`.* `jax.jit`"):
+            call(argument)
+    with pytest.raises(ValueError, match="`old_state` must be of one run"):
+        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=into, other=AdamW(0.1))
+
+
+def test_a_moved_state_shares_no_buffer() -> None:
+    """So it can be donated, and the old one still be used."""
+
+    def pointers(tree: Any) -> list[int]:
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+    x = start()
+    sgd = optax.inject_hyperparams(optax.sgd)(rate, 0.9)
+    counts = optax.chain(optax.scale_by_schedule(rate), spa_from_sgdm(rate, 0.9))
+    adam, new = optax.adamw(rate), spa_adamw(rate)
+    cases = (
+        (sgd, counts, SGDM(rate, 0.9)),
+        (counts, sgd, None),
+        (adam, new, AdamW(rate)),
+        (new, adam, AdamW(rate)),
+        (new, new, None),
+        (sgd, sgd, None),
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    move = lambda state: convert(state, x, into=tx.init(x), **kwargs)
-    if there in (1, 5):  # between steps it may end, or begin
-        alone = move(state)
-        assert alone.count == state.gradient_step
-        again = convert(alone, x, into=wrap(sgd).init(x), **kwargs)
-        assert again.gradient_step == state.gradient_step
-        return
-    with pytest.raises(ValueError, match=r"`into` must have the `optax.MultiSteps` of"):
-        move(state)
-    assert np.isnan(jax.jit(move)(state).z).all()
+    for old, tx, other in cases:
+        _, state = old.update(x, old.init(x), x)
+        arguments = (state, x, tx.init(x))
+        moved = convert(state, x, into=arguments[2], other=other)
+        assert len(set(pointers(moved))) == len(pointers(moved))
+        assert not set(pointers(moved)) & set(pointers(arguments))
+        jax.jit(tx.update, donate_argnums=1)(x, moved, x)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(arguments))
