@@ -12,7 +12,10 @@ import optax
 from paper import command_line
 
 Watch = Callable[[int, Any], None]  # is shown the optimizer's state after every step
-ignore: Watch = lambda count, state: None
+
+
+def ignore(count: int, state: Any) -> None:
+    """Watches nothing."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -53,12 +53,10 @@ def trajectories(txs: dict[str, Any], dtype: Any, num_steps: int) -> Any:
     def body(carry: Any, k: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.key(0), k)
         batch = jax.random.randint(key, (BATCH,), 0, len(labels), jnp.int32)
-        step = lambda tx, w, state: common.update(
-            tx, jax.grad(loss)(w, batch), w, state
-        )
-        return {
-            name: step(txs[name], *of_name) for name, of_name in carry.items()
-        }, None
+        new = {}
+        for name, (w, state) in carry.items():
+            new[name] = common.update(txs[name], jax.grad(loss)(w, batch), w, state)
+        return new, None
 
     @jax.jit
     def run(carry: Any, start: Any) -> Any:
@@ -87,12 +85,17 @@ def drifts(name: str, beta: float, num_steps: int) -> dict[str, list[float]]:
             optax.scale_by_learning_rate(alpha), optax.trace(beta)
         )
     found = trajectories(txs, jnp.float32, num_steps)
-    far = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
-    result = {"SPA from SGD+M": [far(w["SPA"], w["SGD+M"]) for w in found]}
+    result = {"SPA from SGD+M": [distance(w["SPA"], w["SGD+M"]) for w in found]}
     for other in txs:
         pairs = zip(found, exact, strict=True)
-        result[f"{other} from float64"] = [far(w[other], e["SGD+M"]) for w, e in pairs]
+        distances = [distance(w[other], e["SGD+M"]) for w, e in pairs]
+        result[f"{other} from float64"] = distances
     return result
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """In units of the norm of b."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def main(argv: list[str] | None = None) -> str:

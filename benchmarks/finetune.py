@@ -11,7 +11,6 @@ params that moved at all, and cosine, length and distance relative to the update
 row "float32" of the same rate and seed. That one is kept in the folder --updates.
 """
 
-import importlib.util
 import itertools
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import common
 import jax
 import jax.numpy as jnp
+import minilm
 import numpy as np
 import optax
 import pooch
@@ -33,12 +33,6 @@ from spa_optax import (
     spa_adamw,
     stochastic_rounding,
 )
-
-# The example has the name of this file.
-PATH = Path(__file__).resolve().parent.parent / "examples/finetune.py"
-spec: Any = importlib.util.spec_from_file_location("example_finetune", PATH)
-example: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
 
 COMMIT = "656a7ea29de3409aca87bb17935cf93c537527fa"
 TREC = (
@@ -88,12 +82,13 @@ class Row(NamedTuple):
 
 def matrices(params: Any) -> Any:
     """What is decayed."""
-    is_matrix = lambda path, _: path[-1].key not in ("bias", "scale")
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key not in ("bias", "scale"), params
+    )
 
 
 decay: Any = {"weight_decay": 0.01, "mask": matrices}
-lion: Any = {"mu_dtype": BF16, **decay}
+with_narrow_m: Any = {"mu_dtype": BF16, **decay}
 adafactor: Any = {"multiply_by_parameter_scale": False}  # with Adam's rates
 
 
@@ -133,25 +128,22 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
 
 factored = partial(averaged, second_moment="factored")
 ROWS = {
-    **{
-        name: Row(lambda run, name=name: example.optimizers(*run[:3])[name])
-        for name in example.optimizers(1.0, 1, 0)
-    },
+    "float32": Row(lambda run: (F32, adamw(run))),
+    "bfloat16": Row(lambda run: (BF16, adamw(run))),
+    "stochastic_rounding": Row(partial(rounded, make=optax.adamw, **with_narrow_m)),
+    "z in bfloat16": Row(partial(factored, state_dtype=BF16)),
+    "z in float8": Row(partial(factored, state_dtype=jnp.float8_e4m3fn)),
     # A control: what is lost is not lost in the moments.
     "bfloat16, float32 moments": Row(lambda run: (BF16, in_float32(adamw(run)))),
     "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
     "bfloat16, low half": Row(lambda run: (BF16, with_low_half(adamw(run)))),
     "z and ν in float32": Row(averaged),
-    "z and ν in bfloat16": Row(
-        partial(averaged, state_dtype=BF16, second_moment="bfloat16")
-    ),
-    "z in float8_e5m2": Row(partial(factored, state_dtype=jnp.float8_e5m2)),
     "z in float8, c = 0.05, μ_y = 0.9": Row(
         partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
     # Lion at a fifth of the rate, since every element of its step has its size.
     "Lion, stochastic_rounding": Row(
-        partial(rounded, make=optax.lion, factor=0.2, **lion)
+        partial(rounded, make=optax.lion, factor=0.2, **with_narrow_m)
     ),
     "Adafactor, stochastic_rounding": Row(
         partial(rounded, make=optax.adafactor, **adafactor)
@@ -182,16 +174,21 @@ def with_lora(params: Any, seed: int) -> Any:
 
 
 def is_trained(params: Any) -> Any:
-    of = lambda path, _: bool({"lora", "head"} & {entry.key for entry in path})
-    return jax.tree_util.tree_map_with_path(of, params)
+    def leaf(path: Any, _: Any) -> bool:
+        return not {"lora", "head"}.isdisjoint(entry.key for entry in path)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def merged(params: Any) -> Any:
     """The kernels with a b added to them in float32; only what is trained has
     gradients.
     """
-    freeze = lambda leaf, trained: leaf if trained else jax.lax.stop_gradient(leaf)
-    params = jax.tree.map(freeze, params, is_trained(params))
+    params = jax.tree.map(
+        lambda leaf, trained: leaf if trained else jax.lax.stop_gradient(leaf),
+        params,
+        is_trained(params),
+    )
     layers = dict(params["base"]["layers"])
     for name, pair in params["lora"].items():
         kernel, a, b = (
@@ -202,43 +199,45 @@ def merged(params: Any) -> Any:
 
 
 def finetune(
-    row: Row, run: Run, data: Any, model_dir: Path, every: Any
+    row: Row, run: Run, data: Any, model_dir: Path, every: int | None
 ) -> tuple[Any, Record]:
     """The whole update as one array, and what was reached on the way."""
-    graphdef, params = example.load_model(model_dir, run.seed, 1 + data[0][1].max())
-    loss_of_model = loss = example.make_loss(graphdef, row.compute_dtype)
-    whole = lambda params: params
+    training, validation = data
+    graphdef, params = minilm.load_model(model_dir, run.seed, 1 + training[1].max())
+    loss = minilm.make_loss(graphdef, row.compute_dtype)
     if row.is_lora:
-        params, whole = with_lora(params, run.seed), merged
-        loss = lambda params, *batch: loss_of_model(merged(params), *batch)
+        params, loss = with_lora(params, run.seed), of_merged(loss)
     dtype, tx = row.make(run)
     start = optax.tree.cast(params, dtype)
     follow = jax.jit(optax.incremental_update, donate_argnums=1)
     ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
-    every = every or run.num_steps
     evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
-    of_run = (run.num_steps, run.seed)
-    for step, *reached in example.train(
-        (dtype, tx), loss, params, data[0], *of_run, every=1
-    ):
-        ema = ema and follow(
-            optax.tree.cast(reached[0], F32), ema, max(1 - EMA, 1 / step)
-        )
-        if step % every == 0 or step == run.num_steps:
-            x, num_bytes = example.at_x(*reached), example.bytes_of(*reached)
-            of_points = [
-                example.validate(evaluate, point, data[1])
-                for point in (x, ema)
-                if point
-            ]
-            figures = [of[name] for of in of_points for name in ("accuracy", "loss")]
-            curve.append([step, *(round(figure, 5) for figure in figures)])
-    change = jax.tree.map(
-        lambda x, y: x.astype(F32) - y.astype(F32), whole(x), whole(start)
-    )
-    update = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)])
-    end = dict(zip(("accuracy", "loss"), curve[-1][1:], strict=False))
-    return update, end | {"bytes": round(num_bytes, 4), "curve": curve}
+    steps = minilm.train((dtype, tx), loss, params, training, run.num_steps, run.seed)
+    for step, params, state in steps:
+        if ema is not None:
+            wide = optax.tree.cast(params, F32)
+            ema = follow(wide, ema, max(1 - EMA, 1 / step))
+        if step == run.num_steps or (every and step % every == 0):
+            x, num_bytes = minilm.at_x(params, state), minilm.bytes_of(params, state)
+            curve.append([step])
+            for point in (x,) if ema is None else (x, ema):
+                found = minilm.validate(evaluate, point, validation)
+                curve[-1] += [round(found[name], 5) for name in ("accuracy", "loss")]
+    _, accuracy, last_loss, *_ = curve[-1]
+    figures = {"accuracy": accuracy, "loss": last_loss, "bytes": round(num_bytes, 4)}
+    if row.is_lora:
+        x, start = merged(x), merged(start)
+    return flat_difference(x, start), figures | {"curve": curve}
+
+
+def of_merged(loss: Any) -> Any:
+    """The loss of params with LoRA's pairs beside them."""
+    return lambda params, *batch: loss(merged(params), *batch)
+
+
+def flat_difference(params: Any, others: Any) -> np.ndarray:
+    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), params, others)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)])
 
 
 def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
@@ -319,8 +318,8 @@ def main(argv: list[str] | None = None) -> list[Record]:
         download_trec(folder)
     model_dir = arguments.model_dir
     if not model_dir.exists():
-        example.download_model(model_dir)
-    data = example.load_data(folder, model_dir)
+        minilm.download_model(model_dir)
+    data = minilm.load_data(folder, model_dir)
     of_all = (arguments.updates / task, data, model_dir, arguments.every)
     result: list[Record] = []
     runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)

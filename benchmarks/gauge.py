@@ -1,13 +1,13 @@
-"""When and where momentum pays: the gauge of each layer, on three tasks.
+"""When momentum pays: the gauge over a run, on three tasks.
 
     python benchmarks/gauge.py --data-dir DIR
 
 Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560
 images of CIFAR-10 (those of low_precision.py, with Keras' SGD+M as SPA, β = 0.9), and
 nanoGPT on a text (that of language_model.py, with `spa_adamw`), each with a warm-up and
-a cosine. Prints gain over noise level and alignment of each layer, in the first
-twentieth of the steps, in the middle and in the last tenth: above 1 momentum pays
-there. With --json runs in OUT are not repeated.
+a cosine. Prints gain over noise level and alignment in the first twentieth of the
+steps, in the middle and in the last tenth: above 1 momentum pays there. With --json
+runs in OUT are not repeated.
 """
 
 import argparse
@@ -23,54 +23,49 @@ import language_model
 import low_precision
 import nanogpt
 import numpy as np
+import optax
 
 from spa_optax import spa, spa_adamw
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 TASKS = {"digits": 0.3, "images": 0.1, "text": 0.004}  # with the rate η
 PHASES = {"early": (0.0, 0.05), "middle": (0.3, 0.6), "late": (0.9, 1.0)}
+DECAY = 0.98  # the gauge averages 50 steps
+Tx = optax.GradientTransformation
 
 
-def layer_of(params: Any) -> Any:
-    """The label of each array: its layer in Flax, and in nanoGPT its name."""
+def gauged_adamw(rate: optax.Schedule, key: jax.Array) -> Tx:
+    del key
+    return track_momentum(spa_adamw(rate, 0.2, **language_model.recipe), DECAY)
 
-    def label(path: Any, _: Any) -> str:
-        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        return ".".join(names if names[0] in nanogpt.NAMES else names[:-1])
 
-    return jax.tree_util.tree_map_with_path(label, params)
+def gauged_spa(alpha: optax.Schedule, beta: float, key: jax.Array) -> Tx:
+    """Keras' SGD with momentum, η = α/(1 − β)."""
+    del key
+    return track_momentum(spa(lambda k: alpha(k) / (1 - beta), 1 - beta), DECAY)
 
 
 def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The final loss, and reports at every tenth step, by layer and of the whole."""
-    reports: dict[str, list[list[float]]] = {}
-    read = jax.jit(
-        lambda s: {**momentum_report(s, by_label=True), "all": momentum_report(s)}
-    )
+    """The final loss, and the count and the report of every tenth step."""
+    reports: list[list[float]] = []
+    report_of = jax.jit(momentum_report)
 
     def watch(count: int, state: Any) -> None:
         if count % 10 == 0:
-            for label, report in jax.device_get(read(state)).items():
-                reports.setdefault(label, []).append([count, *map(float, report)])
+            report = jax.device_get(report_of(state))
+            reports.append([count, *map(float, report)])
 
-    gauged = functools.partial(track_momentum, decay=0.9, every=5, per_leaf=layer_of)
+    rate = TASKS[task]
     if task == "text":
-        make = lambda rate, key: gauged(spa_adamw(rate, 0.2, **language_model.recipe))
-        row, texts = (
-            language_model.Row(TASKS[task], make),
-            nanogpt.read(arguments.data_dir),
-        )
-        run = language_model.train(
-            row, TASKS[task], arguments.steps, seed, texts, watch
-        )
+        row = language_model.Row(rate, gauged_adamw)
+        texts = nanogpt.read(arguments.data_dir)
+        run = language_model.train(row, rate, arguments.steps, seed, texts, watch)
         loss = language_model.best(run)
     else:
         of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)
-        eta = lambda alpha, beta: lambda k: alpha(k) / (1 - beta)
-        make_spa = lambda alpha, beta, key: gauged(spa(eta(alpha, beta), 1 - beta))
-        scheme = low_precision.Scheme(jnp.float32, make_spa)
-        run = low_precision.make_train(of_task, scheme, 0.9, "cosine", watch)
-        loss = run(TASKS[task], seed)["loss"]
+        scheme = low_precision.Scheme(jnp.float32, gauged_spa)
+        train = low_precision.make_train(of_task, scheme, 0.9, "cosine", watch)
+        loss = train(rate, seed)["loss"]
     return {"loss": loss, "reports": reports}
 
 
@@ -88,15 +83,12 @@ def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for task, records in runs.items():
-        for label in records[0]["reports"]:
-            rows.append([task, label])
-            for phase in PHASES:
-                found = [ratios(record["reports"][label], phase) for record in records]
-                gain, cosine = (
-                    statistics.mean(values) for values in zip(*found, strict=True)
-                )
-                rows[-1].append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
-    return common.markdown(["task", "layer", *PHASES], rows)
+        rows.append([task])
+        for phase in PHASES:
+            found = [ratios(record["reports"], phase) for record in records]
+            gain, cosine = map(statistics.mean, zip(*found, strict=True))
+            rows[-1].append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
+    return common.markdown(["task", *PHASES], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -114,14 +106,12 @@ def main(argv: list[str] | None = None) -> str:
     )
     arguments = common.parse(parser, argv, "seeds", "epochs", "steps")
     records = common.Records(arguments.json, ("task", "seed", "epochs", "steps"))
-    of = lambda task, seed: (task, seed, arguments.epochs, arguments.steps)
-    run = lambda task, seed: records.get(
-        of(task, seed), lambda: measure(task, seed, arguments)
-    )
-    runs = {
-        task: [run(task, seed) for seed in range(arguments.seeds)]
-        for task in arguments.task
-    }
+    runs: dict[str, list[dict[str, Any]]] = {task: [] for task in arguments.task}
+    for task, of_task in runs.items():
+        for seed in range(arguments.seeds):
+            run = functools.partial(measure, task, seed, arguments)
+            key = (task, seed, arguments.epochs, arguments.steps)
+            of_task.append(records.get(key, run))
     count = common.command_line.count(arguments.seeds, "seed")
     print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
     return text

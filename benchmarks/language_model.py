@@ -118,14 +118,19 @@ def muon_in_8_bits(
 def with_z(
     dtype: Any, average: Any = OF_ADAM, rate: Any = 4e-3, make: Any = factored_adamw
 ) -> Row:
-    of_z = lambda rate, key, *c: make(rate, *c, state_dtype=dtype, rounding_key=key)
-    return Row(rate, of_z, BF16, average)
+    def make_tx(rate: optax.Schedule, key: jax.Array, *average: float) -> Tx:
+        return make(rate, *average, state_dtype=dtype, rounding_key=key)
+
+    return Row(rate, make_tx, BF16, average)
 
 
 def ema_nesterov_muon(rate: optax.Schedule, key: jax.Array) -> Tx:
     """With the settings of the record at 124M params, for runs of nanogpt.STEPS."""
-    is_on = lambda k: (k >= 0.16 * nanogpt.STEPS) & (k < 0.76 * nanogpt.STEPS)
-    beta = lambda k: jnp.where(is_on(k), 0.6 * rate(k) / rate(nanogpt.WARM_UP), 0.0)
+
+    def beta(k: Any) -> jax.Array:
+        is_on = (k >= 0.16 * nanogpt.STEPS) & (k < 0.76 * nanogpt.STEPS)
+        return jnp.where(is_on, 0.6 * rate(k) / rate(nanogpt.WARM_UP), 0.0)
+
     eta, *averaging = ema_nesterov_schedules(0.99, beta, nanogpt.STEPS)
     return primal_averaging(
         optax.chain(muon(rate), optax.scale_by_schedule(eta)), *averaging
@@ -212,7 +217,9 @@ def make_steps(
     clip = in_float32(optax.clip_by_global_norm(nanogpt.CLIP))
     tx = optax.chain(clip, row.make(schedule, key, *row.average))
     mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
-    loss = lambda params, *batch: nanogpt.losses(params, *batch).mean()
+
+    def loss(params: Any, *batch: jax.Array) -> jax.Array:
+        return nanogpt.losses(params, *batch).mean()
 
     def start(params: Any) -> Any:
         e = jax.tree.map(jnp.copy, optax.tree.cast(params, row.ema_dtype or row.dtype))
@@ -225,8 +232,10 @@ def make_steps(
         value, grads = jax.value_and_grad(loss)(params, *batch)
         params, state = common.update(tx, grads, params, state)
         c = jnp.maximum(1 - EMA, 1 / (k + 1))
-        towards = lambda x, e: c * (x.astype(F32) - e.astype(F32))
-        change, of_mean = mean.update(jax.tree.map(towards, params, e), of_mean, e)
+        change = jax.tree.map(
+            lambda x, e: c * (x.astype(F32) - e.astype(F32)), params, e
+        )
+        change, of_mean = mean.update(change, of_mean, e)
         return (params, state, optax.apply_updates(e, change), of_mean), value
 
     return start, step
@@ -254,8 +263,11 @@ def train(
 
     @jax.jit
     def mean_loss(params: Any, batches: Any) -> jax.Array:
-        of = lambda batch: (nanogpt.losses(params, *batch[:2]) * batch[2]).sum()
-        return jax.lax.map(of, batches).sum() / batches[2].sum()
+        def total(batch: Any) -> jax.Array:
+            inputs, labels, counts = batch
+            return (nanogpt.losses(params, inputs, labels) * counts).sum()
+
+        return jax.lax.map(total, batches).sum() / batches[2].sum()
 
     def validate(carry: Any, every: int) -> list[float | None]:
         params, state, e, _ = carry
@@ -273,15 +285,17 @@ def train(
             curve.append([k + 1, *validate(carry, 1 if is_last else 8)])
             if curve[-1][1] is None:
                 break
-    size = lambda tree: (
-        sum(x.nbytes for x in jax.tree.leaves(tree)) / optax.tree.size(carry[0])
-    )
-    result: Record = {
-        "bytes": size(carry[:2]),
-        "of EMA": size(carry[2]),
+    params, state, e, _ = carry
+    return {
+        "bytes": num_bytes((params, state)) / optax.tree.size(params),
+        "of EMA": num_bytes(e) / optax.tree.size(params),
         "curve": curve,
+        "seconds": round(time.perf_counter() - begin),
     }
-    return result | {"seconds": round(time.perf_counter() - begin)}
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def best(record: Record, validation: int = -1) -> float:
@@ -324,25 +338,32 @@ def steps_to(runs: list[Record], others: list[Record]) -> str:
     return f"{statistics.mean(at):,.0f}" if at and all(at) else ""
 
 
+def mean_of(losses: tuple[float | None, ...]) -> str:
+    """A dash if one was not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return f"{statistics.mean(known):.4f}" if len(known) == len(losses) else "–"
+
+
 def table(records: list[Record]) -> str:
     """Mean losses in the end."""
     cells: dict[tuple[str, float, tuple[float, ...]], list[Record]] = defaultdict(list)
-    order = lambda r: (list(ROWS).index(r["optimizer"]), r["average"], r["rate"])
+
+    def order(record: Record) -> Any:
+        place = list(ROWS).index(record["optimizer"])
+        return place, record["average"], record["rate"]
+
     for record in sorted(records, key=order):
         cells[record["optimizer"], record["rate"], tuple(record["average"])].append(
             record
         )
     rows = []
     for (name, rate, average), runs in cells.items():
-        num_bytes, of_ema = runs[0]["bytes"], runs[0]["of EMA"]
+        of_run, of_ema = runs[0]["bytes"], runs[0]["of EMA"]
         ends = zip(*(record["curve"][-1][1:] for record in runs), strict=True)
-        mean = lambda losses: (
-            "–" if None in losses else f"{statistics.mean(losses):.4f}"
-        )
-        weights, ema, *x = map(mean, ends)
+        weights, ema, *x = map(mean_of, ends)
         settings = ", ".join(f"{value:g}" for value in (rate, *average))
-        row = [name, f"{num_bytes:.1f}", settings, str(len(runs)), weights]
-        row += [f"{ema} ({num_bytes + of_ema:.1f})", *(x or [""])]
+        row = [name, f"{of_run:.1f}", settings, str(len(runs)), weights]
+        row += [f"{ema} ({of_run + of_ema:.1f})", *(x or [""])]
         rows.append(
             [*row, *(of(runs, cells.get(PEER, [])) for of in (minus, steps_to))]
         )

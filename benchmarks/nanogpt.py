@@ -39,7 +39,10 @@ NAMES = ("wte", "wpe", "h", "ln_f")  # of the params, at their root
 def init(key: jax.Array, sizes: Sizes = SIZES) -> dict[str, Any]:
     """GPT-2's initial params, by nanoGPT's names; matrices are (inputs, outputs)."""
     keys = iter(jax.random.split(key, 2 + 4 * sizes.layers))
-    normal = lambda *shape, std=0.02: std * jax.random.normal(next(keys), shape)
+
+    def normal(*shape: int, std: float = 0.02) -> jax.Array:
+        return std * jax.random.normal(next(keys), shape)
+
     d, ones = sizes.width, jnp.ones(sizes.width)
     std = 0.02 / math.sqrt(2 * sizes.layers)  # of what is added to the residual stream
 
@@ -77,8 +80,8 @@ def losses(
     params: Any, inputs: jax.Array, labels: jax.Array, sizes: Sizes = SIZES
 ) -> jax.Array:
     """The cross-entropy of each label in nats, computed in float32."""
-    of = logits(optax.tree.cast(params, jnp.float32), inputs, sizes.heads)
-    return optax.softmax_cross_entropy_with_integer_labels(of, labels)
+    scores = logits(optax.tree.cast(params, jnp.float32), inputs, sizes.heads)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
 
 
 def read(folder: Path) -> tuple[np.ndarray, ...]:
@@ -108,8 +111,8 @@ def windows(
     """
     count = len(text) - 1
     pad = -count % (sizes.length * size)
-    cut = lambda x: np.pad(x, (0, pad)).reshape(-1, size, sizes.length)
-    return cut(text[:-1]), cut(text[1:]), cut(np.ones(count, np.float32))
+    columns = text[:-1], text[1:], np.ones(count, np.float32)
+    return tuple(np.pad(x, (0, pad)).reshape(-1, size, sizes.length) for x in columns)
 
 
 def schedule(peak: float, num_steps: int = STEPS, floor: float = 0.1) -> optax.Schedule:

@@ -28,9 +28,9 @@ def read(name: str) -> list[Record]:
 
 def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
     """By one field or more, in the order in which their values come."""
-    of = operator.itemgetter(*keys)
-    values = dict.fromkeys(map(of, records))
-    return {value: [r for r in records if of(r) == value] for value in values}
+    value_of = operator.itemgetter(*keys)
+    values = dict.fromkeys(map(value_of, records))
+    return {value: [r for r in records if value_of(r) == value] for value in values}
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
@@ -104,12 +104,12 @@ def pages() -> dict[str, str]:
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
     }
-    join = lambda of_page: "\n\n".join(
-        f"## {title}\n\n{text}" for title, text in of_page
-    )
-    source = f"Written by `{SOURCE}`."
-    page = lambda name: f"# Results: {name}\n\n{source}\n\n{join(sections[name])}\n"
-    return {name: page(name) for name in sections}
+    result = {}
+    for name, of_page in sections.items():
+        parts = [f"# Results: {name}", f"Written by `{SOURCE}`."]
+        parts += [f"## {title}\n\n{text}" for title, text in of_page]
+        result[name] = "\n\n".join(parts) + "\n"
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:

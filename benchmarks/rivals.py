@@ -63,31 +63,45 @@ def decode(codec: Codec, stored: Codes) -> jax.Array:
 
 def dynamic(signed: bool) -> Codec:
     """256 values: the smaller a number, the fewer digits it has."""
-    ends = lambda i: np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
-    means = [10.0 ** (i - 6) * (ends(i)[:-1] + ends(i)[1:]) / 2 for i in range(7)]
+    means = []
+    for i in range(7):
+        ends = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
+        means.append(10.0 ** (i - 6) * (ends[:-1] + ends[1:]) / 2)
     positive = np.concatenate(means)
     table = np.sort(np.concatenate([positive, -positive if signed else [], [0, 1]]))
     # Of NumPy, since an array of JAX would choose the platform before the command line
     # does.
     middles = ((table[:-1] + table[1:]) / 2).astype(np.float32)
-    code = lambda x: jnp.searchsorted(middles, x).astype(jnp.uint8)
-    return Codec(256, code, lambda codes: jnp.asarray(table, F32)[codes])
+    return Codec(
+        256,
+        lambda x: jnp.searchsorted(middles, x).astype(jnp.uint8),
+        lambda codes: jnp.asarray(table, F32)[codes],
+    )
 
 
-to = lambda dtype: lambda x: jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
+def to_integers(x: jax.Array, dtype: Any = jnp.int8) -> jax.Array:
+    """From [−1, 1], with steps of equal size."""
+    return jnp.round(jnp.iinfo(dtype).max * x).astype(dtype)
+
+
 # From a field of Optax's states to how it is stored. m is companded by y = 2 x / (1 +
 # |x|).
 DYNAMIC = {"mu": dynamic(True), "nu": dynamic(False)}
-LINEAR = {"mu": Codec(2_048, to(jnp.int8), lambda codes: codes / 127)}
+LINEAR = {"mu": Codec(2_048, to_integers, lambda codes: codes / 127)}
 COMPANDED = {
     "mu": Codec(
         32,
-        lambda x: to(jnp.int8)(2 * x / (1 + jnp.abs(x))),
-        lambda codes: (y := codes / 127) / (2 - jnp.abs(y)),
+        lambda x: to_integers(2 * x / (1 + jnp.abs(x))),
+        lambda codes: codes / 127 / (2 - jnp.abs(codes / 127)),
         scale_dtype=jnp.float16,
     ),
     "nu": Codec(
-        32, to(jnp.uint8), lambda codes: codes / 255, jnp.sqrt, jnp.square, jnp.float16
+        32,
+        lambda x: to_integers(x, jnp.uint8),
+        lambda codes: codes / 255,
+        jnp.sqrt,
+        jnp.square,
+        jnp.float16,
     ),
 }
 
@@ -105,8 +119,9 @@ def in_codes(base: Tx, codecs: dict[str, Codec]) -> Tx:
             size = x.codes.size if isinstance(x, Codes) else x.size
             return function(codecs[names[-1]], x) if names and size >= SMALLEST else x
 
-        is_codes = lambda node: isinstance(node, Codes)
-        return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=is_codes)
+        return jax.tree_util.tree_map_with_path(
+            leaf, state, is_leaf=lambda node: isinstance(node, Codes)
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         updates, state = base.update(updates, map_fields(decode, state), params)
@@ -133,21 +148,26 @@ def with_low_half(base: Tx, dtype: Any = jnp.int16) -> Tx:
     of those.
     """
     unit = 1 if dtype == jnp.int16 else 2**15 / 127
-    pack = lambda x: jnp.round(split(x)[1] / unit).astype(dtype)
-    unpack = lambda low: jnp.round(low * unit).astype(jnp.int32)
+
+    def low_half(x: jax.Array) -> jax.Array:
+        return jnp.round(split(x)[1] / unit).astype(dtype)
+
+    def whole(high: jax.Array, low: jax.Array) -> jax.Array:
+        return join(high, jnp.round(low * unit).astype(jnp.int32))
+
+    def change(x: jax.Array, old: jax.Array) -> jax.Array:
+        """Exact in float32, unless one of the two bfloat16 numbers is tiny."""
+        return split(x)[0].astype(F32) - old.astype(F32)
 
     def init(params: Any) -> Any:
         x = optax.tree.cast(params, F32)
-        return base.init(x), jax.tree.map(pack, x)
+        return base.init(x), jax.tree.map(low_half, x)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         of_base, low = state
-        x = jax.tree.map(lambda high, low: join(high, unpack(low)), params, low)
+        x = jax.tree.map(whole, params, low)
         x, of_base = common.update(base, optax.tree.cast(updates, F32), x, of_base)
-        # In float32 the difference of two bfloat16 numbers is exact, unless one is
-        # tiny.
-        change = lambda x, old: split(x)[0].astype(F32) - old.astype(F32)
         u = jax.tree.map(change, x, params)
-        return u, (of_base, jax.tree.map(pack, x))
+        return u, (of_base, jax.tree.map(low_half, x))
 
     return Tx(init, update)

@@ -64,12 +64,11 @@ def optimizers(peak: float, num_steps: int, seed: int) -> dict[str, Any]:
     """The dtype of the params and an optimizer, which is warmed up, and decays
     linearly.
     """
-    rate = lambda k: peak * jnp.minimum(10 * k / num_steps, (1 - k / num_steps) / 0.9)
+
+    def rate(k: Any) -> jax.Array:
+        return peak * jnp.minimum(10 * k / num_steps, (1 - k / num_steps) / 0.9)
+
     bf16, key = jnp.bfloat16, jax.random.key(seed)
-    is_matrix = lambda path, _: (
-        path[-1].key in ("kernel", "embedding")
-    )  # biases are stacked
-    matrices = partial(jax.tree_util.tree_map_with_path, is_matrix)
     decay: Any = {"weight_decay": 0.01, "mask": matrices}
     adamw = partial(optax.adamw, rate, **decay)
     averaged = partial(
@@ -87,7 +86,14 @@ def optimizers(peak: float, num_steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------------
+def matrices(params: Any) -> Any:
+    """Which params decay. Biases are stacked, and so have two axes as well."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("kernel", "embedding"), params
+    )
+
+
+# --------------------------------------------------------------------------------------
 # network and files
 
 
@@ -111,8 +117,10 @@ class Layer(nnx.Module):
         """From (n, length, width) to the same; the mask (n, length) is True for
         tokens.
         """
-        in_heads = lambda linear: linear(x).reshape(*x.shape[:2], self.heads, -1)
-        q, k, v = map(in_heads, (self.query, self.key, self.value))
+        q, k, v = (
+            linear(x).reshape(*x.shape[:2], self.heads, -1)
+            for linear in (self.query, self.key, self.value)
+        )
         attended = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None])
         x = self.norm_1(x + self.join(attended.reshape(x.shape)))
         return self.norm_2(x + self.narrow(nnx.gelu(self.widen(x), approximate=False)))
@@ -152,7 +160,10 @@ class Classifier(nnx.Module):
         x = self.words(tokens) + self.places(jnp.arange(tokens.shape[1]))
         x, mask = self.norm(x + self.types(jnp.zeros_like(tokens))), tokens > 0
         graphdef, params = nnx.split(self.layers)
-        layer = lambda x, params: (nnx.merge(graphdef, params)(x, mask), None)
+
+        def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graphdef, params)(x, mask), None
+
         x, _ = jax.lax.scan(layer, x, params)
         return self.head(jnp.mean(x, 1, where=mask[..., None]))
 
@@ -183,8 +194,9 @@ def load_model(folder: Path, seed: int, num_classes: int = 2) -> tuple[Any, Any]
     layer.
     """
     config = json.loads((folder / "config.json").read_text())
-    make = lambda: Classifier(config, num_classes, nnx.Rngs(0))
-    graphdef, shapes = nnx.split(nnx.eval_shape(make))
+    graphdef, shapes = nnx.split(
+        nnx.eval_shape(lambda: Classifier(config, num_classes, nnx.Rngs(0)))
+    )
     last = 0.02 * jax.random.normal(
         jax.random.key(seed), (num_classes, config["hidden_size"])
     )

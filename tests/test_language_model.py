@@ -1,7 +1,6 @@
 """examples/language_model.py: its text, its network, every optimizer, stopped runs, the
 command."""
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_scripts import load_example
 from flax import nnx
 
-# The benchmark has that name, too.
-PATH = Path(__file__).parent.parent / "examples/language_model.py"
-spec: Any = importlib.util.spec_from_file_location("example_language_model", PATH)
-language_model: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(language_model)
-
-
+language_model = load_example("language_model")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -82,7 +76,10 @@ def test_it_is_evaluated_at_x(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If x were 0, all characters would be equally likely."""
-    zeros = lambda opt_state, params: jax.tree.map(jnp.zeros_like, params)
+
+    def zeros(opt_state: Any, params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params)
+
     monkeypatch.setattr(language_model.spa_optax, "eval_params", zeros)
     (row,) = run(text, tmp_path / "out", "--steps", "1")
     assert row["validation loss"] == pytest.approx(math.log(4))

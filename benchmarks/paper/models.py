@@ -80,10 +80,11 @@ class Bottleneck(nnx.Module):
             *(conv(width, width, 3, strides), norm(width), nnx.relu),
             *(conv(width, 4 * width, 1, 1), norm(4 * width)),
         )
-        self.shortcut = None
         if strides != 1 or width_in != 4 * width:
             projection = conv(width_in, 4 * width, 1, strides)
             self.shortcut = nnx.Sequential(projection, norm(4 * width))
+        else:
+            self.shortcut = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(b, h, w, width_in) to (b, h / strides, w / strides, 4 width)."""
