@@ -65,11 +65,10 @@ def indices(content: str) -> str:
         r"(?<![\w.])([a-zA-ZΑ-ω])_(?:\{([^{}]+)\}|([a-z0-9])(?![a-zA-Z0-9_]))"
     )
     parts = re.split(r"(<span\b.*?</span>|<[^>]*>)", content, flags=re.DOTALL)
-    lower = lambda m: f"{m[1]}<sub>{m[2] or m[3]}</sub>"
-    shown = lambda text: re.sub(
-        r"\^\{([^{}]+)\}", r"<sup>\1</sup>", index.sub(lower, text)
-    )
-    return "".join(part if i % 2 else shown(part) for i, part in enumerate(parts))
+    for i in range(0, len(parts), 2):  # the texts between spans and tags
+        text = index.sub(lambda m: f"{m[1]}<sub>{m[2] or m[3]}</sub>", parts[i])
+        parts[i] = re.sub(r"\^\{([^{}]+)\}", r"<sup>\1</sup>", text)
+    return "".join(parts)
 
 
 def mathml(content: str) -> str:
@@ -77,7 +76,9 @@ def mathml(content: str) -> str:
     script.
     """
     block = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
-    equation = lambda m: convert(html.unescape(m[1]), display="block")
-    return block.sub(
-        lambda m: f'<div style="overflow-x: auto">{equation(m)}</div>', content
-    )
+
+    def equation(match: re.Match[str]) -> str:
+        text = convert(html.unescape(match[1]), display="block")
+        return f'<div style="overflow-x: auto">{text}</div>'
+
+    return block.sub(equation, content)

@@ -56,11 +56,12 @@ BLOCKS = (
 
 
 def optimizers(num_steps: int) -> dict[str, optax.GradientTransformation]:
-    knots, heights = (
-        num_steps * jnp.array([0.0, WARMUP, 1.0]),
-        jnp.array([0.0, 1.0, 0.0]),
-    )
-    rate = lambda peak: lambda count: peak * jnp.interp(count, knots, heights)
+    knots = num_steps * jnp.array([0.0, WARMUP, 1.0])
+    heights = jnp.array([0.0, 1.0, 0.0])
+
+    def rate(peak: float) -> optax.Schedule:
+        return lambda count: peak * jnp.interp(count, knots, heights)
+
     stages = sorted({math.ceil(part * num_steps) for part in (0.5, 0.75)})
     decay = optax.add_decayed_weights(1e-3)  # a part of the gradient: it goes before
     return {
@@ -107,12 +108,17 @@ def load_cifar10(folder: Path) -> Data:
     return Data(*arrays)
 
 
+def fits(images: np.ndarray, labels: np.ndarray) -> bool:
+    """Whether dtypes and shapes are those of `Data`."""
+    n = len(images)
+    shapes = images.shape == (n, 32, 32, 3) and labels.shape == (n,)
+    return shapes and images.dtype == np.uint8 and labels.dtype.kind in "iu"
+
+
 def load_npz(path: Path) -> Data:
     with np.load(path) as arrays:
         data = Data(**{name: arrays[name] for name in Data._fields})
-    of = lambda x, y: (x.dtype == np.uint8, y.dtype.kind in "iu", x.shape, y.shape)
-    right = lambda n: (True, True, (n, 32, 32, 3), (n,))
-    fit = all(of(x, y) == right(len(x)) for x, y in (data[:2], data[2:]))
+    fit = all(fits(x, y) for x, y in (data[:2], data[2:]))
     labels = data.y_train
     if not (fit and BATCH <= len(labels) > labels.max() >= labels.min() >= 0):
         got = ", ".join(

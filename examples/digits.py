@@ -34,18 +34,13 @@ ETA, C = ALPHA / (1 - BETA), 1 - BETA  # the same, as SPA
 
 def optimizers(num_steps: int) -> dict[str, tuple[optax.GradientTransformation, Any]]:
     """Each with the dtype in which the params are kept."""
-    warmup_cosine = lambda peak: optax.warmup_cosine_decay_schedule(
-        0.0, peak, num_steps // 10, num_steps
+    alpha, eta = (
+        optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps)
+        for peak in (ALPHA, ETA)
     )
-    alpha, eta, f32, bf16 = (
-        warmup_cosine(ALPHA),
-        warmup_cosine(ETA),
-        jnp.float32,
-        jnp.bfloat16,
-    )
-    key = jax.random.key(
-        0
-    )  # to round stochastically; seeds side by side share its bits
+    f32, bf16 = jnp.float32, jnp.bfloat16
+    # to round stochastically; seeds side by side share its bits
+    key = jax.random.key(0)
     return {
         "optax.sgd": (optax.sgd(alpha, momentum=BETA), f32),
         "spa_from_sgdm": (spa_from_sgdm(alpha, momentum=BETA), f32),

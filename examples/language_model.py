@@ -57,19 +57,19 @@ def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransform
     as well.
     """
     key, bf16 = jax.random.key(SEED), jnp.bfloat16
-    rate = lambda peak: optax.warmup_cosine_decay_schedule(
-        peak / WARM_UP,
-        peak,
-        min(WARM_UP, num_steps // 2),
-        num_steps,
-        end_value=peak / 10,
-    )
     recipe: dict[str, Any] = {"b2": 0.99, "weight_decay": 0.1, "mask": is_matrix}
-    gauge = functools.partial(
-        track_momentum, decay=0.95, every=max(1, num_steps // 500)
-    )
+
+    def rate(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            peak / WARM_UP,
+            peak,
+            min(WARM_UP, num_steps // 2),
+            num_steps,
+            end_value=peak / 10,
+        )
+
     return {
-        "spa_adamw": lambda: gauge(  # 4 bytes: params and z
+        "spa_adamw": lambda: track_momentum(  # 4 bytes: params and z
             spa_optax.spa_adamw(
                 rate(0.004),
                 averaging=0.05,
@@ -80,14 +80,11 @@ def optimizers(num_steps: int) -> dict[str, Callable[[], optax.GradientTransform
                 **recipe,
             )
         ),
-        "adamw": lambda: gauge(  # 8 bytes: params, m, and ν in float32
-            spa_optax.stochastic_rounding(
-                optax.adamw(rate(0.004), b1=0.9, mu_dtype=bf16, **recipe), key
-            ),
-            averaging=1 - 0.9,
-            b2=0.99,
+        # 8 bytes: params, m, and ν in float32. The gauge measures z, and there is none.
+        "adamw": lambda: spa_optax.stochastic_rounding(
+            optax.adamw(rate(0.004), b1=0.9, mu_dtype=bf16, **recipe), key
         ),
-        # 4 bytes: params and m. The gauge does not know Muon's momentum.
+        # 4 bytes: params and m.
         "muon": lambda: spa_optax.stochastic_rounding(muon(rate(0.008)), key),
     }
 
@@ -102,11 +99,15 @@ def muon(rate: optax.Schedule) -> optax.GradientTransformation:
     newer.
     """
     dimensions = optax.contrib.MuonDimensionNumbers
-    numbers = lambda path, _: dimensions() if path[-1].key == "kernel" else None
-    kernels = functools.partial(jax.tree_util.tree_map_with_path, numbers)
+
+    def numbers(path: Any, _: Any) -> Any:
+        return dimensions() if path[-1].key == "kernel" else None
+
     options = {
         "consistent_rms": 0.2,
-        "muon_weight_dimension_numbers": kernels,
+        "muon_weight_dimension_numbers": functools.partial(
+            jax.tree_util.tree_map_with_path, numbers
+        ),
         "adam_b2": 0.99,
     }
     return optax.contrib.muon(rate, weight_decay=0.1, mu_dtype=jnp.bfloat16, **options)

@@ -139,7 +139,10 @@ def in_chunks(function: Any, chunk: int, *arrays: jax.Array) -> Any:
     """
     b, length = arrays[0].shape[:2]
     chunk = math.gcd(chunk, length)
-    split = lambda x: x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(b, length // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
     return jax.lax.map(
         lambda xs: jax.checkpoint(function)(*xs), tuple(map(split, arrays))
     )
@@ -157,11 +160,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def layer(x: jax.Array, w: dict[str, jax.Array], head: int) -> jax.Array:
     """From (batch, length, width) to the same, with heads of that size."""
-    heads = lambda x: x.reshape(*x.shape[:2], -1, head)
     h = rms_norm(x, w["attention_norm"])
-    h = attention(
-        rotated(heads(h @ w["q"])), rotated(heads(h @ w["k"])), heads(h @ w["v"])
+    q, k, v = (
+        (h @ w[name]).reshape(*x.shape[:2], -1, head) for name in ("q", "k", "v")
     )
+    h = attention(rotated(q), rotated(k), v)
     x += h.reshape(*x.shape[:2], -1) @ w["o"]
     h = rms_norm(x, w["norm"])
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
@@ -243,8 +246,12 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
             dx, g = jax.vjp(layer, x, w)[1](dy)
             u, of_tx = make_tx(i).update(g, of_tx, w)
             new = optax.apply_updates(w, u), of_tx
-            put = lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0)
-            return (dx, jax.tree.map(put, stacked, new)), None
+            stacked = jax.tree.map(
+                lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0),
+                stacked,
+                new,
+            )
+            return (dx, stacked), None
 
         carry, places = (dy, (layers, state)), jnp.arange(num_layers(layers))
         (dx, (layers, state)), _ = jax.lax.scan(
@@ -305,8 +312,9 @@ def start(model: Model) -> Any:
     """Params in bfloat16: normal, scaled by the number of inputs; scales of norms are
     1.
     """
-    is_shape = lambda node: isinstance(node, tuple)
-    leaves, structure = jax.tree.flatten(shapes(model), is_leaf=is_shape)
+    leaves, structure = jax.tree.flatten(
+        shapes(model), is_leaf=lambda node: isinstance(node, tuple)
+    )
     vectors = {shapes(model)["layers"]["norm"], (model.width,)}
 
     def leaf(i: int, shape: tuple[int, ...]) -> jax.Array:
@@ -349,6 +357,10 @@ def batch(
     return part[:, :-1], part[:, 1:]
 
 
+def embed(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    return embedding[tokens]
+
+
 def train(options: argparse.Namespace) -> float:
     """Trains, and returns the validation loss."""
     model = MODELS[options.model]
@@ -356,7 +368,6 @@ def train(options: argparse.Namespace) -> float:
         0.0, options.rate, options.steps // 10, options.steps
     )
     of_layer = functools.partial(layer, head=model.head)
-    embed = lambda embedding, tokens: embedding[tokens]
     make_tx = optimizers(rate)[options.optimizer]
     trainer = make_trainer(model.layers, embed, of_layer, cross_entropy, make_tx)
 
