@@ -236,21 +236,10 @@ def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def check_not_cast(name: str, z: PyTree, params: PyTree) -> None:
-    """Raises ValueError if z itself was cast to 16 bits, or z became real or
-    complex.
-    """
-    holds_itself = codec_of(z) is ITSELF
-    params_by_path = by_path(params)
-    for path, leaf in by_path(tree_of(z)).items():
-        y = params_by_path.get(path, leaf)
-        if not is_trained(y):
-            continue
-        is_narrow = holds_itself and leaf.dtype.itemsize <= 2
-        if is_narrow or jnp.iscomplexobj(leaf) != jnp.iscomplexobj(y):
-            raise ValueError(
-                f"`{name}` must hold z in 32 bits or more, and in complex numbers "
-                f"where `params` have them, got {leaf.dtype} at "
-                f"{path or 'its root'}. Use `convert(state, params, "
-                "into=tx.init(params))`."
-            )
+def check_not_cast(name: str, z: PyTree) -> None:
+    """Raises ValueError if z itself was cast to 16 bits."""
+    if codec_of(z) is ITSELF and has_narrow(z):
+        raise ValueError(
+            f"`{name}` must hold z in 32 bits or more, got 16 or fewer. Use "
+            "`convert(state, params, into=tx.init(params))`."
+        )

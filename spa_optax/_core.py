@@ -156,8 +156,13 @@ def _step_arrays(
         return codec.step(jnp.asarray(y), stored, jnp.asarray(g), coefficients, seed)
 
     steps = jax.tree.map(step, params, stored, updates, seeds, is_leaf=trees.is_none)
-    u, stored = trees.unzip(steps, ArrayStep)
-    return u, codec.node(stored)
+    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
+    z = jax.tree.map(lambda step: step.stored, steps, is_leaf=_is_step)
+    return u, codec.node(z)
+
+
+def _is_step(node: Any) -> bool:
+    return isinstance(node, ArrayStep)
 
 
 def _shared_scalars(
@@ -237,7 +242,7 @@ def check_state(name: str, state: Any, params: PyTree | None) -> None:
         raise ValueError("`params` must be passed to `update`, got None")
     check_scalars(name, state)
     trees.check_same_tree(f"{name}.z", tree_of(state.z), "params", params)
-    _codec.check_not_cast(f"{name}.z", state.z, params)
+    _codec.check_not_cast(f"{name}.z", state.z)
 
 
 def check_scalars(name: str, state: Any) -> None:

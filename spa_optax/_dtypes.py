@@ -9,15 +9,10 @@ from jaxtyping import PyTree
 from spa_optax._trees import is_trained, map_trained
 
 
-def is_narrow(x: Any) -> bool:
-    """Whether a leaf is trained and has 16 bits or fewer; not if it is empty."""
-    is_empty = 0 in getattr(x, "shape", ())
-    return is_trained(x) and jnp.result_type(x).itemsize <= 2 and not is_empty
-
-
 def has_narrow(tree: PyTree) -> bool:
-    """Whether a tree has trained leaves of 16 bits or fewer."""
-    return any(map(is_narrow, jax.tree.leaves(tree)))
+    """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
+    trained = filter(is_trained, jax.tree.leaves(tree))
+    return any(jnp.result_type(x).itemsize <= 2 and jnp.size(x) > 0 for x in trained)
 
 
 def scalar_dtype(params: PyTree) -> Any:

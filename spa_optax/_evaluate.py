@@ -150,6 +150,6 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     for tree in params:
         trees.check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:
-        check_not_cast(f"{name}.z", state.z, params[0])
+        check_not_cast(f"{name}.z", state.z)
         check_scalars(name, state)
     return states

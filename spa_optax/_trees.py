@@ -44,18 +44,6 @@ def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
     return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
-def unzip(tree: PyTree, kind: type) -> list[PyTree]:
-    """For each field of a kind of leaf, a NamedTuple, the tree of that field."""
-
-    def is_pair(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    def field_of(name: str) -> PyTree:
-        return jax.tree.map(lambda pair: getattr(pair, name), tree, is_leaf=is_pair)
-
-    return [field_of(name) for name in kind._fields]
-
-
 def scalar_of(value: PyTree) -> Array:
     """A scalar of a state as an array. Flax nnx keeps it in a variable."""
     return jnp.asarray(*jax.tree.leaves(value))
