@@ -1,5 +1,4 @@
-"""The iterates of `spa_from_sgdm` are those of `optax.sgd`: 2,000 steps on real
-digits."""
+"""The iterates of `spa_from_sgdm` are those of `optax.sgd`: 2,000 steps on digits."""
 
 import functools
 import itertools
@@ -38,17 +37,21 @@ from spa_optax import hyperparams_from_sgdm, spa, spa_from_sgdm
 TOLERANCES = {"float64": {1.0: 1e-10}, "float32": {0.95: 4.4e-6, 0.999: 6.4e-5}}
 
 injected = optax.inject_hyperparams(spa_from_sgdm)
-itself = lambda state, params: params
+
+
+def params_of(state: Any, params: Any) -> Any:
+    return params
 
 
 def digits_runs(
     dtype: str, momentum: float | None, nesterov: bool
 ) -> Callable[..., Any]:
-    """SGD+M and SPA side by side: foreseen, injected, short-sighted, and edited
-    halfway.
+    """Runs of SGD+M and SPA, for many schedules at once (schedules, counts).
 
-    For many schedules at once, (s, n) over the counts; `momentum` is a number for the
-    look-ahead over a horizon that follows from it, None for one over the default."""
+    SPA foresees its schedules, has them injected, has a short horizon, or has them
+    edited halfway. With a number `momentum` its horizon follows from it; with None it
+    is the default.
+    """
 
     @optimized
     @jax.vmap
@@ -194,36 +197,39 @@ def test_constants_and_the_keras_form(nesterov: bool) -> None:
 
     That has the rate inside the buffer: v ← β v + α g, x ← x − v, or x − β v − α g.
     """
-    of_spa = lambda eta: spa(eta, 0.1, 0.9 if nesterov else 1.0)
-    alpha = lambda k: 0.05 * jnp.exp(-k.astype(float) / 100)
+    mu_y = 0.9 if nesterov else 1.0
+
+    def alpha(k: Array) -> Array:
+        return 0.05 * jnp.exp(-k.astype(float) / 100)
+
+    rate_inside = optax.chain(
+        optax.scale_by_learning_rate(alpha), optax.trace(0.9, nesterov)
+    )
     with x64():
         for tx, oracle in (
-            (of_spa(0.5), optax.sgd(0.05, 0.9, nesterov)),
-            (
-                of_spa(lambda k: alpha(k) / 0.1),
-                optax.chain(
-                    optax.scale_by_learning_rate(alpha), optax.trace(0.9, nesterov)
-                ),
-            ),
+            (spa(0.5, 0.1, mu_y), optax.sgd(0.05, 0.9, nesterov)),
+            (spa(lambda k: alpha(k) / 0.1, 0.1, mu_y), rate_inside),
         ):
-            x, _ = trajectory(tx, itself, jnp.float64)
+            x, _ = trajectory(tx, params_of, jnp.float64)
             np.testing.assert_allclose(
-                x, trajectory(oracle, itself, jnp.float64)[0], atol=1e-12
+                x, trajectory(oracle, params_of, jnp.float64)[0], atol=1e-12
             )
-        other, _ = trajectory(sgdm(alpha, 0.9, nesterov), itself, jnp.float64)
-    assert (
-        helpers.relative_difference(x[-1], other[-1]) > 1e-2
-    )  # and not the PyTorch form
+        other, _ = trajectory(sgdm(alpha, 0.9, nesterov), params_of, jnp.float64)
+    # And not the PyTorch form.
+    assert helpers.relative_difference(x[-1], other[-1]) > 1e-2
 
 
 def test_foreseen_hyperparameters_leave_z_to_the_gradient() -> None:
     """`spa` with the hyper-parameters looked ahead is `spa_from_sgdm`, z included."""
-    alpha = lambda k: 0.2 * jnp.cos(k.astype(float) / 200) ** 2
-    z_of = lambda state, params: state.z
+
+    def alpha(k: Array) -> Array:
+        return 0.2 * jnp.cos(k.astype(float) / 200) ** 2
+
     with x64():
-        reference, _ = trajectory(sgdm(alpha, 0.9), itself, jnp.float64)
-        x, z = trajectory(spa(*hyperparams_from_sgdm(alpha, 0.9)), z_of, jnp.float64)
-        _, z_from = trajectory(spa_from_sgdm(alpha, 0.9), z_of, jnp.float64)
+        reference, _ = trajectory(sgdm(alpha, 0.9), params_of, jnp.float64)
+        foreseen = spa(*hyperparams_from_sgdm(alpha, 0.9))
+        x, z = trajectory(foreseen, helpers.z_of, jnp.float64)
+        _, z_from = trajectory(spa_from_sgdm(alpha, 0.9), helpers.z_of, jnp.float64)
         # The look-ahead leaves out 1e-8 of w.
         np.testing.assert_allclose(x, reference, rtol=0, atol=1e-8)
         # w is float32 in the state: z differs by that rounding, and x does not.

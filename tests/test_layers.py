@@ -1,5 +1,4 @@
-"""`one_card.update_in_backward` is an ordinary step, without its gradients in
-memory."""
+"""`one_card.update_in_backward` is an ordinary step without its gradients in memory."""
 
 from typing import Any
 
@@ -46,12 +45,15 @@ def place(x: Any, mesh: Mesh) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    return embedding[tokens]
+
+
 def trained(
     make_tx: Any, layer: Any = layer, mesh: Mesh | None = None
 ) -> tuple[Any, Any, Any]:
-    embed = lambda embedding, tokens: embedding[tokens]
     trainer = one_card.make_trainer(
-        MODEL.layers, embed, layer, one_card.cross_entropy, make_tx
+        MODEL.layers, look_up, layer, one_card.cross_entropy, make_tx
     )
     params = start()
     if mesh:
@@ -67,8 +69,10 @@ def trained(
 def trained_ordinarily(make_tx: Any, noise: Any = None) -> tuple[Any, list[float]]:
     """Every layer apart; all gradients, then all updates."""
     whole = start()
-    of_layer = lambda i: jax.tree.map(lambda w: w[i], whole["layers"])
-    params = [*map(of_layer, range(MODEL.layers)), whole["top"], whole["embedding"]]
+    layers = [
+        jax.tree.map(lambda w, i=i: w[i], whole["layers"]) for i in range(MODEL.layers)
+    ]
+    params = [*layers, whole["top"], whole["embedding"]]
     txs = [make_tx(i) for i in range(len(params))]
     if noise:
         txs = [optax.chain(tx, noise) for tx in txs]
@@ -125,8 +129,11 @@ def test_an_ordinary_step(make_tx: Any) -> None:
 
 def test_each_layer_has_a_key_of_its_own() -> None:
     """Layers that are alike get the same gradient, and other bits."""
-    tx = lambda i: stochastic_rounding(optax.sgd(2.0**-9), jax.random.fold_in(KEY, i))
-    model = one_card.update_in_backward(lambda x, w: x + jnp.sum(w), tx)
+
+    def make_tx(i: Any) -> optax.GradientTransformation:
+        return stochastic_rounding(optax.sgd(2.0**-9), jax.random.fold_in(KEY, i))
+
+    model = one_card.update_in_backward(lambda x, w: x + jnp.sum(w), make_tx)
     w = jnp.ones((4, 1000), jnp.bfloat16)
     _, inputs = model.forward(w, jnp.zeros([], jnp.bfloat16))
     new, *_ = model.backward(w, model.init(w), inputs, jnp.ones([], jnp.bfloat16))

@@ -18,7 +18,11 @@ def test_look_ahead_in_the_dtype_of_the_count() -> None:
     # Under x64 an int64 count would have schedules computed in float64 ahead and
     # float32 now, off by 3e-8, and the iterates by as much.
     schedule, dtypes = lenient(optax.cosine_decay_schedule(0.3, 200)), set()
-    spy = lambda count: (dtypes.add(str(count.dtype)), schedule(count))[1]
+
+    def spy(count: jax.Array) -> jax.Array:
+        dtypes.add(str(count.dtype))
+        return schedule(count)
+
     with x64():
         grads = [jnp.array([1.0, -2.0])] * 50
         x, _ = run(spa_from_sgdm(spy, 0.9), jnp.zeros(2), grads)
@@ -56,8 +60,7 @@ def test_without_momentum_c_is_a_half() -> None:
 def test_without_momentum_z_is_the_master_copy(
     momentum: Any, nesterov: bool, options: Any
 ) -> None:
-    """Of params that steps of a sixteenth of an ulp move. Rounding errors u sum up to
-    u/c."""
+    """Steps of a sixteenth of an ulp move the params, with errors of at most ulp/c."""
     tx = spa_from_sgdm(
         1.0, momentum, nesterov, rounding_key=jax.random.key(0), **options
     )
@@ -75,8 +78,7 @@ def test_without_momentum_z_is_the_master_copy(
 
 @pytest.mark.parametrize("end", [0.0, jnp.nan, -0.1])
 def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
-    """But a NaN of the present rate is not hidden. η_0 = α Σ β^j, over the four rates
-    there are."""
+    """η_0 = α Σ β^j, over the four rates there are. A present NaN is not hidden."""
     tx = spa_from_sgdm(lambda k: jnp.where(k < 4, 0.1, end), 0.9)
     _, state = run(tx, jnp.ones(3), [jnp.ones(3)])
     np.testing.assert_allclose(state.eta, 0.1 * (1 + 0.9 + 0.81 + 0.729), rtol=1e-6)
@@ -88,8 +90,7 @@ def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     "nesterov", [slow(False), True], ids=["heavy ball", "nesterov"]
 )
 def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
-    """Meta-learning differentiates through rates: as through `optax.sgd`, both
-    modes."""
+    """Meta-learning differentiates through rates, as through `optax.sgd`."""
 
     def loss(rates: Any, make: Any) -> Any:
         x = jnp.array([1.0, 2.0])
@@ -138,9 +139,13 @@ def test_negative_and_tiny_rates(beta: float, nesterov: bool) -> None:
         np.where(k < 3, 1e-38, 1e-3),
         np.where(k % 2 == 0, 1e-20, 1e-35),
     ]
-    train = lambda make: jax.vmap(
-        lambda rates: run(make(table(rates), beta, nesterov), jnp.ones(2), grads)
-    )(jnp.array(rates, jnp.float32))
+
+    def train(make: Any) -> Any:
+        def train_at(rates: Any) -> Any:
+            return run(make(table(rates), beta, nesterov), jnp.ones(2), grads)
+
+        return jax.vmap(train_at)(jnp.array(rates, jnp.float32))
+
     x, state = train(spa_from_sgdm)
     np.testing.assert_allclose(x, train(optax.sgd)[0], rtol=1e-5)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
@@ -149,8 +154,7 @@ def test_negative_and_tiny_rates(beta: float, nesterov: bool) -> None:
 def test_a_w_of_float64_that_float32_cannot_hold() -> None:
     # After a long way of β near 0 w is positive in float64, and 0 in the state.
     with x64():
-        beta = lambda k: jnp.where(k < 40, 0.05, 0.9)
-        alpha = lambda k: jnp.where(k < 40, 0.0, 0.1)
+        beta, alpha = table([0.05] * 40 + [0.9]), table([0.0] * 40 + [0.1])
         grads = [jnp.array([1.0, -2.0])] * 60
         x, _ = run(spa_from_sgdm(alpha, beta), jnp.ones(2), grads)
         reference, _ = run(sgdm(alpha, beta), jnp.ones(2), grads)
@@ -177,8 +181,11 @@ def test_injected_numbers_that_rise_again(alphas: Any, betas: Any, atol: float) 
 
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
     # With bfloat16 params w follows the rate down: z must still add up steps of 1e-5.
-    rates = lambda k: jnp.where(k < 10, 0.1, 1e-3)
-    gradient = lambda params, k: jnp.full_like(params, jnp.where(k < 10, 0.0, 1e-2))
+    rates = table([0.1] * 10 + [1e-3])
+
+    def gradient(params: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.full_like(params, jnp.where(k < 10, 0.0, 1e-2))
+
     params = jnp.ones(4, jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
         params, _ = trained(injected(rates, 0.9), gradient, params, jnp.arange(2_010))

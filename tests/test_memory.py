@@ -1,5 +1,4 @@
-"""Sharding, collectives and memory of a whole training step, by
-benchmarks/memory.py."""
+"""Sharding, collectives and memory of a whole training step (benchmarks/memory.py)."""
 
 import functools
 import math
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import memory
 import one_card
+import optax
 import pytest
 from test_compiled import for_tpus
 
@@ -23,8 +23,10 @@ TINY = memory.Model(
 
 
 def size(model: memory.Model) -> int:
-    is_shape = lambda node: isinstance(node, tuple)
-    return sum(map(math.prod, jax.tree.leaves(memory.shapes(model), is_leaf=is_shape)))
+    shapes = jax.tree.leaves(
+        memory.shapes(model), is_leaf=lambda node: isinstance(node, tuple)
+    )
+    return sum(map(math.prod, shapes))
 
 
 SIZE = size(TINY)
@@ -33,9 +35,11 @@ OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
 def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Trainer:
-    make_tx = lambda i: spa_adamw(
-        1e-2, rounding_key=jax.random.fold_in(jax.random.key(0), i)
-    )
+
+    def make_tx(i: Any) -> optax.GradientTransformation:
+        key = jax.random.fold_in(jax.random.key(0), i)
+        return spa_adamw(1e-2, rounding_key=key)
+
     mesh = params["embedding"].sharding.mesh
     if kind == "in the backward pass":
         return one_card.make_trainer(
@@ -51,8 +55,7 @@ each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"]
 @pytest.mark.slow
 @each_kind
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
-    """With 20 layers more only their inputs take more; in an ordinary step gradients
-    do."""
+    """20 layers more take memory for inputs, and in an ordinary step for gradients."""
 
     def temporary(num_layers: int) -> tuple[int, int]:
         model = TINY._replace(layers=num_layers, width=1_024, hidden=4_096)

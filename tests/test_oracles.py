@@ -1,9 +1,10 @@
-"""The family against the code of others: torch, Keras, and Schedule-Free by its
-authors.
+"""The family against torch, Keras, and the code of Schedule-Free's authors.
 
-Needs the extra `oracles`; `.ci/run oracles` installs it. In float64, for 200 noisy
-steps."""
+It needs the extra `oracles`, which `.ci/run oracles` installs. Runs are in float64, of
+200 noisy steps.
+"""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def test_torch_sgd(nesterov: bool) -> None:
         optimizer.param_groups[0]["lr"] = ALPHAS[k]
         optimizer.step()
 
-    make = lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=nesterov)
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=nesterov)
     with x64():
         rates = np.append(ALPHAS, np.zeros(3_000))  # as far as the look-ahead sees
         mine = ours(spa_from_sgdm(schedule(rates), 0.9, nesterov))
@@ -76,7 +77,7 @@ def test_keras_sgd(nesterov: bool) -> None:
 
 def authors(name: str, tx: optax.GradientTransformation, **options: Any) -> None:
     """y and x of one of the authors' optimizers are ours."""
-    make = lambda params: getattr(schedulefree, name)(params, **options)
+    make = functools.partial(getattr(schedulefree, name), **options)
     with x64(), jax.numpy_dtype_promotion("standard"):
         steps = torch_steps(make, lambda k, optimizer, param: optimizer.step())
         for (y, state), (expected, theirs) in zip(ours(tx), steps, strict=True):
@@ -118,8 +119,7 @@ def test_schedule_free_adamw(weight_decay: float) -> None:
 
 
 def test_schedule_free_plus() -> None:
-    """With its own steps to begin with, power of the count and annealing; its Polyak
-    rate is 1."""
+    """With its first steps, power of the count and annealing. Its Polyak rate is 1."""
     if not hasattr(schedulefree, "AdamCScheduleFreePlusPaper"):
         pytest.skip("the release of `schedulefree` has no ScheduleFree+")
     steps, start, r, first, last = 120, 30, 1.0, 0.9, 0.965
@@ -132,9 +132,8 @@ def test_schedule_free_plus() -> None:
         optimizer.step_func(float(g.abs().sum() * np.sqrt(np.pi / 2) - beta * apart))
 
     options = {"sf_beta1": first, "sf_beta1_max": last, "sf_beta1_anneal_steps": steps}
-    make = lambda params: schedulefree.AdamCScheduleFreePlusPaper(
-        params, 0.02, r=r, c_warmup=start, **options
-    )
+    plus = schedulefree.AdamCScheduleFreePlusPaper
+    make = functools.partial(plus, lr=0.02, r=r, c_warmup=start, **options)
     progress = np.minimum(np.arange(NUM_STEPS) / steps, 1)
     mu_y = schedule(1 - (1 - first) ** (1 - progress) * (1 - last) ** progress)
     with x64(), jax.numpy_dtype_promotion("standard"):

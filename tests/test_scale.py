@@ -1,5 +1,4 @@
-"""Fully sharded params, several processes, other numbers of devices after a restart;
-long runs."""
+"""Fully sharded params, several processes, restarts on other devices, and long runs."""
 
 import functools
 import subprocess
@@ -89,9 +88,10 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()
     *carry, first = train(mesh_of(8), tx, stop=3)
-    target_of = lambda x, mesh: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=sharding(mesh, x)
-    )
+
+    def target_of(x: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, x))
+
     for num_devices in (4, 1):
         mesh, folder = mesh_of(num_devices), tmp_path / str(num_devices)
         shapes = jax.eval_shape(make_init(mesh, tx))
@@ -116,12 +116,14 @@ LAST = 2**31 - 1  # where an int32 count stays
     ("start", "nesterov"), [(2**24 - 30, False), (LAST - 60, True)]
 )
 def test_late_in_a_run(start: int, nesterov: bool) -> None:
-    """Schedules of odd and even counts, which float32 cannot tell apart there: NumPy,
-    float64."""
+    """In NumPy. Odd and even counts have other rates, and are one number in float32."""
     rates, momenta = np.array([0.3, 0.1, 0.02]), np.array([0.9, 0.5])
-    alpha = lambda count: jnp.asarray(rates, jnp.float32)[count % 3]
-    beta = lambda count: jnp.asarray(momenta, jnp.float32)[count % 2]
-    tx = spa_from_sgdm(alpha, beta, nesterov, horizon=200)
+    tx = spa_from_sgdm(
+        lambda count: jnp.asarray(rates, jnp.float32)[count % 3],
+        lambda count: jnp.asarray(momenta, jnp.float32)[count % 2],
+        nesterov,
+        horizon=200,
+    )
     rng = np.random.default_rng(start)
     x, grads = rng.normal(size=5), rng.normal(size=(50, 5))
     params = jnp.asarray(x, jnp.float32)

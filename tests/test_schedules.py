@@ -1,5 +1,6 @@
 """Schedules to the step, and conversions of hyper-parameters, both ways."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formulas import momentum_drop
+from formulas import forward_recursion
 from helpers import optimized, table, x64
 
 from spa_optax import (
@@ -61,18 +62,6 @@ def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> N
     )
 
 
-@pytest.mark.parametrize("step_factor", [None, 1.5])
-@pytest.mark.parametrize("hold", ["eta", "alpha"])
-def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None:
-    eta, c = values(momentum_drop(2.0, 0.25, 6, hold=hold, step_factor=step_factor), 20)
-    risen = (
-        np.minimum(0.25 * 1.5 ** np.arange(1, 16), 1) if step_factor else np.ones(15)
-    )
-    np.testing.assert_allclose(c, [0.25] * 5 + [*risen], rtol=1e-12)  # c_6 is the first
-    kept = eta if hold == "eta" else eta * c / 0.25
-    np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
-
-
 @pytest.mark.parametrize("c", [0.0, 1e-30, 0.1])
 def test_no_nan_where_the_factor_overflows(c: float) -> None:
     """In float32 e^89 is inf, and a ratio of 10^-46 is 0; and c may be 0."""
@@ -83,12 +72,6 @@ def test_no_nan_where_the_factor_overflows(c: float) -> None:
         np.testing.assert_allclose(
             found[2], c if rule == "constant" else c > 0, rtol=1e-6
         )
-    for hold in ("eta", "alpha"):
-        eta, late = (
-            h(300) for h in momentum_drop(1.0, c, 1, step_factor=1.5, hold=hold)
-        )
-        assert float(late) == (c > 0)
-        np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
 
 
 def authors_averaging(rates: np.ndarray, power: float) -> list[float]:
@@ -130,26 +113,18 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "num_warmup_steps", "match"),
+    ("rate", "num_warmup_steps", "got"),
     [
-        (lambda k: -1.0, 3, "finite and >= 0, got -1.0"),
-        (lambda k: 0.0, 3, "> 0 and largest by count 3"),
-        (
-            lambda k: 0.1 * (k + 1).astype(float),
-            0,
-            "largest by count 0 .* got 0.2 at 1",
-        ),
-        (
-            lambda k: jnp.ones(2),
-            3,
-            "a scalar or a schedule of scalars, got an array of shape",
-        ),
+        (lambda k: -1.0, 3, r"-1\.0"),
+        (lambda k: 0.0, 3, "count 3"),
+        (lambda k: 0.1 * (k + 1).astype(float), 0, r"0\.2 at 1"),
+        (lambda k: jnp.ones(2), 3, r"\(2,\)"),
     ],
 )
 def test_schedule_free_averaging_of_bad_rates(
-    rate: Any, num_warmup_steps: int, match: str
+    rate: Any, num_warmup_steps: int, got: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"`learning_rate` must be .*{match}"):
+    with pytest.raises(ValueError, match=f"`learning_rate`.*{got}"):
         schedule_free_averaging(rate, num_warmup_steps)
 
 
@@ -160,22 +135,26 @@ def test_a_rise_after_the_warm_up_is_seen(num_warmup_steps: int) -> None:
     for after in (1, 2, 49, 100, 997, 12_345, 10**6):
         start = num_warmup_steps + after
         last = start + after // 25
-        rate = lambda k, start=start, last=last: jnp.where(
-            (k >= start) & (k <= last), 0.2, 0.1
-        )
-        with pytest.raises(ValueError, match=r"largest by count \d+ .* got 0.2 at \d+"):
+
+        def rate(k: Any, start: int = start, last: int = last) -> Any:
+            return jnp.where((k >= start) & (k <= last), 0.2, 0.1)
+
+        with pytest.raises(ValueError, match=r"`learning_rate`.*0\.2 at \d+"):
             schedule_free_averaging(rate, num_warmup_steps)
 
 
 def test_schedule_free_averaging_under_jit() -> None:
-    rate = lambda peak: lambda k: peak * jnp.minimum(k + 1, 4).astype(float)
-    at = lambda peak: schedule_free_averaging(rate(peak), 3)(5)
+    def averaging_at_5(peak: Any) -> Any:
+        def rate(k: Any) -> Any:
+            return peak * jnp.minimum(k + 1, 4).astype(float)
+
+        return schedule_free_averaging(rate, 3)(5)
+
     expected = authors_averaging(np.array([1, 2, 3, 4, 4, 4]), 2.0)[5]
-    np.testing.assert_allclose(jax.jit(lambda: at(0.1))(), expected, rtol=1e-6)
-    with pytest.raises(
-        ValueError, match="`learning_rate` must not depend on traced values"
-    ):
-        jax.jit(at)(0.1)
+    found = jax.jit(lambda: averaging_at_5(0.1))()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"`learning_rate`.*traced"):
+        jax.jit(averaging_at_5)(0.1)
 
 
 def test_numbers_in_numbers_out() -> None:
@@ -194,12 +173,6 @@ def test_numbers_in_numbers_out() -> None:
         hyperparams_from_sgdm(0.1, lambda k: jnp.where(k < 5, 0.9, 0.5)),
         hyperparams_to_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.1),
         hyperparams_to_sgdm(1.0, lambda k: jnp.where(k < 5, 0.1, 0.5)),
-        momentum_drop(
-            lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5
-        ),
-        momentum_drop(
-            *stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"
-        ),
     ],
 )
 def test_ordinary_schedules(hyperparams: Any) -> None:
@@ -218,8 +191,7 @@ def test_ordinary_schedules(hyperparams: Any) -> None:
 def _numpy_look_ahead(
     alphas: np.ndarray, betas: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """η and c by the backward recursion w_k = β_k (α_k + w_{k+1}), the last α and β for
-    ever."""
+    """η and c by w_k = β_k (α_k + w_{k+1}), where the last α and β stay for ever."""
     w = alphas[-1] * betas[-1] / (1 - betas[-1])
     eta = np.empty(len(alphas))
     for k in reversed(range(len(alphas))):
@@ -240,8 +212,11 @@ def test_look_ahead_is_the_backward_recursion(momentum: float) -> None:
             from_sgdm = hyperparams_from_sgdm(
                 table(jnp.asarray(alphas)), second, horizon=20_000
             )
-            both = lambda k, h=from_sgdm: (h.learning_rate(k), h.averaging(k))
-            found = optimized(lambda counts, f=both: jax.lax.map(f, counts))(counts)
+
+            def both(k: Any, pair: Any = from_sgdm) -> Any:
+                return pair.learning_rate(k), pair.averaging(k)
+
+            found = optimized(functools.partial(jax.lax.map, both))(counts)
             np.testing.assert_allclose(found[0], eta, rtol=1e-7)
             np.testing.assert_allclose(found[1], c, rtol=1e-7)
         # The default horizon leaves out less than β^H = 1e-8 of it.
@@ -268,7 +243,7 @@ def test_there_and_back(seed: int) -> None:
         )
         np.testing.assert_allclose(betas[0], 1 - cs[0], rtol=1e-12)
     # β may be over 1 here, which no SGD+M needs to forbid.
-    again_eta, again_c = formulas.forward_recursion(alphas, betas, eta0=etas[0])
+    again_eta, again_c = forward_recursion(alphas, betas, eta0=etas[0])
     # Each step of the recursion multiplies rounding by 1/β: compare where that is still
     # small.
     near = np.cumprod(1 / betas) < 1e6

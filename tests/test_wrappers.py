@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import FLOAT16, WARMUP_COSINE, run, x64
-from spa_optax._precision import round_update
 
 from spa_optax import (
     eval_params,
@@ -19,6 +18,7 @@ from spa_optax import (
     spa,
     stochastic_rounding,
 )
+from spa_optax._rounding import round_update
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.linspace(-1.0, 2.0, 48).reshape(6, 8), "b": jnp.ones(8)}
@@ -89,77 +89,87 @@ def test_moments_of_narrow_params_are_float32() -> None:
     updates, _ = in_float32(base).update(grads, wide, params)
     assert (updates["n"], updates["none"]) == (3, None)
     chex.assert_trees_all_equal_dtypes(updates["w"], PARAMS["w"])
-    with pytest.raises(
-        ValueError, match="`updates` must have the structure of `params`"
-    ):
+    with pytest.raises(ValueError, match=r"`updates`.*`params`.*\['n'\]"):
         in_float32(base).update(GRADS, wide, params)
 
 
-def test_refused() -> None:
-    sgd = optax.sgd(0.1)
-    averages = [
-        optax.contrib.schedule_free(sgd, 0.1),
-        optax.chain(optax.clip(1.0), spa(0.1, 0.05, 0.9)),
-        primal_averaging(sgd, 0.1),
-    ]
-    refused = {
-        "not average, got a .*: average once": averages,
-        "not round, got a .*: pass `rounding_key`": [stochastic_rounding(sgd, KEY)],
-        "not skip updates, got a .*: put it around": [
-            optax.MultiSteps(sgd, 2).gradient_transformation(),
-            optax.apply_if_finite(sgd, 3),
-        ],
-        "not skip updates, got a `ApplyEvery`": [optax.apply_every(2)],
-        "not move params aside, got a `SAMState`: set": [optax.contrib.sam(sgd, sgd)],
-        "not search, got a `ScaleByZoom": [optax.lbfgs()],
-        "not move params back, got a `Look": [optax.lookahead(sgd, 5, 0.5)],
-        "not find its rate by how far": [
-            optax.contrib.prodigy(),
-            optax.contrib.dadapt_adamw(),
-        ],
-        'not compare params .*: set `params_of_base="z"`': [
-            optax.contrib.cocob(),
-            optax.contrib.mechanize(sgd),
-            optax.contrib.dog(),
-            optax.contrib.dowg(),
-        ],
-    }
-    if hasattr(optax.contrib, "madgrad"):
-        refused["not average, got a `MadgradState`: use it alone"] = [
-            optax.contrib.madgrad(0.1)
-        ]
-    both: Any = optax.LookaheadParams(1.0, 1.0)
-    for match, bases in refused.items():
-        for base in bases:
-            with pytest.raises(ValueError, match=f"`base` must {match}"):
-                primal_averaging(base, 0.1).init(both if "Look" in match else PARAMS)
-    primal_averaging(optax.contrib.sam(sgd, sgd, opaque_mode=True), 0.1).init(PARAMS)
-    for base in (optax.contrib.cocob(), optax.contrib.mechanize(sgd)):
+SGD = optax.sgd(0.1)
+AVERAGES = [
+    optax.contrib.schedule_free(SGD, 0.1),
+    optax.chain(optax.clip(1.0), spa(0.1, 0.05, 0.9)),
+    primal_averaging(SGD, 0.1),
+]
+# The states that `primal_averaging` refuses, by the argument that its message names.
+REFUSED: list[tuple[str, str, Any]] = [
+    ("ScheduleFreeState", "`rounding_key`", AVERAGES[0]),
+    ("SPAState", "`rounding_key`", AVERAGES[1]),
+    ("SPAState", "`rounding_key`", AVERAGES[2]),
+    ("StochasticRoundingState", "`rounding_key`", stochastic_rounding(SGD, KEY)),
+    ("MultiStepsState", "", optax.MultiSteps(SGD, 2).gradient_transformation()),
+    ("ApplyIfFiniteState", "", optax.apply_if_finite(SGD, 3)),
+    ("ApplyEvery", r"`optax\.MultiSteps`", optax.apply_every(2)),
+    ("SAMState", "`opaque_mode=True`", optax.contrib.sam(SGD, SGD)),
+    ("ScaleByZoomLinesearchState", "", optax.lbfgs()),
+    ("LookaheadState", "", optax.lookahead(SGD, 5, 0.5)),
+    ("ProdigyState", "", optax.contrib.prodigy()),
+    ("DAdaptAdamWState", "", optax.contrib.dadapt_adamw()),
+    ("COCOBState", '`params_of_base="z"`', optax.contrib.cocob()),
+    ("MechanicState", '`params_of_base="z"`', optax.contrib.mechanize(SGD)),
+    ("DoGState", '`params_of_base="z"`', optax.contrib.dog()),
+    ("DoWGState", '`params_of_base="z"`', optax.contrib.dowg()),
+]
+if hasattr(optax.contrib, "madgrad"):
+    REFUSED.append(("MadgradState", "", optax.contrib.madgrad(0.1)))
+
+
+@pytest.mark.parametrize(("state", "remedy", "base"), REFUSED)
+def test_refused_by_primal_averaging(state: str, remedy: str, base: Any) -> None:
+    params: Any = PARAMS
+    if state == "LookaheadState":
+        params = optax.LookaheadParams(PARAMS, PARAMS)
+    with pytest.raises(ValueError, match=f"`base`.*`{state}`.*{remedy}"):
+        primal_averaging(base, 0.1).init(params)
+
+
+def test_refused_at_z() -> None:
+    """Where pairs of params and gradients would not belong together."""
+    for base in (optax.contrib.cocob(), optax.contrib.mechanize(SGD)):
         primal_averaging(base, 0.1, params_of_base="z").init(PARAMS)
-    with pytest.raises(
-        ValueError, match=r'not relate .* `ScaleByLBFGSState`: .*="params"'
-    ):
-        primal_averaging(optax.scale_by_lbfgs(), 0.1, params_of_base="z").init(PARAMS)
-    for base in averages:  # `eval_params` would be y
-        with pytest.raises(
-            ValueError, match=r"not average, .*and pass `rounding_key` to that"
-        ):
-            stochastic_rounding(base, KEY).init(PARAMS)
-    for tx in (primal_averaging(sgd, 0.1), stochastic_rounding(sgd, KEY)):
-        with pytest.raises(
-            ValueError, match=r"`state` must be of type `\w+State`, got tuple"
-        ):
-            tx.update(GRADS, sgd.init(PARAMS), PARAMS)
-        with pytest.raises(
-            ValueError, match="`params` must be passed to `update`, got None"
-        ):
-            tx.update(GRADS, tx.init(PARAMS))
+    lbfgs = primal_averaging(optax.scale_by_lbfgs(), 0.1, params_of_base="z")
+    match = '`base`.*`ScaleByLBFGSState`.*`params_of_base="params"`'
+    with pytest.raises(ValueError, match=match):
+        lbfgs.init(PARAMS)
+
+
+def test_sam_in_opaque_mode_is_not_refused() -> None:
+    sam = optax.contrib.sam(SGD, SGD, opaque_mode=True)
+    primal_averaging(sam, 0.1).init(PARAMS)
+
+
+@pytest.mark.parametrize("base", AVERAGES)
+def test_refused_by_stochastic_rounding(base: Any) -> None:
+    """`eval_params` would be y."""
+    with pytest.raises(ValueError, match=r"`base`.*State`.*`rounding_key`"):
+        stochastic_rounding(base, KEY).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("tx", "state"),
+    [
+        (primal_averaging(SGD, 0.1), "PrimalAveragingState"),
+        (stochastic_rounding(SGD, KEY), "StochasticRoundingState"),
+    ],
+)
+def test_refused_by_update(tx: Any, state: str) -> None:
+    with pytest.raises(ValueError, match=f"`state`.*`{state}`.*tuple"):
+        tx.update(GRADS, SGD.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"`params`.*None"):
+        tx.update(GRADS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FLOAT16, jnp.float32])
 def test_updates_of_any_dtype_are_added_in_float32(dtype: Any) -> None:
-    """Of a base that casts them itself: the mean is right, and 3e4 + 6e4 no infinity on
-    the way."""
+    """A base casts them itself. The mean is right, and 3e4 + 6e4 is not infinite."""
     params = jnp.concatenate([jnp.full(10_000, 1.0), jnp.full(9, 3e4)]).astype(dtype)
     tx = stochastic_rounding(
         optax.stateless(lambda g, _: optax.tree.cast(g, jnp.bfloat16)), KEY

@@ -1,5 +1,4 @@
-"""nanoGPT on bytes, fully sharded: the params of each layer are spread over all
-devices.
+"""nanoGPT on bytes, fully sharded: all devices share the params of each layer.
 
 Run as a script, with `benchmarks` on the path, by each of several processes:
 `transformer.py HOST:PORT NUM_PROCESSES PROCESS_ID OUT`.
@@ -23,8 +22,7 @@ SIZES = nanogpt.Sizes(vocabulary=256, length=LENGTH, layers=1, heads=4, width=64
 
 
 def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
-    """Along the largest axis that the devices divide; what has none is on all of
-    them."""
+    """Split along the largest axis that the devices divide, or else on all of them."""
     axes = [
         axis for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0
     ]
@@ -37,12 +35,15 @@ def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
 def make_init(mesh: Mesh, tx: Any) -> Any:
     """Params and state, made where they belong."""
 
-    params = lambda: nanogpt.init(jax.random.key(0), SIZES)
-    of_params = jax.tree.map(lambda leaf: sharding(mesh, leaf), jax.eval_shape(params))
+    def init_params() -> Any:
+        return nanogpt.init(jax.random.key(0), SIZES)
+
+    shapes = jax.eval_shape(init_params)
+    shardings = jax.tree.map(lambda leaf: sharding(mesh, leaf), shapes)
 
     def init() -> Any:
-        made = jax.lax.with_sharding_constraint(params(), of_params)
-        return made, tx.init(made)
+        params = jax.lax.with_sharding_constraint(init_params(), shardings)
+        return params, tx.init(params)
 
     return jax.jit(init)
 
@@ -72,13 +73,14 @@ def train(
     """Params, state, and the losses of the steps from `start` to `stop`."""
     params, state = carry or make_init(mesh, tx)()
     tokens, losses = batches(mesh), []
-    loss_of = lambda params, *batch: nanogpt.losses(params, *batch, sizes=SIZES).mean()
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return nanogpt.losses(params, inputs, targets, sizes=SIZES).mean()
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss_of)(
-            params, tokens[:, :-1], tokens[:, 1:]
-        )
+        value, grads = jax.value_and_grad(loss_of)(params, tokens)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
