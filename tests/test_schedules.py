@@ -5,7 +5,6 @@ import itertools
 import math
 from typing import Any
 
-import formulas
 import hypothesis
 import hypothesis.strategies as st
 import jax
