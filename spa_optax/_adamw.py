@@ -80,9 +80,7 @@ def spa_adamw(
     checks.EPS.check(eps=eps)
     checks.RATE.check(weight_decay=weight_decay)
     checks.one_of("full", "factored").check(second_moment=second_moment)
-    # A number of NumPy would make ν float64 under x64.
-    b2 = b2 if isinstance(b2, jax.Array) else float(b2)
-    eps = eps if isinstance(eps, jax.Array) else float(eps)
+    b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
             decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True
@@ -103,6 +101,11 @@ def spa_adamw(
         rounding_key=rounding_key,
     )
     return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
+
+
+def _without_numpy(value: Any) -> Any:
+    """A number of Python or JAX: one of NumPy would make ν float64 under x64."""
+    return value if isinstance(value, jax.Array) else float(value)
 
 
 def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:

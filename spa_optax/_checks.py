@@ -204,12 +204,14 @@ def check_above_0(name: str, schedule: Any) -> None:
     """
     later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
     counts = np.append(np.arange(10**4), later)
+    if not callable(schedule):
+        return
     try:
         with jax.ensure_compile_time_eval():
             values = jax.vmap(schedule)(jnp.asarray(counts, jnp.int32))
         values = np.asarray(values, float).reshape(counts.shape)
     except Exception:
-        # It is a number, or traced, or has an error, which its first use raises.
+        # It depends on traced values, or has an error, which its first use raises.
         return
     largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
     is_bad = (values <= 0) & (largest_later > 0)

@@ -5,8 +5,8 @@ paper. In every other case it holds z − y, the difference from the params y. A
 difference keeps digits that a narrow z would lose, and it follows params that something
 else moves.
 
-The type of a node says which of the two a state holds, so a cast of the state (as when
-a checkpoint is restored into another dtype) changes its precision and nothing else.
+The type of a node says which of the two a state holds. So a cast of the state, as when
+a checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Coefficients(NamedTuple):
 
         z ← y + r (z − y)
         z ← z − η g
-        y ← y + p (z − y) − δ g
+        y ← y + p (z − y) − δ_y g
 
     A field that is None leaves its term out of the program. Before the first step z is
     y, even if the params were replaced since `init`.
@@ -38,7 +38,7 @@ class Coefficients(NamedTuple):
 
     eta: Scalar
     p: Scalar
-    delta: Scalar | None  # None: 0
+    delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
     is_start: Bool[Array, ""]
 
@@ -90,8 +90,8 @@ class Itself:
             z = rescale(wide_y, z, jnp.where(s.is_start, 0, s.r))
         z = z - s.eta * g
         u = s.p * (z - wide_y)
-        if s.delta is not None:
-            u = u - s.delta * g
+        if s.delta_y is not None:
+            u = u - s.delta_y * g
         u = round_update(u, y, seed, low_bits=True)
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
@@ -134,12 +134,13 @@ class Difference:
             d = s.r * d
         d = d - s.eta * g
         u = s.p * d
-        if s.delta is not None:
-            u = u - s.delta * g
+        if s.delta_y is not None:
+            u = u - s.delta_y * g
         u = round_update(u, y, seed, low_bits=True)
-        # From y + u, an output of the step, XLA for TPUs makes one kernel of u and d.
-        z = y.astype(d.dtype) + d
-        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
+        # The new difference is from y + u, with u as it was rounded: so z keeps what
+        # the params lose. (With u itself in its place XLA for TPUs makes two kernels.)
+        z, new_y = y.astype(d.dtype) + d, y + u
+        return ArrayStep(u, self.encode(z, new_y, stored.dtype, seed))
 
 
 def _as_dtype(tree: PyTree, dtype: Any) -> PyTree:

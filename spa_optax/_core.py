@@ -15,10 +15,10 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _codec, _trees as trees
-from spa_optax._codec import ArrayStep, Codec, Coefficients, codec_of, tree_of
+from spa_optax._codec import ArrayStep, Coefficients, codec_of, tree_of
 from spa_optax._dtypes import has_narrow, scalar_dtype
 from spa_optax._rounding import PARAMS_AND_Z, seeds_like
-from spa_optax._xla import select, shared
+from spa_optax._xla import hide_from_xla, select
 
 Scalar = Float[Array, ""]
 
@@ -41,7 +41,7 @@ class SPAState(NamedTuple):
 class Scalars(NamedTuple):
     """The scalars of one step; g are the incoming updates, and z_0 = x_0.
 
-        z_k     ← x_k + r (z_k − x_k)
+        z_k     ← y_k + r (z_k − y_k)
         z_{k+1} = z_k − η g_k
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
@@ -119,7 +119,7 @@ def _warn_of_rounding_to_nearest() -> None:
     warnings.warn(
         "`rounding_key` should be given, such as `jax.random.key(0)`: params or z have "
         "16 bits or fewer. Rounded to nearest they lose every step below half an ulp.",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
@@ -131,7 +131,7 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    coefficients, new_scalars = _shared_scalars(scalars, state)
+    coefficients, new_scalars = _scalars_for_xla(scalars, state)
     u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count, z, **new_scalars)
@@ -165,61 +165,53 @@ def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
 
 
-def _shared_scalars(
+def _scalars_for_xla(
     scalars: Scalars, state: SPAState
 ) -> tuple[Coefficients, dict[str, Scalar]]:
     """The coefficients of a step, and the scalars of the new state."""
-    one = jnp.ones_like(scalars.eta)
-    new_scalars = {
-        "eta": scalars.eta,
-        "c": scalars.c,
-        "w": scalars.w,
-        "mu_y": one if scalars.mu_y is None else scalars.mu_y,
-    }
-    coefficients = _coefficients(scalars, state)
-    coefficients, new_scalars, one = shared((coefficients, new_scalars, one))
-
-    def in_state(scalar: Scalar) -> Scalar:
-        # On a GPU all are one kernel if each is a product with a number that XLA does
-        # not know.
-        return (scalar * one).astype(state.w.dtype)
-
-    return coefficients, jax.tree.map(in_state, new_scalars)
+    mu_y = jnp.ones_like(scalars.eta) if scalars.mu_y is None else scalars.mu_y
+    stored = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
+    coefficients, stored = hide_from_xla(_coefficients(scalars, state), stored)
+    dtype = state.w.dtype
+    return coefficients, {name: s.astype(dtype) for name, s in stored.items()}
 
 
 def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
-    """The coefficients of a step of y and z.
+    """The coefficients of a step of y and z, from the scalars of x and z.
 
-    In y_{k+1} = y_k + p (z_{k+1} − y_k) − δ g_k the p and δ are those of x if the
-    params are x. Otherwise z_k − y_k = μ (z_k − x_k) with the μ of y_k, and if μ_y
-    changes by a factor ρ, 1 − c becomes ρ (1 − c).
+    If the params are x, they are c and δ themselves. Otherwise, with μ that of y_k, μ'
+    that of y_{k+1} and ρ = μ'/μ, put x_k = (y_k − (1 − μ) z_k)/μ into the step of x:
+
+        y_{k+1} = y_k + p (z_{k+1} − y_k) − δ_y g_k
+        1 − p = ρ (1 − c)      δ_y = η (1 − c)(ρ − μ') + μ' δ
     """
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
-    before, is_start = state.mu_y, has_taken_no_step(state)
+    old_mu_y, is_start = state.mu_y, has_taken_no_step(state)
     if mu_y is None:
-        x_is_lost = ~is_start & (before != 1)
+        x_is_lost = ~is_start & (old_mu_y != 1)
         if checks.is_surely(x_is_lost):
             raise ValueError(
                 "`interpolation` must be `lambda k: 1.0` in a run that had "
-                f"{before:g}, got 1"
+                f"{old_mu_y:g}: a number 1 leaves it out of the program, got 1"
             )
         eta = jnp.where(x_is_lost, jnp.nan, eta)
         return Coefficients(eta, c, scalars.delta, scalars.r, is_start)
-    is_unchanged = is_start | (mu_y.astype(before.dtype) == before)
-    change = mu_y / jnp.where(before > 0, before, 1).astype(mu_y.dtype) - 1  # ρ − 1
-    # Where it is 0 but for rounding; its derivative is kept.
+    divisor = jnp.where(old_mu_y > 0, old_mu_y, 1).astype(mu_y.dtype)
+    change = mu_y / divisor - 1  # ρ − 1
+    # Where it is 0 but for rounding, it is 0. Its derivative is kept.
+    is_unchanged = is_start | (mu_y.astype(old_mu_y.dtype) == old_mu_y)
     change -= jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
     p = c - (1 - c) * change
-    delta = eta * (1 - c) * (1 + change - mu_y)
+    delta_y = eta * (1 - c) * (1 + change - mu_y)
     if scalars.delta is not None:
-        delta += mu_y * scalars.delta
-    return Coefficients(eta, p, delta, scalars.r, is_start)
+        delta_y += mu_y * scalars.delta
+    return Coefficients(eta, p, delta_y, scalars.r, is_start)
 
 
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
     check_state("state", state, params)
-    codec: Codec = codec_of(state.z)
+    codec = codec_of(state.z)
     is_start = has_taken_no_step(state)
 
     def value(y: Any, stored: Any) -> Array:

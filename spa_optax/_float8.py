@@ -158,7 +158,7 @@ def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
 
 
 def _scale(m: Array) -> Float[Array, ""]:
-    """The smallest power of two s with which |m| / s fits into float8."""
+    """A power of two s, with which the largest |m| / s is from 224 to 448."""
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
     least = jnp.maximum(largest / float(jnp.finfo(FLOAT8).max), jnp.finfo(m.dtype).tiny)
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

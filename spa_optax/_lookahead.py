@@ -71,7 +71,7 @@ def look_ahead(
         is_known = is_plain_number(learning_rate) and is_plain_number(momentum)
         unseen = jnp.full_like(a, 0 if is_known else 1)
     is_traced = isinstance(momentum, jax.Array)
-    ends = not is_traced and beta_at(jnp.maximum(count, count + 1)) == 0
+    ends = not is_traced and beta_at(optax.safe_increment(count)) == 0
     return LookAhead(alpha, beta, a, w, unseen, ends)
 
 
@@ -163,16 +163,16 @@ def sgdm_scalars(
         c=c,
         w=w,
         delta=ahead.alpha * (1 - c) if nesterov else None,
-        r=_ratio(ahead, w, w_k, is_foreseen),
+        r=_ratio(ahead, w, w_old, is_foreseen),
     )
 
 
 def _ratio(
-    ahead: LookAhead, w: Scalar, w_k: Scalar, is_foreseen: Bool[Array, ""]
+    ahead: LookAhead, w: Scalar, w_old: Scalar, is_foreseen: Bool[Array, ""]
 ) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error and at the start."""
-    is_start = w_k <= 0
-    w_k = jnp.where(is_start, 1, w_k)
+    is_start = w_old <= 0
+    w_k = jnp.where(is_start, 1, w_old).astype(w.dtype)
     eps = float(jnp.finfo(w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     change = ((w - w_k) + (ahead.beta * ahead.a - (1 - ahead.beta) * w)) / w_k
@@ -184,7 +184,7 @@ def _ratio(
     r = jnp.where(is_start, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
-    return jnp.where(r > eps**-0.5, 0, r)
+    return jnp.where(r > float(jnp.finfo(w_old.dtype).eps) ** -0.5, 0, r)
 
 
 def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:

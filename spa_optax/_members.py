@@ -48,13 +48,14 @@ def spa(
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
         The fraction 1 − μ_y (1 − c) of each step moves y at once. x has y's rounding
         error, divided by μ_y.
-      state_dtype: dtype of z. None means the params' dtype, but float32 for params of
-        16 bits or fewer: z is then also their master copy. In 16 bits or fewer the
-        state holds z − params, in a node of its own, clipped at 255 in float16, 1.75 in
-        float8_e4m3fn and 224 in float8_e5m2 (counted by `diagnostics.momentum_report`).
-        8 bits need a `rounding_key`, and steps like Adam's at rates of 2e-5, e5m2 5e-5,
-        with float32 params 1e-6. To change it in mid-run use `convert`. Under
-        `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+      state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
+        that of the params, but float32 for params of 16 bits. If params or z have 16
+        bits or fewer, the state holds z − params, in a node of its own; then z is also
+        the params' master copy. In 8 bits z − params is clipped at 1.75, and a
+        `rounding_key` is needed. Use 8 bits for steps like Adam's at rates of 2e-5 or
+        more, and a c that stays above 0.0125. To change the dtype in mid-run use
+        `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
+        `static_args`.
       rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are
         stored at lower precision. None rounds to nearest; complex values always are.
         The bits do not depend on the sharding under `jax.jit`. Optimizers in
@@ -97,11 +98,11 @@ def spa(
 
     def rule(state: SPAState) -> Scalars:
         eta, c = eta_at(state.count), c_at(state.count)
-        # While η = 0 no gradient enters z, and x − z shrinks by 1 − c, as if m were
-        # constant.
-        last_eta = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
+        # m = (x − z)/w. Where η is 0, z stays and x − z shrinks by 1 − c. If w does so
+        # too, m stays.
+        scale = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         mu_y = None if params_are_x else mu_y_at(state.count)
-        return Scalars(eta, c, w=(1 - c) * last_eta, mu_y=mu_y)
+        return Scalars(eta, c, w=(1 - c) * scale, mu_y=mu_y)
 
     return transformation(rule, state_dtype, rounding_key, mu_y_at=mu_y_at)
 
@@ -131,8 +132,8 @@ def spa_from_sgdm(
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
-    z need not be the resting point, and if the rate rises 2,896-fold (bfloat16:
-    11-fold) momentum restarts from zero.
+    z need not be the resting point. If the rate rises 2,896-fold in one step, momentum
+    restarts from zero.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is

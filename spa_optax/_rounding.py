@@ -49,9 +49,9 @@ def rounded(
 
     At random means up or down so that the mean is x.
 
-    One 32-bit hash serves two arrays that drop 16 bits each: one takes its high bits,
-    the other its low bits. What saturates is at most the dtype's largest number, and a
-    NaN in it may become any number.
+    One 32-bit hash serves two arrays: one takes its high bits, the other its low bits.
+    (Beside bfloat16 params float8 shares four, the lowest of its 20.) What saturates is
+    at most the dtype's largest number, and a NaN in it may become any number.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)

@@ -16,14 +16,19 @@ def behind_a_barrier(tree: PyTree) -> PyTree:
     return structure.unflatten([next(hidden) if is_array(x) else x for x in leaves])
 
 
-def shared(scalars: PyTree) -> PyTree:
-    """The scalars of a step, hidden from XLA's constant folding.
+def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
+    """The scalars of a step that kernels use, and those that the new state stores.
 
     At η = 1, the paper's value, XLA on CPU would fold the product away and no longer
-    update z in place, which takes three times as long. On a GPU they are slices of one
-    array, since XLA merges the kernels of leaves only where these read the same array.
+    update z in place, which takes three times as long. So XLA must not know their
+    values.
+
+    On a GPU all are slices of one array, since XLA merges the kernels of leaves only
+    where these read the same array. It makes one kernel of all stored scalars only if
+    each is computed, hence their product with a 1 that XLA does not know.
     """
-    leaves, structure = jax.tree.flatten(scalars)
+    one = jnp.ones([], jnp.float32)
+    leaves, structure = jax.tree.flatten((used, stored, one))
 
     def as_slices(leaves: list[Array]) -> list[Array]:
         dtype = leaves[0].dtype
@@ -33,7 +38,8 @@ def shared(scalars: PyTree) -> PyTree:
     leaves = jax.lax.platform_dependent(
         leaves, cuda=as_slices, rocm=as_slices, default=behind_a_barrier
     )
-    return structure.unflatten(leaves)
+    used, stored, one = structure.unflatten(leaves)
+    return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
 
 
 @jax.custom_jvp
