@@ -71,7 +71,7 @@ def look_ahead(
         is_known = is_plain_number(learning_rate) and is_plain_number(momentum)
         unseen = jnp.full_like(a, 0 if is_known else 1)
     is_traced = isinstance(momentum, jax.Array)
-    ends = not is_traced and beta_at(optax.safe_increment(count)) == 0
+    ends = not is_traced and beta_at(jnp.asarray(optax.safe_increment(count))) == 0
     return LookAhead(alpha, beta, a, w, unseen, ends)
 
 
