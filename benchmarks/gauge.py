@@ -5,9 +5,9 @@
 Trains a perceptron on the digits of scikit-learn, a convolutional network on 2,560
 images of CIFAR-10 (those of low_precision.py, with Keras' SGD+M as SPA, β = 0.9), and
 nanoGPT on a text (that of language_model.py, with `spa_adamw`), each with a warm-up and
-a cosine. Prints gain over noise level and alignment in the first twentieth of the
-steps, in the middle and in the last tenth: above 1 momentum pays there. With --json
-runs in OUT are not repeated.
+a cosine. Prints gain over noise level in the first twentieth of the steps, in the
+middle and in the last tenth: above 1 momentum pays there. With --json runs in OUT are
+not repeated.
 """
 
 import argparse
@@ -69,15 +69,12 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
     return {"loss": loss, "reports": reports}
 
 
-def ratios(reports: list[list[float]], phase: str) -> tuple[float, float]:
-    """Gain over noise level and alignment in a phase of the run, means."""
+def ratio(reports: list[list[float]], phase: str) -> float:
+    """The mean of gain over noise level in a phase of the run."""
     begin, end = PHASES[phase]
     last = reports[-1][0]
     of_phase = [r for r in reports if begin * last <= r[0] <= end * last]
-    values = np.array(
-        [[gain / level, cosine] for _, gain, level, cosine, *_ in of_phase]
-    )
-    return tuple(np.nanmean(values, axis=0).tolist())
+    return float(np.nanmean([gain / level for _, gain, level, *_ in of_phase]))
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
@@ -85,9 +82,8 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     for task, records in runs.items():
         rows.append([task])
         for phase in PHASES:
-            found = [ratios(record["reports"], phase) for record in records]
-            gain, cosine = map(statistics.mean, zip(*found, strict=True))
-            rows[-1].append(f"{gain:.2f} ({cosine:+.2f})".replace("-", "−"))
+            ratios = [ratio(record["reports"], phase) for record in records]
+            rows[-1].append(f"{statistics.mean(ratios):.2f}")
     return common.markdown(["task", *PHASES], rows)
 
 
@@ -113,7 +109,7 @@ def main(argv: list[str] | None = None) -> str:
             key = (task, seed, arguments.epochs, arguments.steps)
             of_task.append(records.get(key, run))
     count = common.command_line.count(arguments.seeds, "seed")
-    print(text := f"Gain over noise level (alignment), {count}:\n\n{table(runs)}")
+    print(text := f"Gain over noise level, {count}:\n\n{table(runs)}")
     return text
 
 

@@ -82,7 +82,7 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
 
     h = history(track_momentum(TRANSFORMS[name](), decay=0.0))
     u, g = np.diff(h["x"], axis=0), h["g"][1:]  # u[k − 1] = x_k − x_{k−1}
-    c, scale = h["c"][:-1], (h["eta"] ** 2 * h["c"])[:-1]
+    scale = (h["eta"] ** 2 * h["c"])[:-1]
     now = {name: values[1:] for name, values in h.items()}
     seen = scale > 0
     # x and z are rounded, each to half of 1.2e-7: it counts twice in a square. (And x =
@@ -94,45 +94,31 @@ def test_every_term_is_that_of_the_iterates(name: str) -> None:
     np.testing.assert_allclose(
         now["gradient_term"][seen], square(g)[seen] / 2, rtol=1e-5
     )
-    inner_product, bound = (
-        (u * g).sum((1, 2)),
-        np.sqrt(square(u) * square(g)),
-    )  # Cauchy and Schwarz
-    known = ~np.isnan(now["inner_product"])  # not at step 0, nor at c = 1
-    # Three squares, each known to some 1e-6, over 2ab; and the rounding of x.
-    error = np.abs(now["inner_product"] - inner_product)[known] / bound[known]
-    assert error.max() < 1e-3
-    cosine = -inner_product[known] / bound[known]
-    np.testing.assert_allclose(now["alignment"][known], cosine, atol=2e-3)
-    assert known.sum() > 140
-    assert not known[c == 1].any()
+    assert seen.sum() > 390
 
 
 def f32(value: float) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
 
 
-@pytest.mark.parametrize(("delta", "r"), [(None, 1.0), (0.3, 1.0), (None, 0.5)])
-def test_the_averages_are_those_of_the_formulas(delta: float | None, r: float) -> None:
+@pytest.mark.parametrize(("delta", "r"), [(0.0, 1.0), (0.3, 1.0), (0.0, 0.5)])
+def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
     """In float64, from vectors g_k and d_k, with steps that do not count in between."""
     rng, decay = np.random.default_rng(0), 0.8
-    gauge, update = new_gauge(), jax.jit(update_gauge, static_argnums=3)
-    means, aligned, last = np.zeros(4), np.zeros(4), None
-    total, error, p, last_c = 0.0, 0.0, 0.0, 0.0
-    numbers, saturated, num_skipped_last = [0, 0, 0, 0], 0, 0
+    gauge, update = new_gauge(), jax.jit(update_gauge, static_argnums=2)
+    means, last = np.zeros(4), None
+    total, error, p = 0.0, 0.0, 0.0
+    numbers, saturated, num_skipped_last = [0, 0, 0], 0, 0
     for k in range(30):
         g, d = rng.normal(size=(2, 5))
         eta, c, number = rng.uniform(0.5, 2), rng.uniform(0.05, 1), rng.integers(9)
         eta = {6: 0.0, 27: 100.0}.get(k, eta)
         g *= 1e19 / np.sqrt(g @ g) if k == 27 else 1  # so that ‖u‖² overflows
-        b = c * eta + (delta or 0.0)
+        b = c * eta + delta
         u = c * d - b * g
         # At 12 rounding may be 11 % of ‖u‖², and the step does not count; at 15 it is 9
-        # %. At 18 it is 1.1e-4 of ‖d‖², and there is no alignment; at 3 it is 0.9e-4.
-        u_over_c, sq_d = u @ u / c**2, d @ d
-        limits = {12: 0.11 * u_over_c, 15: 0.09 * u_over_c}
-        limits |= {3: 0.9e-4 * sq_d, 18: 1.1e-4 * sq_d}
-        limit = limits.get(k, 0.0)
+        # %.
+        limit = {12: 0.11, 15: 0.09}.get(k, 0.0) * (u @ u) / c**2
         sums = [g @ g, d @ d, g @ d, limit, float(number)]
         faults = {9: (0, math.inf), 20: (0, math.inf)}
         faults |= {21: (1, math.inf), 24: (2, math.nan)}
@@ -143,29 +129,21 @@ def test_the_averages_are_those_of_the_formulas(delta: float | None, r: float) -
             sums=Sums(*map(f32, sums)),
             eta=f32(eta),
             c=f32(c),
-            last_c=f32(last_c),
-            delta=None if delta is None else f32(delta),
+            delta=f32(delta),
             r=f32(r),
         )
-        gauge = update(gauge, step, jnp.asarray(k == 0), decay)
+        gauge = update(gauge, step, decay)
 
         saturated = max(saturated, int(number))
         if not fault and last is not None:
             term = np.array([*last, g @ g / 2, 1])
             means = decay * means + (1 - decay) * term
-        is_exact = limit < 1e-4 * sq_d
-        if not fault and delta is None and 0 < last_c < 1 and is_exact:
-            u_before = last_c / (1 - last_c) * d / r
-            term = np.array([g @ u_before, u_before @ u_before, g @ g, 1])
-            aligned = decay * aligned + (1 - decay) * term
-        else:
-            aligned = np.zeros(4)
         before = d @ d if k == 0 else r**2 * p
         level = c**2 * before + b**2 * sums[0]
         left = 1 - c
-        spread = left**2 * before + (left * eta - (delta or 0.0)) ** 2 * sums[0]
+        spread = left**2 * before + (left * eta - delta) ** 2 * sums[0]
         p = spread if spread < 3.4e38 else p
-        kind = 1 if fault or k == 27 else 2 if eta == 0 else 3 if k == 12 else 0
+        kind = 1 if fault or k == 27 else 2 if eta == 0 or k == 12 else 0
         numbers[kind] += 1
         num_skipped_last = num_skipped_last + 1 if kind == 1 else 0
         last = None
@@ -173,15 +151,13 @@ def test_the_averages_are_those_of_the_formulas(delta: float | None, r: float) -
             last = (u @ u / (eta**2 * c), level / (eta**2 * c))
             a, memory = -2 * b * (g @ d) / eta**2, max(decay, (1 - c) ** 2)
             total, error = memory * total + a, math.hypot(memory * error, a)
-        last_c = c
         np.testing.assert_allclose(gauge.means, means, rtol=1e-4)
-        np.testing.assert_allclose(gauge.alignment, aligned, rtol=1e-4)
         np.testing.assert_allclose(gauge.cross_sum, total, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(gauge.cross_error, error, rtol=1e-4)
         assert gauge.num_saturated == saturated
         assert gauge.num_skipped_last == num_skipped_last
     assert [int(number) for number in gauge.counts] == numbers
-    assert numbers[1:] == [5, 1, 1]  # skipped, zero, rounded
+    assert numbers[1:] == [5, 2]  # skipped, rounded
 
 
 @functools.cache
@@ -229,18 +205,11 @@ NOISY: dict[str, Any] = {
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
     assert_at_noise_level(report)
-    if "nesterov" in name or name == "without momentum":
-        assert np.isnan(report.alignment).all()
-    else:
-        assert np.nanmax(np.abs(report.alignment[5:])) < 0.05  # as small, for noise
 
 
 @pytest.mark.slow
-def test_params_of_16_bits_have_no_alignment_once_they_are_rounded() -> None:
-    h = history(track_momentum(spa(0.1, 0.1)), 50, jnp.bfloat16)
-    assert np.isfinite(h["alignment"][1:4]).all()  # z − x is as large as x so far
-    assert np.isnan(h["alignment"][30:]).all()
-    # The step counts as it is before it is rounded to the 8 bits of x.
+def test_the_step_of_params_of_16_bits() -> None:
+    """It counts as it is before it is rounded to the 8 bits of x."""
     exact = history(track_momentum(spa(1.0, 0.1), decay=0.0), 50, jnp.bfloat16)
     z = -np.cumsum(exact["g"], 0)  # from z_0 = 0
     expected = ((0.1 * (z - exact["x"]))[:-1] ** 2).sum((1, 2)) / (1.0 * 0.1)
@@ -249,7 +218,7 @@ def test_params_of_16_bits_have_no_alignment_once_they_are_rounded() -> None:
 
 @pytest.mark.slow
 def test_steps_that_are_rounding() -> None:
-    """Neither alignment above 1, nor a gain of 200."""
+    """They make no gain of 200."""
     uniform = jax.random.uniform(key := jax.random.key(0), (2_000,))
     for tx, params in (
         (spa(1e-3, state_dtype=jnp.bfloat16), 1 + uniform),
@@ -265,8 +234,7 @@ def test_steps_that_are_rounding() -> None:
         for g in normal(40, 2_000):
             updates, state = update(jnp.asarray(g, params.dtype), state, params)
             params = params + updates
-            report = momentum_report(state)
-            assert np.isnan(report.alignment) or abs(report.alignment) <= 1.001
+        report = momentum_report(state)
         assert np.isnan(report.gain) or report.gain < 1.2 * report.noise_level
 
 
@@ -312,11 +280,9 @@ def test_noise_and_a_constant_direction(name: str) -> None:
     # Otherwise Adam's ν would go with g.
     report = reports(tracked, np.sign(noise) if "adam" in name.lower() else noise)
     assert_at_noise_level(report)
-    assert jnp.abs(report.alignment[5:]).max() < 0.05
     one_way = reports(tracked, jnp.ones((400, 10)))
     np.testing.assert_allclose(report.noise_level[-1], 2 / (2 - C), rtol=0.01)
     np.testing.assert_allclose(one_way.gain[-1], 2 / C, rtol=1e-2)
-    np.testing.assert_allclose(one_way.alignment[-1], 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", quick(TRACKED, *QUICK))
@@ -405,19 +371,16 @@ def test_replaced_params_are_where_z_starts() -> None:
 REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
     gain=2.0,  # pyright: ignore
     noise_level=1.0,  # pyright: ignore
-    alignment=0.1,  # pyright: ignore
-    inner_product=-1.0,  # pyright: ignore
+    t=3.0,  # pyright: ignore
     iterate_term=1.0,  # pyright: ignore
     gradient_term=0.5,  # pyright: ignore
-    num_skipped=0,  # pyright: ignore
-    num_zero=0,  # pyright: ignore
-    num_rounded=0,  # pyright: ignore
-    t=3.0,  # pyright: ignore
     average_length=10.0,  # pyright: ignore
     num_steps=10,  # pyright: ignore
-    num_saturated=0,  # pyright: ignore
     num_measured=10,  # pyright: ignore
+    num_skipped=0,  # pyright: ignore
+    num_rounded=0,  # pyright: ignore
     num_skipped_last=0,  # pyright: ignore
+    num_saturated=0,  # pyright: ignore
 )
 
 
@@ -427,14 +390,13 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
         ({"gain": 1.5, "t": -3.0}, "Not told from pure noise"),
-        ({"num_measured": 9}, "10 measured steps are needed, got 9"),
-        ({"gain": math.nan}, "Nothing to report: two steps are needed"),
+        ({"num_measured": 9}, "Nothing to report yet: 10 steps must count"),
+        ({"gain": math.nan}, "Nothing to report yet"),
         (
-            {"gain": math.nan, "num_skipped": 1, "num_zero": 2},
-            "2 steps were 0",
+            {"num_measured": 4, "num_skipped": 1, "num_rounded": 5},
+            "Of 10 steps 4 count, 1 were not finite",
         ),
-        ({"gain": math.nan, "num_rounded": 2}, "2 steps were within"),
-        ({"alignment": math.nan}, "Alignment is unknown"),
+        ({"num_measured": 0, "num_rounded": 10}, "10 were 0 or within"),
         ({"average_length": 100.0}, "longer than the run"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
         ({"num_skipped": 4, "num_skipped_last": 3}, "the last 3 steps were not finite"),
@@ -443,7 +405,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
 def test_verdict(changes: dict[str, Any], says: str) -> None:
     verdict = REPORT._replace(**changes).verdict()
     assert says in verdict
-    for words in ("Alignment is unknown", "longer than the run", "Up to 2", "last 3"):
+    for words in ("longer than the run", "Up to 2", "last 3"):
         assert (words in verdict) == (words in says)
 
 
@@ -543,7 +505,7 @@ PAIR = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
         (spa(1.0), {"decay": 1.0}, "`decay`.*1.0"),
         (optax.scale(0.1), {}, "`inner`.*`SPAState`.*got 0.*EmptyState"),
         (optax.adamw(0.1), {}, "`inner`.*`SPAState`.*got 0.*ScaleByAdamState"),
-        (optax.sgd(0.1, 0.9), {}, "`inner`.*`TraceState`.*`spa_from_sgdm`"),
+        (optax.sgd(0.1, 0.9), {}, "`inner`.*got 0.*TraceState.*`spa_from_sgdm`"),
         (optax.chain(spa(1.0), spa(1.0)), {}, "`inner`.*`SPAState`.*got 2"),
         (
             optax.masked(spa(1.0), {"w": True, "v": False}),

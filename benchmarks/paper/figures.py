@@ -180,19 +180,16 @@ PANELS = {
     "moving average": ("iterate_term", "gradient_term"),
     "iterate term / gradient term": ("gain", "noise_level"),
     "gain / noise level": ("gain / noise_level",),
-    "cosine between −gradient and last step": ("alignment",),
 }
 
 
 def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> str:
-    """Both terms, their ratio beside the noise level, and the alignment, at every
-    step.
-    """
-    keys = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
+    """Both terms, and their ratio beside the noise level, at every step."""
+    keys = ("iterate_term", "gradient_term", "gain", "noise_level")
     found = {key: of_steps(runs, key) for key in keys}
     found["gain / noise_level"] = found["gain"] / found["noise_level"]
     num_steps = found["gain"].shape[1]
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(11.5, 4.2), layout="constrained")
     for axis, (label, names) in zip(axes, PANELS.items(), strict=True):
         for name in names:
             band(axis, np.arange(num_steps), found[name], name.replace("_", " "))
@@ -202,28 +199,12 @@ def figure_2(runs: list[list[dict[str, Any]]], out: Path) -> str:
         axis.legend(frameon=False)
     plt.setp(axes[:2], yscale="log")
     axes[2].axhline(1, **GREY)
-    axes[3].axhline(0, **GREY)
     figure.suptitle(f"{over(runs)}; η drops at the grey lines")
     save(figure, out / "figure2.png")
-    titles, drop = (
-        ("gain", "noise_level", "gain / noise_level", "alignment"),
-        first_drop(num_steps),
-    )
-    steps = (
-        1,
-        2,
-        5,
-        10,
-        20,
-        50,
-        100,
-        200,
-        390,
-        1000,
-        drop - 1,
-        drop + 20,
-        num_steps - 1,
-    )
+    titles = ("gain", "noise_level", "gain / noise_level")
+    drop = first_drop(num_steps)
+    steps = [1, 2, 5, 10, 20, 50, 100, 200, 390, 1000]
+    steps += [drop - 1, drop + 20, num_steps - 1]
     rows = {
         str(k): [found[title][:, k] for title in titles] for k in steps if k < num_steps
     }

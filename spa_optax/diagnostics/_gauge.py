@@ -3,8 +3,7 @@
 For a step u_k = x_{k+1} − x_k the gauge needs no buffer. With d_k = z_k − x_k, after z
 was rescaled by r, and b_k = c_{k+1} η_k + δ_k:
 
-    u_k     = c_{k+1} d_k − b_k g_k
-    u_{k−1} = c_k/(1 − c_k) d_k/r
+    u_k = c_{k+1} d_k − b_k g_k
 
 If gradients were pure noise, cross terms ⟨g_k, d_k⟩ would vanish in the mean, and the
 mean of ‖d_k‖² would be p_k:
@@ -45,8 +44,7 @@ class Step(NamedTuple):
     sums: Sums
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    last_c: Scalar  # c_k
-    delta: Scalar | None  # δ_k; None: 0
+    delta: Scalar  # δ_k
     r: Scalar  # z_k ← x_k + r (z_k − x_k) before the step
 
 
@@ -59,22 +57,12 @@ class Means(NamedTuple):
     weight: Scalar
 
 
-class AlignmentMeans(NamedTuple):
-    """Like `Means`, over the steps at which u_{k−1} can be computed from d_k."""
-
-    inner_product: Scalar  # of ⟨g_k, u_{k−1}⟩
-    step: Scalar  # of ‖u_{k−1}‖²
-    gradient: Scalar  # of ‖g_k‖²
-    weight: Scalar
-
-
 class Counts(NamedTuple):
     """The number of steps of each kind: 0 or 1 for one step."""
 
     measured: Count  # that count in the averages; the others do not
     skipped: Count  # not finite, or the squares overflow
-    zero: Count  # 0, or the squares underflow
-    rounded: Count  # within the rounding error of x and z
+    rounded: Count  # 0, or within the rounding error of x and z
 
 
 class Gauge(NamedTuple):
@@ -91,9 +79,8 @@ class Gauge(NamedTuple):
     cross_sum: Scalar  # Σ a_k, with weights that fall
     cross_error: Scalar  # √(Σ a_k²), with the same weights
     means: Means
-    alignment: AlignmentMeans
     counts: Counts
-    num_saturated: Count  # the most elements of z in any step
+    num_saturated: Scalar  # the most elements of z in any step
     num_skipped_last: Count  # skipped steps in a row, up to the last step
 
 
@@ -112,9 +99,8 @@ def new_gauge() -> Gauge:
         cross_sum=zero(),
         cross_error=zero(),
         means=Means(zero(), zero(), zero(), zero()),
-        alignment=AlignmentMeans(zero(), zero(), zero(), zero()),
         counts=Counts._make(zero(jnp.int32) for _ in Counts._fields),
-        num_saturated=zero(jnp.int32),
+        num_saturated=zero(),
         num_skipped_last=zero(jnp.int32),
     )
 
@@ -124,8 +110,9 @@ def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Ste
     r = jnp.ones([]) if scalars.r is None else scalars.r
     if not codec_of(state.z).follows_params:
         r = jnp.where(has_taken_no_step(state), 0, r)  # z is then the params
-    values = (scalars, r, state.c, state.mu_y)
-    scalars, r, last_c, mu_y = jax.tree.map(lambda v: v.astype(jnp.float32), values)
+    delta = jnp.zeros([]) if scalars.delta is None else scalars.delta
+    values = scalars.eta, scalars.c, delta, r, state.mu_y
+    eta, c, delta, r, mu_y = jax.tree.map(lambda x: x.astype(jnp.float32), values)
     # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k.
     sums, factor = _sums(g, params, state), r / mu_y
     sums = sums._replace(
@@ -133,7 +120,7 @@ def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Ste
         inner_product=factor * sums.inner_product,
         sq_rounding=sums.sq_rounding / mu_y**2,
     )
-    return Step(sums, scalars.eta, scalars.c, last_c, scalars.delta, r)
+    return Step(sums, eta, c, delta, r)
 
 
 def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
@@ -145,9 +132,10 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
         d = codec.difference(y, stored)
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
-        of_y = _rounding_error(y, d.dtype)
-        of_z = codec.unit * _rounding_error(stored, d.dtype)
-        rounding = jnp.maximum(of_y, of_z)
+        rounding = jnp.maximum(
+            _rounding_error(y, d.dtype),
+            codec.unit * _rounding_error(stored, d.dtype),
+        )
         return Sums(
             sq_gradient=_dot(g, g),
             sq_distance=_dot(d, d),
@@ -157,8 +145,8 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
         )
 
     by_array = find(map_trained(of_array, params, tree_of(state.z), g), Sums)
-    nothing = Sums._make([jnp.float32(0)] * len(Sums._fields))
-    return functools.reduce(optax.tree.add, by_array, nothing)
+    zeros = Sums(*jnp.zeros(5, jnp.float32))
+    return functools.reduce(optax.tree.add, by_array, zeros)
 
 
 def _dot(a: Array, b: Array) -> Scalar:
@@ -174,17 +162,18 @@ def _num_saturated(stored: Array) -> Scalar:
     """How many elements of 16 bits or fewer are at the limit of their dtype."""
     if stored.dtype.itemsize > 2:
         return jnp.float32(0)
-    size, limit = jnp.abs(stored.astype(jnp.float32)), jnp.finfo(stored.dtype).max
+    limit = float(jnp.finfo(stored.dtype).max)
     # In float32, since a large model has over 2^31 elements.
-    return jnp.sum(size == float(limit), dtype=jnp.float32)
+    return jnp.sum(jnp.abs(stored.astype(jnp.float32)) == limit, dtype=jnp.float32)
 
 
-def update_gauge(gauge: Gauge, step: Step, is_first: Flag, decay: Any) -> Gauge:
+def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     """The gauge after a step."""
-    sums, is_finite = step.sums, _is_finite(step.sums)
+    sums, is_first = step.sums, sum(gauge.counts) == 0
+    is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
+    is_finite &= jnp.isfinite(sums.inner_product)
     # Before the first step p_k is ‖d_k‖² itself.
-    starts = is_first & is_finite
-    spread = jnp.where(starts, sums.sq_distance, step.r**2 * gauge.spread)
+    spread = jnp.where(is_first, sums.sq_distance, step.r**2 * gauge.spread)
     size, counts = _size(step, spread, is_finite)
     is_measured = counts.measured > 0
     iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in size]
@@ -198,18 +187,10 @@ def update_gauge(gauge: Gauge, step: Step, is_first: Flag, decay: Any) -> Gauge:
         cross_sum=memory * gauge.cross_sum + cross_term,
         cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
         means=_updated_means(gauge, sums, is_finite, decay),
-        alignment=_updated_alignment(gauge.alignment, step, is_finite, decay),
         counts=optax.tree.add(gauge.counts, counts),
-        num_saturated=jnp.maximum(
-            gauge.num_saturated, sums.num_saturated.astype(jnp.int32)
-        ),
+        num_saturated=jnp.maximum(gauge.num_saturated, sums.num_saturated),
         num_skipped_last=counts.skipped * (gauge.num_skipped_last + 1),
     )
-
-
-def _is_finite(sums: Sums) -> Flag:
-    is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
-    return is_finite & jnp.isfinite(sums.inner_product)
 
 
 def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[list[Scalar], Counts]:
@@ -219,67 +200,36 @@ def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[list[Scalar], Co
     is c² p_k + b²‖g_k‖².
     """
     sums, c, unit = step.sums, step.c, step.eta**2 * step.c
-    b = c * step.eta + _or_0(step.delta)
+    b = c * step.eta + step.delta
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
     noise = c**2 * spread + b**2 * sums.sq_gradient
-    is_zero = (unit <= 0) | (square < jnp.finfo(jnp.float32).tiny)
-    is_rounding = c**2 * sums.sq_rounding > 0.1 * square
+    is_rounded = (unit <= 0) | (square < jnp.finfo(jnp.float32).tiny)
+    is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
     unit = jnp.where(unit > 0, unit, 1)
     size = [square / unit, noise / unit, cross_term / unit]
     is_finite &= jnp.isfinite(size[0]) & jnp.isfinite(size[1])
     counts = Counts(
-        measured=is_finite & ~is_zero & ~is_rounding,
+        measured=is_finite & ~is_rounded,
         skipped=~is_finite,
-        zero=is_finite & is_zero,
-        rounded=is_finite & ~is_zero & is_rounding,
+        rounded=is_finite & is_rounded,
     )
     return size, jax.tree.map(lambda flag: flag.astype(jnp.int32), counts)
 
 
 def _next_spread(step: Step, spread: Scalar) -> Scalar:
     """p_{k+1} = (1 − c)² p_k + ((1 − c) η − δ)² ‖g_k‖²."""
-    of_gradient = (1 - step.c) * step.eta - _or_0(step.delta)
-    return (1 - step.c) ** 2 * spread + of_gradient**2 * step.sums.sq_gradient
+    weight = (1 - step.c) * step.eta - step.delta
+    return (1 - step.c) ** 2 * spread + weight**2 * step.sums.sq_gradient
 
 
 def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Means:
     """The means with the last u_{k−1}, if it counts, and the gradient after it."""
-    gradient = sums.sq_gradient / 2
-    terms = Means(gauge.iterate, gauge.noise, gradient, jnp.ones_like(gradient))
-    return _averaged(gauge.means, terms, is_finite & (gauge.iterate > 0), decay)
-
-
-def _updated_alignment(
-    means: AlignmentMeans, step: Step, is_finite: Flag, decay: Any
-) -> AlignmentMeans:
-    """The means with u_{k−1} = s d_k, s = c_k/((1 − c_k) r).
-
-    They restart where d_k is not known to 1 %, or x has a term −δ g.
-    """
-    sums, c, r = step.sums, step.last_c, step.r
-    is_known = is_finite & (c > 0) & (c < 1) & (r > 0) & (step.delta is None)
-    is_known &= sums.sq_rounding < 1e-4 * sums.sq_distance
-    s = c / jnp.where(c < 1, 1 - c, 1) / jnp.where(r > 0, r, 1)
-    terms = AlignmentMeans(
-        inner_product=s * sums.inner_product,
-        step=s**2 * sums.sq_distance,
-        gradient=sums.sq_gradient,
-        weight=jnp.ones_like(s),
-    )
-    means = _averaged(means, terms, is_known, decay)
-    return jax.tree.map(lambda mean: jnp.where(is_known, mean, 0), means)
-
-
-def _averaged(means: Any, terms: Any, counts: Flag, decay: Any) -> Any:
-    """Moving averages with one more term each, if it counts."""
+    terms = Means(gauge.iterate, gauge.noise, sums.sq_gradient / 2, jnp.float32(1))
+    counts = is_finite & (gauge.iterate > 0)
 
     def average(mean: Scalar, term: Scalar) -> Scalar:
         return jnp.where(counts, decay * mean + (1 - decay) * term, mean)
 
-    return jax.tree.map(average, means, terms)
-
-
-def _or_0(scalar: Scalar | None) -> Scalar | float:
-    return 0.0 if scalar is None else scalar
+    return jax.tree.map(average, gauge.means, terms)

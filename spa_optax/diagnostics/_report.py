@@ -6,15 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
-from spa_optax.diagnostics._gauge import Gauge, new_gauge
+from spa_optax.diagnostics._gauge import Count, Scalar, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
-
-Scalar = Float[Array, ""]
-Count = Int[Array, ""]
 
 # Other momentum, beside which noise adds up too.
 _OTHER_MOMENTUM = (
@@ -39,19 +36,16 @@ class MomentumReport(NamedTuple):
 
     gain: Scalar  # iterate_term / gradient_term: the ratio of the paper's Figure 2
     noise_level: Scalar  # the gain in pure noise; NaN beside other momentum
-    alignment: Scalar  # the cosine between −g_k and x_k − x_{k−1}
-    inner_product: Scalar  # the moving average of ⟨g_k, x_k − x_{k−1}⟩
+    t: Scalar  # over standard errors of pure noise; > 0: steps add up, < 0: they oppose
     iterate_term: Scalar  # the moving average of ‖x_k − x_{k−1}‖²/(η² c)
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
-    num_skipped: Count  # steps that were not finite, or overflow if squared
-    num_zero: Count  # steps that were 0, or underflow if squared
-    num_rounded: Count  # steps within the rounding error of params and z
-    t: Scalar  # over standard errors of pure noise; > 0: steps add up, < 0: they oppose
     average_length: Scalar  # 1/c of the last step
     num_steps: Count  # taken so far
-    num_saturated: Count  # the most elements of z at its dtype's limit in a step
     num_measured: Count  # steps that count
+    num_skipped: Count  # steps that were not finite, or overflow if squared
+    num_rounded: Count  # steps of 0, or within the rounding error of params and z
     num_skipped_last: Count  # skipped steps in a row, up to the last step
+    num_saturated: Scalar  # the most elements of z at its dtype's limit in a step
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
@@ -64,24 +58,19 @@ class MomentumReport(NamedTuple):
             raise ValueError(
                 f"the report must be of one run, got a batch of shape {shape}"
             )
-        sentences = [self._comparison()]
-        is_known = np.isfinite(self.gain / self.noise_level)
-        if is_known and np.isnan(self.alignment):
-            sentences.append(
-                "Alignment is unknown: z − x may be rounding error, or steps are "
-                "Nesterov's."
-            )
+        verdict = self._comparison()
         num_steps, length = int(self.num_steps), float(self.average_length)
-        if is_known and 1.01 * num_steps < length < np.inf:  # α may be 0
-            sentences.append(
-                f"The average, {length:.0f} steps, is longer than the run, {num_steps}."
+        if 1.01 * num_steps < length < np.inf:  # α may be 0
+            verdict += (
+                f" The average, {length:.0f} steps, is longer than the run, "
+                f"{num_steps}."
             )
         if self.num_saturated > 0:
-            sentences.append(
-                f"Up to {self.num_saturated} elements of z were at the limit of its "
-                "dtype. Use bfloat16."
+            verdict += (
+                f" Up to {self.num_saturated:.0f} elements of z were at the limit of "
+                "its dtype. Use bfloat16."
             )
-        return " ".join(sentences)
+        return verdict
 
     def _comparison(self) -> str:
         """The gain beside that of pure noise."""
@@ -95,48 +84,35 @@ class MomentumReport(NamedTuple):
                 "Nothing to report: the direction's or base's own momentum makes "
                 "noise add up, too."
             )
-        ratio, t = float(self.gain / self.noise_level), float(self.t)
-        if not np.isfinite(ratio):
-            return self._why_unknown()
-        if self.num_measured < 10:  # |t| is at most √n
+        ratio = self.gain / self.noise_level
+        if self.num_measured < 10 or not np.isfinite(ratio):  # |t| is at most √n
             return (
-                "Nothing to report yet: 10 measured steps are needed, got "
-                f"{self.num_measured}."
+                "Nothing to report yet: 10 steps must count, and gradients must not be "
+                f"0. Of {self.num_steps} steps {self.num_measured} count, "
+                f"{self.num_skipped} were not finite, or their squares overflow "
+                f"float32, and {self.num_rounded} were 0 or within the rounding error "
+                "of params and z."
             )
-        if t >= 3 and ratio > 1:
+        if self.t >= 3 and ratio > 1:
             return (
                 f"Steps add up: the gain is {ratio:.2f} times that of pure noise. "
                 "Momentum speeds the run up here."
             )
-        if t <= -3 and ratio < 1:
+        if self.t <= -3 and ratio < 1:
             return (
                 f"Steps do not add up: the gain is {ratio:.2f} times that of pure "
                 "noise. Here momentum only reduces noise."
             )
         return (
             f"Not told from pure noise: the gain is {ratio:.2f} times that of pure "
-            f"noise, with t = {t:.2f}."
+            f"noise, with t = {self.t:.2f}."
         )
-
-    def _why_unknown(self) -> str:
-        """Why no step counts, by what befell the most of them."""
-        reasons = {
-            "two steps are needed.": 0,
-            f"{self.num_rounded} steps were within the rounding error of "
-            "params and z.": int(self.num_rounded),
-            f"{self.num_zero} steps were 0, or their squares underflow float32.": int(
-                self.num_zero
-            ),
-            f"{self.num_skipped} steps were not finite, or their squares "
-            "overflow float32.": int(self.num_skipped),
-        }
-        return f"Nothing to report: {max(reasons, key=lambda text: reasons[text])}"
 
 
 def momentum_report(opt_state: PyTree) -> MomentumReport:
     """Reports the measurements of `track_momentum`: whether steps add up.
 
-        gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²  alignment = cos(−g_k, x_k − x_{k−1})
+        gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²
         t = Σ a_k / √(Σ a_k²)  with  a_k = −c_{k+1}⟨g_k, z_k − x_k⟩/η_k
 
     Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for
@@ -167,10 +143,10 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Steps add up: the gain is 19
     """
     state = trees.find_one(opt_state, "opt_state", TrackMomentumState)
-    checks.check_one_run("opt_state", state.count)
-    gauge = _of_arrays(state.gauge)
-    means, aligned, counts = gauge.means, gauge.alignment, gauge.counts
-    norms = jnp.sqrt(aligned.step) * jnp.sqrt(aligned.gradient)
+    checks.check_one_run("opt_state", state.gauge)
+    # Flax nnx keeps arrays in variables.
+    gauge = jax.tree.map(lambda _, x: trees.scalar_of(x), new_gauge(), state.gauge)
+    means, counts = gauge.means, gauge.counts
     cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # z = x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise / means.gradient
@@ -180,23 +156,14 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     return MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=noise_level,
-        alignment=-aligned.inner_product / norms,
-        inner_product=aligned.inner_product / aligned.weight,
+        t=t,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        num_skipped=counts.skipped,
-        num_zero=counts.zero,
-        num_rounded=counts.rounded,
-        t=t,
         average_length=1 / trees.scalar_of(member.c),
-        num_steps=trees.scalar_of(state.count),
-        num_saturated=gauge.num_saturated,
+        num_steps=jnp.asarray(sum(counts)),
         num_measured=counts.measured,
+        num_skipped=counts.skipped,
+        num_rounded=counts.rounded,
         num_skipped_last=gauge.num_skipped_last,
+        num_saturated=gauge.num_saturated,
     )
-
-
-def _of_arrays(gauge: PyTree) -> Gauge:
-    """A gauge of arrays. Flax nnx keeps them in variables."""
-    leaves = map(jnp.asarray, jax.tree.leaves(gauge))
-    return jax.tree.unflatten(jax.tree.structure(new_gauge()), leaves)

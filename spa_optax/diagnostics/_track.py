@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._codec import tree_of
@@ -19,7 +18,6 @@ class TrackMomentumState(NamedTuple):
     """State of `track_momentum`."""
 
     inner: PyTree
-    count: Int[Array, ""]
     gauge: Gauge
 
 
@@ -44,7 +42,7 @@ def track_momentum(
     No step u_k = x_{k+1} − x_k is stored: it follows from d_k = z_k − x_k. For pure
     noise, without cross terms, ‖u_k‖² would be v_{k+1}:
 
-        u_k = c_{k+1} (d_k − η_k g_k)             u_{k−1} = c_k/(1 − c_k) d_k
+        u_k = c_{k+1} (d_k − η_k g_k)
         v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)  p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
 
     g_k is the update that reaches the member of the family: the gradient after clipping
@@ -96,7 +94,7 @@ def track_momentum(
     def init_fn(params: PyTree) -> TrackMomentumState:
         state = inner.init(params)
         _check_inner(state, params)
-        return TrackMomentumState(state, jnp.zeros([], jnp.int32), new_gauge())
+        return TrackMomentumState(state, new_gauge())
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -119,10 +117,9 @@ def track_momentum(
         else:  # the real update compiles as without
             u, inner_state = tx.update(*args, **extra)
             step = measure_separately()
-        count = jnp.asarray(state.count)
-        gauge = update_gauge(state.gauge, step, count == 0, decay)
-        count = jnp.asarray(optax.safe_increment(count))
-        return u, TrackMomentumState(inner_state, count, gauge)
+        return u, TrackMomentumState(
+            inner_state, update_gauge(state.gauge, step, decay)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -148,16 +145,11 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     """
     refuse(state, _AROUND)
     members = trees.find(state, SPAState)
-    if not members and trees.find(state, optax.TraceState):
-        raise ValueError(
-            "`inner` must hold one `SPAState`, got a `TraceState`. For `optax.sgd` "
-            "measure `spa_from_sgdm` with the same arguments: it has the same iterates."
-        )
     if len(members) != 1:
         raise ValueError(
             f"`inner` must hold one `SPAState`, got {len(members)} of them in "
-            f"{trees.kinds_of(state)}. Use `spa`, `spa_from_sgdm`, `spa_adamw` or "
-            "`primal_averaging`."
+            f"{trees.kinds_of(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
+            "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
     num_measured = len(jax.tree.leaves(tree_of(members[0].z)))

@@ -165,7 +165,7 @@ def start(
     return subprocess.Popen(command, env=environment(devices), text=True, **kwargs)
 
 
-GAUGE = ("iterate_term", "gradient_term", "gain", "noise_level", "alignment")
+GAUGE = ("iterate_term", "gradient_term", "gain", "noise_level")
 
 
 def fake_runs(folder: Path) -> None:
