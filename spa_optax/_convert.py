@@ -19,6 +19,7 @@ from spa_optax import _checks as checks, _trees as trees
 from spa_optax._codec import codec_of, tree_of
 from spa_optax._core import SPAState, has_taken_no_step
 from spa_optax._dtypes import has_narrow, wide_dtype
+from spa_optax._float8 import Float8MomentumState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._trees import by_path, is_trained, scalar_of
@@ -41,6 +42,7 @@ INNER_FIELDS: dict[type, tuple[str, ...]] = {
     optax.ApplyIfFiniteState: ("inner_state",),
     PrimalAveragingState: ("base", "average"),
     StochasticRoundingState: ("base",),
+    Float8MomentumState: ("base",),
     TrackMomentumState: ("inner",),
 }
 # The fields that count the steps taken.
@@ -49,6 +51,7 @@ COUNT_FIELDS: dict[type, str] = {
     optax.InjectStatefulHyperparamsState: "count",
     optax.MultiStepsState: "gradient_step",
     StochasticRoundingState: "count",
+    Float8MomentumState: "count",
     SPAState: "count",
     optax.ScaleByAdamState: "count",
     ScaleByRmsWithCountState: "count",
@@ -128,7 +131,7 @@ def convert(
     `spa_adamw`, the next step's momentum is AdamW's, except for the gradient's effect
     on ν.
 
-    States of the same type and shapes go on, in their order: that both runs have the
+    States of the same type and shapes go on as they are: whether both runs have the
     same kind of optimizer there is not checked. Step counts go on from k. Injected
     hyper-parameters, gauges and the counts of `optax.apply_if_finite` are those of
     `into`. Everything else is refused. Call it outside `jax.jit`.
@@ -182,12 +185,10 @@ def convert(
     _check_arguments(arguments, other, averaging)
     trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     nodes, new_nodes = _nodes_of(old_state), _nodes_of(into)
+    pair = _pair_of(nodes, new_nodes, params)
     k = _steps_taken(nodes, count)
-    if _find(nodes + new_nodes, SPAState):
-        _check_averages(nodes, new_nodes)
-        old = _momentum_of("old_state", nodes, new_nodes, params)
-        new = _momentum_of("into", new_nodes, nodes, params)
-        _check_pair(old, new)
+    if pair is not None:
+        old, new = pair
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
@@ -289,18 +290,38 @@ def _steps_taken(nodes: list[Any], count: int | None) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def _check_averages(nodes: list[Any], new_nodes: list[Any]) -> None:
-    """Raises ValueError unless both states, or none, are of `primal_averaging`."""
-    averages, new_averages = (
-        _find(states, PrimalAveragingState) for states in (nodes, new_nodes)
-    )
-    if len(averages) != len(new_averages):
+def _pair_of(
+    nodes: list[Any], new_nodes: list[Any], params: PyTree
+) -> tuple[Any, Any] | None:
+    """The old and the new node of a momentum, or None if neither is of the family.
+
+    Raises ValueError unless the first can become the second.
+    """
+    if not _find(nodes + new_nodes, SPAState):
+        return None
+    averages = _find(nodes, PrimalAveragingState)
+    if len(averages) != len(_find(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
             "`tx.init(params)._replace(base=old_state)`. To end it go on with "
             "`eval_params(old_state, params)` and `old_state.base`."
         )
+    old = _momentum_of("old_state", nodes, new_nodes, params)
+    new = _momentum_of("into", new_nodes, nodes, params)
+    missing = by_path(_tree_of(new)).keys() - by_path(_tree_of(old)).keys()
+    if missing:
+        raise ValueError(
+            "`into` must train only what `old_state` trains, got "
+            f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
+        )
+    mu_y = scalar_of(old.mu_y if isinstance(old, SPAState) else new.mu_y)
+    if type(old) is not type(new) and mu_y != 1:
+        raise ValueError(
+            "`interpolation` must be 1 from and to `optax.sgd` and `optax.adamw`, got "
+            f"{mu_y:g}"
+        )
+    return old, new
 
 
 def _momentum_of(
@@ -317,9 +338,10 @@ def _momentum_of(
         if len(found) > 1:
             raise ValueError(
                 f"`{name}` must hold one `{kind.__name__}`, got {len(found)}. Convert "
-                "the state of each group of params by itself."
+                "each group of `optax.partition` by itself: `state.inner_states[label]`"
             )
         if found:
+            checks.check_one_run(name, found[0]._asdict().get("count", ()))
             trees.check_paths(name, [_tree_of(found[0])], params)
             return found[0]
     raise ValueError(
@@ -338,22 +360,6 @@ def _trained(momentum: Any, params: ByPath) -> ByPath:
     """The params that have a momentum, in 32 bits or more."""
     found = {path: params[path] for path in by_path(_tree_of(momentum))}
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_trained(x)}
-
-
-def _check_pair(old: Any, new: Any) -> None:
-    """Raises ValueError unless the old momentum can become the new one."""
-    missing = by_path(_tree_of(new)).keys() - by_path(_tree_of(old)).keys()
-    if missing:
-        raise ValueError(
-            "`into` must train only what `old_state` trains, got "
-            f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
-        )
-    mu_y = scalar_of(old.mu_y if isinstance(old, SPAState) else new.mu_y)
-    if type(old) is not type(new) and mu_y != 1:
-        raise ValueError(
-            "`interpolation` must be 1 from and to `optax.sgd` and `optax.adamw`, got "
-            f"{mu_y:g}"
-        )
 
 
 def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath:

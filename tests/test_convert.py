@@ -241,6 +241,29 @@ def test_the_new_optimizer_may_freeze_params() -> None:
         convert(partly(tx).init(x), x, into=tx.init(x))
 
 
+def test_groups_of_a_partition_move_one_by_one() -> None:
+    labels = {"a": "fast", "b": "slow"}
+    old = optax.partition(
+        {"fast": optax.sgd(0.1, 0.9), "slow": optax.sgd(decaying, 0.5)}, labels
+    )
+    new = optax.partition(
+        {"fast": spa_from_sgdm(0.1, 0.9), "slow": spa_from_sgdm(decaying, 0.5)}, labels
+    )
+    x = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    x, state = run(old, x, [x] * 3)
+    into = new.init(x)
+    with pytest.raises(ValueError, match=r"`old_state`.* got 2.*`state.inner_states"):
+        convert(state, x, into=into)
+    others = {"fast": SGDM(0.1, 0.9), "slow": SGDM(decaying, 0.5)}
+    groups = {}
+    for label, other in others.items():
+        group, new_group = state.inner_states[label], into.inner_states[label]
+        groups[label] = convert(group, x, into=new_group, other=other, count=3)
+    found, _ = run(new, x, [x] * 3, into._replace(inner_states=groups))
+    expected, _ = run(old, x, [x] * 3, state)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
 def test_one_group_of_a_partition_moves() -> None:
     """The other one keeps its AdamW."""
     labels = {"a": "sgd", "b": "adamw"}
@@ -374,6 +397,12 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     assert convert(counted, x, **given).count == 3
     _, counted = run(stochastic_rounding(sgd, KEY), x, [x] * 3)
     assert convert(counted, x, **given).count == 3
+    float8 = float8_momentum(sgd, KEY)
+    _, counted = run(float8, x, [x] * 3)
+    rounding = stochastic_rounding(float8, KEY)
+    moved = convert(counted, x, into=rounding.init(x))
+    chex.assert_trees_all_equal(moved.base, counted)
+    assert moved.count == 3
 
 
 def test_counts_that_differ_are_refused() -> None:
@@ -701,6 +730,13 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {},
         "`primal_averaging`",
     ),
+    "an unknown momentum": (optax.lion(decaying), SPA, {}, "got EmptyState, ScaleByLi"),
+    "float8": (
+        float8_momentum(SGD, KEY),
+        SPA,
+        {"other": SGDM(0.1, 0.9)},
+        "`old_state` must have leaves .* each",
+    ),
     "a wrapper": (
         optax.lookahead(SPA, 2, 0.5),
         SPA,
@@ -783,8 +819,12 @@ def test_traced_calls_and_batches_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"`old_state`.* `jax.jit`"):
             call(argument)
+    batch = jax.vmap(SPA_ADAMW.init)(xs)
     with pytest.raises(ValueError, match="`old_state` must be of one run"):
-        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=into, other=AdamW(0.1))
+        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=batch, other=AdamW(0.1))
+    batch = jax.vmap(SPA.init)(xs)
+    with pytest.raises(ValueError, match="`into` must be of one run"):
+        convert(SGD.init(xs), xs, into=batch, other=SGDM(0.1, 0.9))
 
 
 def test_a_moved_state_shares_no_buffer() -> None:
