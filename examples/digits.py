@@ -137,7 +137,7 @@ def train(
             "loss at x": loss_and_accuracy(x, x_train, y_train)[0],
             "test accuracy": loss_and_accuracy(x, x_test, y_test)[1],
         }
-        if z is not None:
+        if z is not None and dtype == jnp.float32:  # else the state holds z − x
             metrics["loss at z"] = loss_and_accuracy(z, x_train, y_train)[0]
         return params, opt_state, metrics
 

@@ -162,7 +162,10 @@ def test_the_last_batch_is_not_whole() -> None:
     whole = NamedSharding(
         Mesh(np.array(jax.devices()), "batch"), PartitionSpec("batch")
     )
-    mirrored = lambda images: [images, images[:, :, ::-1]]
+
+    def mirrored(images: Any) -> list[Any]:
+        return [images, images[:, :, ::-1]]
+
     total = sum(model(jnp.asarray(view)) for view in mirrored(DATA.x_test))
     expected = np.mean(np.argmax(total, -1) == DATA.y_test)
     assert cifar10.accuracy(model, DATA, whole, mirrored) == pytest.approx(
@@ -173,11 +176,10 @@ def test_the_last_batch_is_not_whole() -> None:
 def test_views_of_an_image() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     views = cifar10.views(images)
-    inside = lambda view: view[:, 1:-1, 1:-1]
+    inside = np.s_[:, 1:-1, 1:-1]
     for view, mirror, shift in zip(views[:3], views[3:], (0, 1, -1), strict=True):
-        np.testing.assert_array_equal(
-            inside(view), inside(np.roll(images, (shift, shift), (1, 2)))
-        )
+        shifted = np.roll(images, (shift, shift), (1, 2))
+        np.testing.assert_array_equal(view[inside], shifted[inside])
         np.testing.assert_array_equal(view[:, :, ::-1], mirror)
 
 

@@ -23,10 +23,11 @@ def test_digits(tmp_path: Path) -> None:
     text = digits.main(["--epochs", "8", "--seeds", "2", "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = {line[:23].strip(): line.split() for line in text.splitlines()[1:]}
-    before = lambda mark: {
-        name: float(row[row.index(mark) - 1]) for name, row in rows.items()
-    }
-    accuracy, loss = before("%"), before("±")
+    # Before the first of these signs stands the mean.
+    accuracy, loss = (
+        {name: float(row[row.index(sign) - 1]) for name, row in rows.items()}
+        for sign in ("%", "±")
+    )
     assert accuracy["optax.sgd"] > 90
     assert abs(accuracy["spa_from_sgdm"] - accuracy["optax.sgd"]) < 0.5
     assert loss["spa_from_sgdm, bfloat16"] < loss["optax.sgd, bfloat16"]
@@ -88,14 +89,14 @@ def test_low_precision(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gauge(tmp_path: Path) -> None:
-    """On digits; the decoder has its own test."""
+    """On the digits."""
     out = tmp_path / "runs"
     text = gauge.main(
         ["--task", "digits", "--epochs", "12", "--seeds", "1", "--json", str(out)]
     )
     reports = json.loads(out.read_text())["reports"]
     assert [report[0] for report in reports] == list(range(0, 12 * 28, 10))
-    # Early on all gradients of a layer point the same way.
-    ratio = gauge.ratio(reports, "early")
+    # Early on all gradients point the same way.
+    ratio, alignment = gauge.ratios(reports, "early")
     assert ratio > 1.5
-    assert f"| digits | {ratio:.2f} " in text
+    assert f"| digits | {ratio:.2f} ({alignment:+.2f})" in text
