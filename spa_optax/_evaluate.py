@@ -8,7 +8,8 @@ from spa_optax import _checks as checks, _trees as trees
 from spa_optax._codec import check_not_cast, codec_of, tree_of
 from spa_optax._core import SPAState, check_scalars, has_taken_no_step
 from spa_optax._dtypes import wide_dtype
-from spa_optax._wrappers import StochasticRoundingState, is_opaque_sam
+from spa_optax._refusals import is_opaque_sam
+from spa_optax._wrappers import StochasticRoundingState
 from spa_optax._xla import select
 
 # Wrappers that move the params apart from those of what they wrap.

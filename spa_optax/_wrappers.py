@@ -12,6 +12,14 @@ from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState, current_z
 from spa_optax._dtypes import widen
 from spa_optax._members import spa
+from spa_optax._refusals import (
+    AVERAGES,
+    MOVES_PARAMS,
+    NEEDS_FIRST_PARAMS,
+    NEEDS_GRADIENTS_OF_ITS_PARAMS,
+    SKIPS_UPDATES,
+    refuse,
+)
 from spa_optax._rounding import PARAMS_AND_Z, round_update, seeds_like
 from spa_optax._xla import sharded_like
 
@@ -28,104 +36,6 @@ class PrimalAveragingState(NamedTuple):
 
     base: PyTree
     average: SPAState
-
-
-class Refusal(NamedTuple):
-    """States that a base must not have, with a message that says what to do."""
-
-    states: tuple[type, ...]
-    message: str  # with a place for the name of the state
-
-
-AVERAGES = Refusal(
-    (SPAState, optax.contrib.ScheduleFreeState),
-    "`base` must not average, got a `{}`. Average once, and pass `rounding_key` there.",
-)
-_ROUNDS = Refusal(
-    (StochasticRoundingState,),
-    "`base` must not round, got a `{}`. Pass `rounding_key` instead.",
-)
-_SKIPS = Refusal(
-    (
-        optax.MultiStepsState,
-        optax.ApplyIfFiniteState,
-        optax.ConditionallyTransformState,
-        optax.ConditionallyMaskState,
-    ),
-    "`base` must not skip updates, got a `{}`. Put that wrapper around this one.",
-)
-_ACCUMULATES = Refusal(
-    (optax.ApplyEvery,),
-    "`base` must not skip updates, got a `{}`. Put `optax.MultiSteps` around this.",
-)
-_SEARCHES = Refusal(
-    (
-        optax.ScaleByBacktrackingLinesearchState,
-        optax.ScaleByZoomLinesearchState,
-    ),
-    "`base` must not search along a line, got a `{}`. Use it alone.",
-)
-_LOOKS_AHEAD = Refusal(
-    (optax.LookaheadState,),
-    "`base` must not move the params back, got a `{}`. Average instead.",
-)
-_MOVES_ASIDE = Refusal(
-    (optax.contrib.SAMState,),
-    "`base` must not move the params aside, got a `{}`. Set `opaque_mode=True`.",
-)
-_MEASURES_DISTANCE = Refusal(
-    (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
-    "`base` must not find its rate by how far the params went, got a `{}`. It cannot "
-    "see z. Use another base.",
-)
-_NEEDS_FIRST_PARAMS = Refusal(  # refused at y
-    (
-        optax.contrib.COCOBState,
-        optax.contrib.MechanicState,
-        optax.contrib.DoGState,
-        optax.contrib.DoWGState,
-    ),
-    "`base` must not compare the params with the first ones, got a `{}`. Set "
-    '`params_of_base="z"`.',
-)
-_NEEDS_PAIRS = Refusal(  # refused at z
-    (
-        optax.ScaleByLBFGSState,
-        optax.contrib.MomoState,
-        optax.contrib.MomoAdamState,
-    ),
-    "`base` must not relate the params to gradients, got a `{}`. Set "
-    '`params_of_base="params"`.',
-)
-_ALWAYS_REFUSED = [
-    AVERAGES,
-    _ROUNDS,
-    _SKIPS,
-    _ACCUMULATES,
-    _SEARCHES,
-    _LOOKS_AHEAD,
-    _MOVES_ASIDE,
-    _MEASURES_DISTANCE,
-]
-if hasattr(optax.contrib, "MadgradState"):  # not in optax 0.2.5
-    _AVERAGES_DUAL = Refusal(
-        (optax.contrib.MadgradState,),
-        "`base` must not average, got a `{}`. Use it alone.",
-    )
-    _ALWAYS_REFUSED.append(_AVERAGES_DUAL)
-
-
-def refuse(state: PyTree, *refusals: Refusal) -> None:
-    """Raises ValueError where the state of a base holds what is refused."""
-    for refusal in refusals:
-        for node in trees.find(state, refusal.states):
-            if not is_opaque_sam(node):
-                raise ValueError(refusal.message.format(type(node).__name__))
-
-
-def is_opaque_sam(node: Any) -> bool:
-    """Whether a state is that of a SAM in `opaque_mode`, which keeps no params."""
-    return isinstance(node, optax.contrib.SAMState) and node.cache is None
 
 
 def in_float32(
@@ -242,6 +152,9 @@ def primal_averaging(
     checks.TRANSFORMATION.check(base=base)
     checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
+    refused_there = NEEDS_FIRST_PARAMS
+    if params_of_base == "z":
+        refused_there = NEEDS_GRADIENTS_OF_ITS_PARAMS
     average = spa(
         1.0,
         averaging,
@@ -252,8 +165,12 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         of_base = tx.init(params)
-        at_y = params_of_base == "params"
-        refuse(of_base, *_ALWAYS_REFUSED, _NEEDS_FIRST_PARAMS if at_y else _NEEDS_PAIRS)
+        refuse(of_base, AVERAGES + SKIPS_UPDATES + MOVES_PARAMS + refused_there)
+        if trees.find(of_base, StochasticRoundingState):
+            raise ValueError(
+                "`base` must not round, got a `StochasticRoundingState`. Pass "
+                "`rounding_key` instead."
+            )
         average_state: Any = average.init(params)
         return PrimalAveragingState(of_base, average_state)
 

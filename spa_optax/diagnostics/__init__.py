@@ -1,4 +1,4 @@
-"""When momentum pays: the gauge of the paper's Insight 1, and tools to act on it."""
+"""When momentum pays: the gauge of the paper's Insight 1."""
 
 from spa_optax.diagnostics._report import MomentumReport, momentum_report
 from spa_optax.diagnostics._track import track_momentum

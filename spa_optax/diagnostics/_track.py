@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._codec import tree_of
 from spa_optax._core import SPAState
-from spa_optax._wrappers import Refusal, refuse
+from spa_optax._refusals import SKIPPING_STATES
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, Step, measure, new_gauge, update_gauge
 
@@ -19,18 +19,6 @@ class TrackMomentumState(NamedTuple):
 
     inner: PyTree
     gauge: Gauge
-
-
-_AROUND = Refusal(  # most of them skip updates
-    (
-        TrackMomentumState,
-        optax.MultiStepsState,
-        optax.ApplyIfFiniteState,
-        optax.ConditionallyTransformState,
-        optax.ConditionallyMaskState,
-    ),
-    "`inner` must not hold a `{}`. Put that wrapper around `track_momentum`.",
-)
 
 
 def track_momentum(
@@ -143,7 +131,11 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     """Raises ValueError unless a state holds one member, of all params, at each
     step.
     """
-    refuse(state, _AROUND)
+    for node in trees.find(state, (TrackMomentumState, *SKIPPING_STATES)):
+        raise ValueError(
+            f"`inner` must not hold a `{type(node).__name__}`. Put that wrapper around "
+            "`track_momentum`."
+        )
     members = trees.find(state, SPAState)
     if len(members) != 1:
         raise ValueError(

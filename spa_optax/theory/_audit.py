@@ -8,7 +8,7 @@ import optax
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
-from spa_optax.theory._report import Audit, Values, previous
+from spa_optax.theory._findings import Audit, Values, previous
 
 
 def audit(

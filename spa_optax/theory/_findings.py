@@ -10,12 +10,14 @@ Steps = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
 
 
 class Finding(NamedTuple):
-    """An observation on a schedule: where, how large, and the remedy."""
+    """An observation on a schedule: where, how large, and the remedy.
+
+    A rise or a drop needs no change, if it is meant.
+    """
 
     kind: str  # "range", "average", "beta", "spike", "rise" or "drop"
     steps: list[int]
     text: str
-    needs_change: bool = True
 
 
 class Audit(NamedTuple):
@@ -72,7 +74,7 @@ def _is_in_range(audit: Audit) -> Steps:
 
 
 def _is_spike(alpha: Values) -> Steps:
-    """Whether α is over twice its neighbours. The first and last have only one."""
+    """Whether α is over twice both neighbours. The first and last never are."""
     padded = np.pad(alpha, 1, constant_values=np.inf)
     return alpha > 2 * np.maximum(padded[:-2], padded[2:])
 
@@ -148,23 +150,19 @@ def _jumps(audit: Audit) -> list[Finding]:
     total_signs[total_signs == alpha_signs] = 0  # one event
     alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
     found = [
-        _rise("α", audit.alpha, alpha_signs > 0),
-        _rise(name, total, total_signs > 0),
-        _drop("α", audit.alpha, alpha_signs < 0),
-        _drop(name, total, total_signs < 0),
+        _jump("rise", "α", audit.alpha, alpha_signs > 0),
+        _jump("rise", name, total, total_signs > 0),
+        _jump("drop", "α", audit.alpha, alpha_signs < 0),
+        _jump("drop", name, total, total_signs < 0),
     ]
     return [finding for finding in found if finding.steps]
 
 
-def _rise(name: str, values: Values, steps: Steps) -> Finding:
-    change = _change_in_words(values, steps)
-    text = f"{name} rises {change}. Check that it is meant, as in a restart."
-    return Finding("rise", _list(steps), text, needs_change=False)
-
-
-def _drop(name: str, values: Values, steps: Steps) -> Finding:
-    text = f"{name} drops {_change_in_words(values, steps)}."
-    return Finding("drop", _list(steps), text, needs_change=False)
+def _jump(kind: str, name: str, values: Values, steps: Steps) -> Finding:
+    text = f"{name} {kind}s {_change_in_words(values, steps)}."
+    if kind == "rise":
+        text += " Check that it is meant, as in a restart."
+    return Finding(kind, _list(steps), text)
 
 
 def previous(values: Values) -> Values:
