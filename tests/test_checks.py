@@ -386,7 +386,6 @@ def test_params_that_are_not_arrays(leaf: Any) -> None:
         [True],
         lambda params: params,
     ],
-    ids=repr,
 )
 def test_masks_that_are_no_booleans_like_params(mask: Any) -> None:
     with pytest.raises(ValueError, match=r"`mask`.*`params`"):
