@@ -96,14 +96,8 @@ def float8_momentum(
     ) -> Any:
         trees.check_kind("state", state, Float8MomentumState)
         u, of_base = tx.update(updates, _unpack(state), params, **extra)
-
-        def cast(u: Array, *inputs: Array) -> Array:
-            return u.astype(jnp.result_type(*inputs))
-
         # The dtypes are those with a momentum in the dtype of the params.
-        inputs = (updates,) if params is None else (updates, params)
-        with jax.numpy_dtype_promotion("standard"):
-            u = trees.fill_none(trees.map_trained(cast, u, *inputs), u)
+        u = optax.tree.cast_like(u, updates if params is None else params)
         count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
         return u, _pack(of_base, count, key)
 

@@ -39,7 +39,7 @@ class LookAhead(NamedTuple):
     beta: Scalar  # β_k
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
-    unseen: Scalar  # weight in w_{k+1} of terms past the horizon; 1 for traced numbers
+    is_foreseen: Bool[Array, ""] | bool  # whether w_{k+1} has all its terms
     ends: Bool[Array, ""] | bool  # whether β_{k+1} is surely 0: momentum ends
 
 
@@ -63,16 +63,15 @@ def look_ahead(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        w, unseen = _w_of_schedules(
+        w, is_foreseen = _w_of_schedules(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
         w = _tail(*in_range(alpha, beta), nesterov=nesterov)
-        is_known = is_plain_number(learning_rate) and is_plain_number(momentum)
-        unseen = jnp.full_like(a, 0 if is_known else 1)
+        is_foreseen = is_plain_number(learning_rate) and is_plain_number(momentum)
     is_traced = isinstance(momentum, jax.Array)
     ends = not is_traced and beta_at(jnp.asarray(optax.safe_increment(count))) == 0
-    return LookAhead(alpha, beta, a, w, unseen, ends)
+    return LookAhead(alpha, beta, a, w, is_foreseen, ends)
 
 
 def _w_of_schedules(
@@ -83,8 +82,8 @@ def _w_of_schedules(
     *,
     nesterov: bool,
     horizon: int,
-) -> tuple[Scalar, Scalar]:
-    """w_{k+1}, and the weight in it of the terms past the horizon."""
+) -> tuple[Scalar, Bool[Array, ""]]:
+    """w_{k+1}, and whether terms past the horizon have no weight in it."""
 
     def after(num_steps: Array) -> Array:
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
@@ -102,7 +101,7 @@ def _w_of_schedules(
         products = jnp.cumprod(betas)
     a = alphas * betas if nesterov else alphas
     tail = _tail(last_alpha, last_beta, nesterov=nesterov)
-    return jnp.sum(a * products) + products[-1] * tail, products[-1]
+    return jnp.sum(a * products) + products[-1] * tail, products[-1] <= 1e-7
 
 
 def _tail(alpha: Scalar, beta: Scalar, *, nesterov: bool) -> Scalar:
@@ -144,13 +143,12 @@ def sgdm_scalars(
 ) -> Scalars:
     """The scalars of a step, where the state holds z − x (`of_difference`) or z."""
     w_k = w_old.astype(ahead.a.dtype)
-    is_foreseen = ahead.unseen <= 1e-7
     w = ahead.w
     if not of_difference:
         # m = (x − z)/w has the rounding error of x over w. If α or β may rise
         # unforeseen, w stays large.
         unforeseen_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
-        w = jnp.where(is_foreseen, w, unforeseen_w)
+        w = jnp.where(ahead.is_foreseen, w, unforeseen_w)
     w = nonzero_w(w, ahead.a, w_k)
     # Where momentum ends, x goes to z, which keeps what x loses by rounding.
     ends = ahead.ends & of_difference
@@ -163,13 +161,11 @@ def sgdm_scalars(
         c=c,
         w=w,
         delta=ahead.alpha * (1 - c) if nesterov else None,
-        r=_ratio(ahead, w, w_old, is_foreseen),
+        r=_ratio(ahead, w, w_old),
     )
 
 
-def _ratio(
-    ahead: LookAhead, w: Scalar, w_old: Scalar, is_foreseen: Bool[Array, ""]
-) -> Scalar:
+def _ratio(ahead: LookAhead, w: Scalar, w_old: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error and at the start."""
     is_start = w_old <= 0
     w_k = jnp.where(is_start, 1, w_old).astype(w.dtype)
@@ -178,7 +174,7 @@ def _ratio(
     change = ((w - w_k) + (ahead.beta * ahead.a - (1 - ahead.beta) * w)) / w_k
     # Rounding error is some tens of eps for sums over a horizon, (1 − β) eps for
     # unchanged traced numbers. Its derivative is not, and is kept.
-    rounding_error = jnp.where(is_foreseen, 64, 4 * (1 - ahead.beta)) * eps
+    rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - ahead.beta)) * eps
     is_error = jnp.abs(change) <= rounding_error
     change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)
     r = jnp.where(is_start, 1, 1 + change)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
@@ -105,7 +105,7 @@ def hyperparams_to_sgdm(
         at_count("averaging", averaging),
     )
 
-    def beta(k: Array) -> Float[Array, ""]:
+    def beta(k: Array) -> Array:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
         eta, eta_before, decay = eta_at(k), eta_at(before), 1 - c_at(before)
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
@@ -167,7 +167,7 @@ def stagewise(
     c_at = at_count("averaging", averaging)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
-    def log_decay(k: Array) -> Float[Array, ""]:
+    def log_decay(k: Array) -> Array:
         """log(η/η_k): each stage that has begun adds log(s) a step."""
         total = jnp.zeros([], float)
         for b in boundaries:
@@ -175,10 +175,10 @@ def stagewise(
             total += jnp.clip(num_steps * log_step, 0, log_factor)
         return total
 
-    def eta(k: Array) -> Float[Array, ""]:
+    def eta(k: Array) -> Array:
         return eta_at(k) * jnp.exp(-log_decay(k))
 
-    def c_next(k: Array) -> Float[Array, ""]:
+    def c_next(k: Array) -> Array:
         c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "scale":
             return scaled_up_to_1(c, log_ratio)
@@ -212,13 +212,13 @@ def _checked_boundaries(
     return boundaries
 
 
-def scaled_up_to_1(c: Array, log_ratio: Array) -> Float[Array, ""]:
+def scaled_up_to_1(c: Array, log_ratio: Array) -> Array:
     """min(1, c·ratio). A c of 0 stays 0, also if the ratio overflows."""
     enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
     return jnp.minimum(c * jnp.exp(jnp.minimum(log_ratio, enough)), 1)
 
 
-def _balanced(c: Array, log_ratio: Array) -> Float[Array, ""]:
+def _balanced(c: Array, log_ratio: Array) -> Array:
     """The c' with 1/c' − 1 = (1/c − 1)/ratio. A c of 0 stays 0."""
     positive_c = jnp.where(c > 0, c, 1)
     return jnp.where(c > 0, c / (positive_c + (1 - c) * jnp.exp(-log_ratio)), 0)
@@ -275,7 +275,7 @@ def schedule_free_averaging(
     infinite = np.full_like(weights, np.inf)
     inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
 
-    def c_next(k: Array) -> Float[Array, ""]:
+    def c_next(k: Array) -> Array:
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
         # Afterwards each step adds the same weight.
         num_later = jnp.maximum(k - num_warmup_steps, 0)

@@ -8,7 +8,8 @@ import optax
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import SGDMHyperparams, at_count
 from spa_optax._lookahead import in_range, look_ahead
-from spa_optax.theory._findings import Audit, Values, previous
+from spa_optax._schedules import hyperparams_to_sgdm
+from spa_optax.theory._findings import Audit, Values
 
 
 def audit(
@@ -49,8 +50,12 @@ def audit(
     checks.RATE.check(learning_rate=learning_rate)
     checks.check_averaging(averaging=averaging)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    eta, c = _values(num_steps, learning_rate=learning_rate, averaging=averaging)
-    return Audit(eta, c, alpha=eta * c, beta=_beta(eta, c))
+    alpha_at, beta_at = hyperparams_to_sgdm(learning_rate, averaging)
+    eta, c, alpha, beta = _values(
+        num_steps, learning_rate, averaging, alpha_at, beta_at
+    )
+    beta[0] = np.nan
+    return Audit(eta, c, alpha, beta)
 
 
 def audit_sgdm(
@@ -88,15 +93,15 @@ def audit_sgdm(
     return Audit(*_from_sgdm(recipe, num_steps, nesterov=nesterov))
 
 
-def _values(num_steps: int, **hyperparams: optax.ScalarOrSchedule) -> list[Values]:
+def _values(num_steps: int, *hyperparams: optax.ScalarOrSchedule) -> list[Values]:
     """The values of hyper-parameters at each count, as float64."""
-    schedules = [at_count(name, value) for name, value in hyperparams.items()]
+    schedules = [at_count("a hyper-parameter", value) for value in hyperparams]
 
     def evaluate(k: jax.Array) -> list[jax.Array]:
         return [schedule(k) for schedule in schedules]
 
     counts = jnp.arange(num_steps, dtype=jnp.int32)
-    return [np.asarray(v, float) for v in jax.jit(jax.vmap(evaluate))(counts)]
+    return [np.array(v, float) for v in jax.jit(jax.vmap(evaluate))(counts)]
 
 
 def _from_sgdm(
@@ -106,7 +111,7 @@ def _from_sgdm(
 
     w_k = β_k (a_k + w_{k+1}) runs backward, which is stable; see `_lookahead`.
     """
-    alpha, beta = _values(num_steps, **sgdm._asdict())
+    alpha, beta = _values(num_steps, *sgdm)
     later = in_range(jnp.asarray(alpha), jnp.asarray(beta))
     later_alpha, later_beta = (np.asarray(v, float) for v in later)
     a, later_a = alpha, later_alpha
@@ -127,12 +132,3 @@ def _from_sgdm(
     # Without any momentum x goes where z goes.
     c = np.where((total == 0) & (alpha > 0), 1, c)
     return total + alpha, c, alpha, beta
-
-
-def _beta(eta: Values, c: Values) -> Values:
-    """β_k = (η_{k−1}/η_k) (1 − c_k) for k ≥ 1, by Theorem 1."""
-    eta_prev = previous(eta)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        beta = np.where(eta_prev == 0, 0, eta_prev / eta) * (1 - previous(c))
-    beta[0] = np.nan
-    return beta
