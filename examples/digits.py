@@ -202,13 +202,10 @@ def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         if "bfloat16" in name:
             narrow = results["optax.sgd, bfloat16"]["loss at x"].mean(0)
             axis.plot(epochs, narrow, color="C3", label="optax.sgd, bfloat16 params")
-        for point, style in (
-            ("x", {"color": "C0"}),
-            ("z", {"color": "C1", "linestyle": "--"}),
-        ):
-            axis.plot(
-                epochs, results[name][f"loss at {point}"].mean(0), label=point, **style
-            )
+        axis.plot(epochs, results[name]["loss at x"].mean(0), color="C0", label="x")
+        if "loss at z" in results[name]:
+            at_z = results[name]["loss at z"].mean(0)
+            axis.plot(epochs, at_z, color="C1", linestyle="--", label="z")
         axis.set(xlabel="epoch", yscale="log", title=name)
         axis.legend(frameon=False)
     axes[0].set_ylabel("training loss")
