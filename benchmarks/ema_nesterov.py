@@ -12,6 +12,8 @@ averaging gives the same y with the base's rate times η_k, and the μ_y of y_k:
 For a constant β these are the numbers of `spa_optax.ema_nesterov`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,16 +37,16 @@ def ema_nesterov_schedules(
     # Before β rises, μ_y must not be 0.
     excess[: np.max(np.flatnonzero(excess), initial=0)] += 1e-30
 
-    def excess_at(k: jax.Array) -> jax.Array:
+    def excess_at(k: Any) -> jax.Array:
         return jnp.asarray(excess, float)[jnp.minimum(k, num_steps)]
 
-    def eta(k: jax.Array) -> jax.Array:
+    def eta(k: Any) -> jax.Array:
         return 1 + excess_at(k)
 
-    def averaging(k: jax.Array) -> jax.Array:
+    def averaging(k: Any) -> jax.Array:
         return (1 - decay) / (1 + excess_at(k))
 
-    def interpolation(k: jax.Array) -> jax.Array:
+    def interpolation(k: Any) -> jax.Array:
         return excess_at(k + 1) / (1 + excess_at(k + 1))
 
     return eta, averaging, interpolation

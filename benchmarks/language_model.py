@@ -218,8 +218,8 @@ def make_steps(
     tx = optax.chain(clip, row.make(schedule, key, *row.average))
     mean = stochastic_rounding(optax.identity(), jax.random.fold_in(key, 1))
 
-    def loss(params: Any, *batch: jax.Array) -> jax.Array:
-        return nanogpt.losses(params, *batch).mean()
+    def loss(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+        return nanogpt.losses(params, inputs, labels).mean()
 
     def start(params: Any) -> Any:
         e = jax.tree.map(jnp.copy, optax.tree.cast(params, row.ema_dtype or row.dtype))

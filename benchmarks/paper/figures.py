@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -51,7 +52,10 @@ def values_of(hyperparam: optax.ScalarOrSchedule) -> np.ndarray:
 
 
 def step_function(before: float, after: float, change: int = CHANGE) -> optax.Schedule:
-    return lambda k: jnp.where(k < change, before, after)
+    def value(k: Any) -> jax.Array:
+        return jnp.where(k < change, before, after)
+
+    return value
 
 
 def from_sgdm(
