@@ -14,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import run, slow, spa_state, x64, z_of
+from helpers import quick, run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
@@ -229,15 +229,15 @@ def test_what_is_too_large_saturates(key: Any) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [slow(AxisType.Auto), AxisType.Explicit], ids=str)
-@every_member
-def test_state_sharded_otherwise_than_params(make: Any, axis_type: Any) -> None:
+@pytest.mark.parametrize("name", quick(MEMBERS, "primal_averaging"))
+def test_state_sharded_otherwise_than_params(name: str, axis_type: Any) -> None:
     """ZeRO-1, and the other way round."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ("", "x"))
     params = {"w": jnp.linspace(1, 2, 64).reshape(16, 4).astype(jnp.bfloat16)}
     grads = jax.tree.map(lambda p: p / 64, params)
     for state_dtype in (None, E4M3):
-        tx = make(state_dtype=state_dtype, rounding_key=KEY)
+        tx = MEMBERS[name](state_dtype=state_dtype, rounding_key=KEY)
         x, state = run(tx, params, [grads] * 2)
         expected = jax.device_get(eval_params(state, x))
         for of_params, of_state in ((whole, split), (split, whole), (split, split)):
