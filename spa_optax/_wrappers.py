@@ -89,7 +89,7 @@ def with_shardings(state: PyTree, params: PyTree) -> PyTree:
     `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
     parameter whose path its own path ends with, and has its shape.
     """
-    by_path = trees.by_path(params)
+    by_path = dict(trees.leaves_with_path(params))
 
     def shard(path: Any, leaf: Any) -> Any:
         ends = (keystr(path[i:]) for i in range(len(path) + 1))
