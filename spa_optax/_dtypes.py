@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from spa_optax._trees import is_trained, map_trained
@@ -12,14 +13,16 @@ from spa_optax._trees import is_trained, map_trained
 def has_narrow(tree: PyTree) -> bool:
     """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
     trained = filter(is_trained, jax.tree.leaves(tree))
-    return any(jnp.result_type(x).itemsize <= 2 and jnp.size(x) > 0 for x in trained)
+    return any(
+        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in trained
+    )
 
 
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
     trained = filter(is_trained, jax.tree.leaves(params))
-    num_bits = {jnp.finfo(jnp.result_type(x)).bits for x in trained}
-    return jnp.dtype(jnp.float64 if 64 in num_bits else jnp.float32)
+    has_64_bits = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in trained)
+    return jnp.dtype(jnp.float64 if has_64_bits else jnp.float32)
 
 
 def wide_dtype(*arrays: Any) -> Any:

@@ -1,13 +1,16 @@
 """The audit of a schedule: its values as SPA and as SGD with momentum."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import SGDMHyperparams, at_count
-from spa_optax._lookahead import in_range, look_ahead
+from spa_optax._lookahead import eta_and_c, look_ahead
 from spa_optax._schedules import hyperparams_to_sgdm
 from spa_optax.theory._findings import Audit, Values
 
@@ -50,10 +53,14 @@ def audit(
     checks.RATE.check(learning_rate=learning_rate)
     checks.check_averaging(averaging=averaging)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    alpha_at, beta_at = hyperparams_to_sgdm(learning_rate, averaging)
-    eta, c, alpha, beta = _values(
-        num_steps, learning_rate, averaging, alpha_at, beta_at
-    )
+    sgdm = hyperparams_to_sgdm(learning_rate, averaging)
+    schedules = [
+        at_count("learning_rate", learning_rate),
+        at_count("averaging", averaging),
+        at_count("learning_rate", sgdm.learning_rate),
+        at_count("momentum", sgdm.momentum),
+    ]
+    eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
     return Audit(eta, c, alpha, beta)
 
@@ -89,46 +96,19 @@ def audit_sgdm(
     checks.RATE.check(learning_rate=learning_rate)
     checks.MOMENTUM.check(momentum=momentum)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    recipe = SGDMHyperparams(learning_rate, momentum)
-    return Audit(*_from_sgdm(recipe, num_steps, nesterov=nesterov))
+
+    def at(k: Array) -> tuple[Array, ...]:
+        ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
+        eta, c = eta_and_c(ahead, ahead.w, nesterov=nesterov)
+        # Without any momentum x goes where z goes.
+        c = jnp.where((ahead.a + ahead.w == 0) & (ahead.alpha > 0), 1, c)
+        return eta, c, ahead.alpha, ahead.beta
+
+    return Audit(*_values(at, num_steps))
 
 
-def _values(num_steps: int, *hyperparams: optax.ScalarOrSchedule) -> list[Values]:
-    """The values of hyper-parameters at each count, as float64."""
-    schedules = [at_count("a hyper-parameter", value) for value in hyperparams]
-
-    def evaluate(k: jax.Array) -> list[jax.Array]:
-        return [schedule(k) for schedule in schedules]
-
+def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
+    """The values of a function of the count, at each, as float64."""
     counts = jnp.arange(num_steps, dtype=jnp.int32)
-    return [np.array(v, float) for v in jax.jit(jax.vmap(evaluate))(counts)]
-
-
-def _from_sgdm(
-    sgdm: SGDMHyperparams, num_steps: int, *, nesterov: bool
-) -> tuple[Values, Values, Values, Values]:
-    """η, c, α and β of a recipe of SGD+M, in O(n).
-
-    w_k = β_k (a_k + w_{k+1}) runs backward, which is stable; see `_lookahead`.
-    """
-    alpha, beta = _values(num_steps, *sgdm)
-    later = in_range(jnp.asarray(alpha), jnp.asarray(beta))
-    later_alpha, later_beta = (np.asarray(v, float) for v in later)
-    a, later_a = alpha, later_alpha
-    if nesterov:
-        a, later_a = alpha * beta, later_alpha * later_beta
-
-    def last_w(k: jax.Array) -> jax.Array:
-        return look_ahead(*sgdm, k, nesterov=nesterov).w
-
-    w = np.zeros(num_steps + 1)
-    w[-1] = jax.jit(last_w)(np.int32(num_steps - 1))
-    for k in reversed(range(num_steps)):
-        w[k] = later_beta[k] * (later_a[k] + w[k + 1])
-    total = a + w[1:]
-    c = a / np.where(total == 0, 1, total)
-    if not nesterov:
-        return total, c, alpha, beta
-    # Without any momentum x goes where z goes.
-    c = np.where((total == 0) & (alpha > 0), 1, c)
-    return total + alpha, c, alpha, beta
+    values = jax.jit(lambda counts: jax.lax.map(at, counts))(counts)
+    return [np.array(v, float) for v in values]
