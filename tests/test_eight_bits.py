@@ -33,6 +33,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._codec import codec_for, codec_of, tree_of
+from spa_optax._float8 import Float8Array
 from spa_optax._trees import find
 from spa_optax.diagnostics import momentum_report, track_momentum
 
@@ -313,8 +314,9 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     def stored(key: jax.Array) -> jax.Array:
         tx = float8_momentum(optax.sgd(1.0, momentum=0.5), key)
         state = tx.update(g, tx.init(g))[1]
-        (q,) = (leaf for leaf in jax.tree.leaves(state) if leaf.dtype == E4M3)
-        return q.astype(float) * state.scales[0]
+        (m,) = find(state, Float8Array)
+        assert m.q.dtype == E4M3
+        return m.q.astype(float) * m.scale
 
     num_keys = 4_000
     m = jax.vmap(stored)(jax.random.split(KEY, num_keys))
@@ -337,8 +339,8 @@ def test_it_trains_as_its_base_does(name: str) -> None:
     expected, tx = base().init(params), float8_momentum(base(), KEY)
     state = tx.init(params)
     assert num_elements(state, E4M3) == size
-    scales = 4 + 4 * len(state.scales)
-    assert num_bytes(state) == num_bytes(expected) - 3 * size + scales
+    count_and_scales = 4 + 4 * len(params)
+    assert num_bytes(state) == num_bytes(expected) - 3 * size + count_and_scales
     descents = []
     rounded = stochastic_rounding(tx, KEY)
     for wrapped, dtype in ((base(), float), (tx, float), (rounded, "bfloat16")):
@@ -389,11 +391,11 @@ def test_momentum_that_is_not_finite_stays_so() -> None:
 def test_float8_momentum_of_no_params() -> None:
     """An empty tree, a label that nothing has, and Optax's placeholder."""
     tx, params = float8_momentum(optax.sgd(0.1, 0.9), KEY), {"w": jnp.ones(3)}
-    assert tx.init({}).scales.shape == (0,)
+    assert find(tx.init({}), Float8Array) == []
     state = optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "b"}).init(params)
     chex.assert_trees_all_equal_shapes(state, jax.eval_shape(lambda: state))
     in_one = optax.tree.map_params(tx, lambda q: 1, tx.init(params))
-    assert optax.tree.get(in_one, "trace") == {"w": 1}
+    assert optax.tree.get(in_one, "trace") == {"w": Float8Array(1, 1)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

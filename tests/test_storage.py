@@ -122,16 +122,17 @@ def test_a_cast_changes_precision_alone(dtype: Any, other: Any) -> None:
     np.testing.assert_allclose(z_of(cast, x), z_of(state, x), atol=eps)
     again = convert(cast, x, into=tx.init(x))
     np.testing.assert_allclose(z_of(again, x), z_of(state, x), atol=eps)
-    with pytest.raises(ValueError, match=rf"`state\.z`.*{jnp.dtype(other)}"):
+    got = "16" if dtype is None else jnp.dtype(other)
+    with pytest.raises(ValueError, match=rf"`state\.z`.*{got}"):
         tx.update(params, cast, x)
     if dtype is not None:
         x_of = eval_params(state, x)
         np.testing.assert_allclose(eval_params(cast, x), x_of, atol=eps)
         chex.assert_trees_all_equal(reanchor(cast, x, x + 1), cast)
         return
-    with pytest.raises(ValueError, match=r"`opt_state\.z`.*bfloat16"):
+    with pytest.raises(ValueError, match=r"`opt_state\.z`.*16"):
         eval_params(cast, x)
-    with pytest.raises(ValueError, match=r"`spa_state\.z`.*bfloat16"):
+    with pytest.raises(ValueError, match=r"`spa_state\.z`.*16"):
         reanchor(cast, x, x + 1)
 
 
@@ -153,10 +154,8 @@ def test_a_complex_z_that_became_real() -> None:
     tx, y = spa(0.25, 0.1, 0.5), jnp.array([1 + 2j])
     y, state = run(tx, y, [y / 8])
     real = state._replace(z=jnp.real(state.z))
-    with pytest.raises(ValueError, match=r"`opt_state\.z`.*float32"):
-        eval_params(real, y)
-    with pytest.raises(ValueError, match=r"`spa_state\.z`.*float32"):
-        reanchor(real, y, y + 1)
+    with pytest.raises(ValueError, match=r"`state\.z`.*complex64.*float32"):
+        tx.update(y / 8, real, y)
 
 
 def test_a_complex_z_has_the_precision_of_the_state_dtype() -> None:
