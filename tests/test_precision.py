@@ -168,7 +168,8 @@ def test_random_bits() -> None:
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
     bits = [
-        2.0 * np.unpackbits(word.view(np.uint8)).reshape(n, 32) - 1 for word in words
+        2 * np.unpackbits(word.view(np.uint8)).reshape(n, 32).astype(np.float32) - 1
+        for word in words
     ]
     # 32 means and 1024 correlations each time: 5.5 standard deviations are for one in
     # 2e7.
