@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array
 
 from spa_optax import _checks as checks
+from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
 from spa_optax._schedules import hyperparams_to_sgdm
 from spa_optax.theory._findings import Audit, Values
