@@ -202,10 +202,10 @@ def check_above_0(name: str, schedule: Any) -> None:
 
     Counts up to 10,000 are checked, and 700 from there to 10^7.
     """
-    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-    counts = np.append(np.arange(10**4), later)
     if not callable(schedule):
         return
+    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+    counts = np.append(np.arange(10**4), later)
     try:
         with jax.ensure_compile_time_eval():
             values = jax.vmap(schedule)(jnp.asarray(counts, jnp.int32))

@@ -84,10 +84,7 @@ class Itself:
         """One step of y and z."""
         z = self.value(y, stored)
         wide_y, g, s = _as_dtype((y, g, s), z.dtype)
-        if s.r is None:
-            z = select(s.is_start, wide_y, z)
-        else:
-            z = rescale(wide_y, z, jnp.where(s.is_start, 0, s.r))
+        z = _rescaled(wide_y, z, s)
         z = z - s.eta * g
         u = s.p * (z - wide_y)
         if s.delta_y is not None:
@@ -128,7 +125,7 @@ class Difference:
         self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
     ) -> ArrayStep:
         """One step of y and z."""
-        d = self.difference(y, stored)
+        d = self.difference(y, stored)  # before the first step 0, wherever y is
         g, s = _as_dtype((g, s), d.dtype)
         if s.r is not None:
             d = s.r * d
@@ -141,6 +138,13 @@ class Difference:
         # the params lose. (With u itself in its place XLA for TPUs makes two kernels.)
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.encode(z, new_y, stored.dtype, seed))
+
+
+def _rescaled(y: Array, z: Array, s: Coefficients) -> Array:
+    """y + r (z − y), or before the first step y, since params may be others by then."""
+    if s.r is None:
+        return select(s.is_start, y, z)
+    return rescale(y, z, jnp.where(s.is_start, 0, s.r))
 
 
 def _as_dtype(tree: PyTree, dtype: Any) -> PyTree:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks, _codec, _trees as trees
 from spa_optax._codec import ArrayStep, Coefficients, codec_of, tree_of
 from spa_optax._dtypes import has_narrow, scalar_dtype
-from spa_optax._rounding import PARAMS_AND_Z, seeds_like
+from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
 from spa_optax._xla import hide_from_xla, select
 
 Scalar = Float[Array, ""]
@@ -131,7 +131,7 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    coefficients, new_scalars = _scalars_for_xla(scalars, state)
+    coefficients, new_scalars = _hidden_scalars(scalars, state)
     u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count, z, **new_scalars)
@@ -145,19 +145,21 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
-    codec, stored = codec_of(state.z), tree_of(state.z)
-    seeds = seeds_like(rounding_key, state.count, stored, PARAMS_AND_Z)
+    codec, stored_tree = codec_of(state.z), tree_of(state.z)
+    seeds = seeds_like(rounding_key, state.count, stored_tree, FOR_PARAMS_AND_Z)
 
-    def step(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
+    def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
         if g is None or stored is None:
             return ArrayStep(None, stored)
         if not trees.is_trained(y):  # integers stay
             return ArrayStep(jnp.zeros_like(y), stored)
         return codec.step(jnp.asarray(y), stored, jnp.asarray(g), coefficients, seed)
 
-    steps = jax.tree.map(step, params, stored, updates, seeds, is_leaf=trees.is_none)
-    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
-    z = jax.tree.map(lambda step: step.stored, steps, is_leaf=_is_step)
+    steps = jax.tree.map(
+        step_array, params, stored_tree, updates, seeds, is_leaf=trees.is_none
+    )
+    u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
+    z = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
     return u, codec.node(z)
 
 
@@ -165,7 +167,7 @@ def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
 
 
-def _scalars_for_xla(
+def _hidden_scalars(
     scalars: Scalars, state: SPAState
 ) -> tuple[Coefficients, dict[str, Scalar]]:
     """The coefficients of a step, and the scalars of the new state."""
@@ -188,6 +190,8 @@ def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
     old_mu_y, is_start = state.mu_y, has_taken_no_step(state)
     if mu_y is None:
+        # This program takes the params for x, which they are not in a run at a μ_y
+        # below 1. If that is only known when it runs, NaN is better than a wrong x.
         x_is_lost = ~is_start & (old_mu_y != 1)
         if checks.is_surely(x_is_lost):
             raise ValueError(

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._refusals import AVERAGES, refuse
-from spa_optax._rounding import MOMENTUM, rounded, seeds_like
+from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
 from spa_optax._wrappers import with_shardings
 
 FLOAT8 = jnp.float8_e4m3fn
 # The states that hold the momentum of SGD, Lion and Muon, and its field. One power of
 # two scales a whole array of it. Adam's momentum needs another scale for each element.
-MOMENTUM_FIELDS: dict[type, str] = {
+FLOAT8_FIELDS: dict[type, str] = {
     optax.TraceState: "trace",
     optax.ScaleByLionState: "mu",
     optax.contrib.MuonState: "mu",
@@ -83,7 +83,7 @@ def float8_momentum(
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = with_shardings(tx.init(params), params)
         refuse(of_base, AVERAGES)
-        if not trees.find(of_base, tuple(MOMENTUM_FIELDS)):
+        if not trees.find(of_base, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
                 f"{trees.kinds_of(of_base)}. For Adam's use `spa_adamw` with "
@@ -107,7 +107,7 @@ def float8_momentum(
 def _pack(of_base: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
     """The state with its momentum in float8."""
     momenta = _momenta(of_base)
-    seeds = seeds_like(key, count, momenta, MOMENTUM)
+    seeds = seeds_like(key, count, momenta, FOR_MOMENTUM)
 
     def pack(m: Array, seed: Array) -> Float8Array:
         if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
@@ -128,18 +128,16 @@ def _unpack(state: Float8MomentumState) -> PyTree:
     def unpack(m: Float8Array) -> Array:
         return m.q.astype(jnp.float32) * m.scale
 
-    momenta = jax.tree.map(unpack, _momenta(state.base), is_leaf=_is_packed)
+    momenta = jax.tree.map(
+        unpack, _momenta(state.base), is_leaf=lambda node: isinstance(node, Float8Array)
+    )
     return _with_momenta(state.base, momenta)
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, Float8Array)
 
 
 def _momenta(of_base: PyTree) -> list[PyTree]:
     """The trees of momentum."""
-    nodes = trees.find(of_base, tuple(MOMENTUM_FIELDS))
-    return [getattr(node, MOMENTUM_FIELDS[type(node)]) for node in nodes]
+    nodes = trees.find(of_base, tuple(FLOAT8_FIELDS))
+    return [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
 
 
 def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
@@ -147,9 +145,9 @@ def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
     remaining = iter(momenta)
 
     def with_next(node: Any) -> Any:
-        return node._replace(**{MOMENTUM_FIELDS[type(node)]: next(remaining)})
+        return node._replace(**{FLOAT8_FIELDS[type(node)]: next(remaining)})
 
-    return trees.replace(of_base, tuple(MOMENTUM_FIELDS), with_next)
+    return trees.replace(of_base, tuple(FLOAT8_FIELDS), with_next)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

@@ -35,7 +35,7 @@ SKIPS_UPDATES: Refusals = [
         "`base` must not skip updates, got a `{}`. Put `optax.MultiSteps` around this.",
     ),
 ]
-MOVES_PARAMS: Refusals = [
+UNFIT: Refusals = [
     (
         (
             optax.ScaleByBacktrackingLinesearchState,

@@ -11,7 +11,7 @@ from spa_optax._dtypes import wide_dtype
 
 Seed = UInt32[Array, ""]
 # What random words are for: the same key at the same count may serve both.
-PARAMS_AND_Z, MOMENTUM = 0, 1
+FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 
 
 def seeds_like(

@@ -29,7 +29,7 @@ def hyperparams_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, η = α/(1 − β) and c = 1 − β. Unlike `theory.forward_recursion`, this
+    For constants, η = α/(1 − β) and c = 1 − β. Unlike the paper's recursion in k, this
     solution of Theorem 1 is bounded. For Nesterov momentum and injected numbers use
     `spa_from_sgdm`.
 
@@ -39,7 +39,8 @@ def hyperparams_from_sgdm(
       horizon: as for `spa_from_sgdm`, but nothing makes up for one that is too short.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules; c_{k+1} is 0 where α_k is.
+      Numbers if both arguments are numbers, else schedules, with c_{k+1} = 0 where α_k
+      = 0.
 
     Raises:
       ValueError: if a number is out of range.

@@ -14,13 +14,13 @@ from spa_optax._dtypes import widen
 from spa_optax._members import spa
 from spa_optax._refusals import (
     AVERAGES,
-    MOVES_PARAMS,
     NEEDS_FIRST_PARAMS,
     NEEDS_GRADIENTS_OF_ITS_PARAMS,
     SKIPS_UPDATES,
+    UNFIT,
     refuse,
 )
-from spa_optax._rounding import PARAMS_AND_Z, round_update, seeds_like
+from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
 from spa_optax._xla import sharded_like
 
 
@@ -123,7 +123,8 @@ def primal_averaging(
       interpolation: μ_y in (0, 1], as for `spa`.
       params_of_base: "params" if `base` sees y_k, "z" if z_k (and so decays it).
       state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`. 16-bit params need it.
+      rounding_key: for stochastic rounding, as for `spa`. Give it for params of 16
+        bits.
 
     Returns:
       A transformation with `base` and `average`, an `SPAState`, in its state. `update`
@@ -165,7 +166,7 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         of_base = tx.init(params)
-        refuse(of_base, AVERAGES + SKIPS_UPDATES + MOVES_PARAMS + refused_there)
+        refuse(of_base, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
         if trees.find(of_base, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
@@ -241,7 +242,7 @@ def stochastic_rounding(
         trees.check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
-        seeds = seeds_like(key, count, u, PARAMS_AND_Z)
+        seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
 
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None:

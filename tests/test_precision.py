@@ -23,8 +23,8 @@ from spa_optax import (
 )
 from spa_optax._codec import tree_of
 from spa_optax._rounding import (
-    MOMENTUM,
-    PARAMS_AND_Z,
+    FOR_MOMENTUM,
+    FOR_PARAMS_AND_Z,
     random_bits,
     rounded,
     seeds_like,
@@ -162,8 +162,8 @@ def test_random_bits() -> None:
     """Of neighbouring places, and of seeds as they are drawn: no correlation of any two
     bits."""
     n = 40_000
-    seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, PARAMS_AND_Z)
-    seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, PARAMS_AND_Z)
+    seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, FOR_PARAMS_AND_Z)
+    seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, FOR_PARAMS_AND_Z)
     seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, MOMENTUM)
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
@@ -193,7 +193,7 @@ def test_random_bits() -> None:
 def test_a_later_release_rounds_to_the_same_bits() -> None:
     """So a run may be resumed under it."""
     words = []
-    for purpose in (PARAMS_AND_Z, MOMENTUM):
+    for purpose in (FOR_PARAMS_AND_Z, FOR_MOMENTUM):
         for seed in seeds_like(KEY, jnp.int32(3), [0, 1], purpose):
             words.append(random_bits(seed, (5, 9))[4, 7])
     expected = [2921342607, 3429326606, 2520656659, 1795556000]

@@ -113,7 +113,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²
-        t = Σ a_k / √(Σ a_k²)  with  a_k = −c_{k+1}⟨g_k, z_k − x_k⟩/η_k
+        t = Σ a_k / √(Σ a_k²)  with  a_k = −2 b_k ⟨g_k, z_k − x_k⟩/η_k²
+        b_k = c_{k+1} η_k, with Nesterov momentum + δ_k
 
     Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for
     constants (the paper's 1 is its limit for small c). Under pure noise |t| ≥ 3 in

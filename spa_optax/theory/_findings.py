@@ -165,14 +165,9 @@ def _jump(kind: str, name: str, values: Values, steps: Steps) -> Finding:
     return Finding(kind, _list(steps), text)
 
 
-def previous(values: Values) -> Values:
-    """The values at k − 1; at k = 0 the first."""
-    return np.append(values[:1], values[:-1])
-
-
 def _jump_signs(values: Values) -> Values:
     """1 where a value jumps up, −1 where it jumps down, else 0; see `audit`."""
-    before = previous(values)
+    before = np.append(values[:1], values[:-1])
     low, high = np.minimum(values, before), np.maximum(values, before)
     size = high - low
     # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
