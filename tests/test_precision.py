@@ -164,7 +164,7 @@ def test_random_bits() -> None:
     n = 40_000
     seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, FOR_PARAMS_AND_Z)
     seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, FOR_PARAMS_AND_Z)
-    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, MOMENTUM)
+    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, FOR_MOMENTUM)
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
     bits = [
