@@ -92,7 +92,11 @@ def replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
 
 def kinds_of(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "_fields"))
+
+    def is_node(node: Any) -> bool:
+        return hasattr(node, "_fields") or not isinstance(node, tuple)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_node)
     return ", ".join(sorted({type(node).__name__ for node in nodes})) or "none"
 
 
