@@ -92,11 +92,9 @@ def replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
 
 def kinds_of(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
-
-    def is_node(node: Any) -> bool:
-        return hasattr(node, "_fields") or not isinstance(node, tuple)
-
-    nodes = jax.tree.leaves(state, is_leaf=is_node)
+    nodes = jax.tree.leaves(
+        state, is_leaf=lambda n: hasattr(n, "_fields") or not isinstance(n, tuple)
+    )
     return ", ".join(sorted({type(node).__name__ for node in nodes})) or "none"
 
 
