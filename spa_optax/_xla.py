@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from spa_optax._trees import is_array
 
@@ -43,7 +43,7 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
 
 
 @jax.custom_jvp
-def rescale(y: Array, z: Array, r: Float[Array, ""]) -> Array:
+def rescale(y: Array, z: Array, r: Array) -> Array:
     """y + r (z − y), but z itself where r is 1.
 
     The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not

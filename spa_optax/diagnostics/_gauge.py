@@ -229,7 +229,7 @@ def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Mea
     terms = Means(gauge.iterate, gauge.noise, sums.sq_gradient / 2, jnp.float32(1))
     counts = is_finite & (gauge.iterate > 0)
 
-    def average(mean: Scalar, term: Scalar) -> Scalar:
+    def average(mean: Any, term: Any) -> Array:
         return jnp.where(counts, decay * mean + (1 - decay) * term, mean)
 
     return jax.tree.map(average, gauge.means, terms)
