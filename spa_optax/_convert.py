@@ -205,9 +205,7 @@ def convert(
 
 
 def _check_arguments(
-    arguments: PyTree,
-    other: SGDM | AdamW | None,
-    averaging: optax.ScalarOrSchedule | None,
+    arguments: PyTree, other: object, averaging: optax.ScalarOrSchedule | None
 ) -> None:
     """Raises ValueError where an argument is traced or out of its range."""
     for leaf in jax.tree.leaves(arguments):
@@ -264,7 +262,7 @@ def _count_field(node: Any) -> str | None:
     return COUNT_FIELDS.get(type(node))
 
 
-def _steps_taken(nodes: list[Any], count: int | None) -> Array:
+def _steps_taken(nodes: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
     checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
     counts = [] if count is None else [count]

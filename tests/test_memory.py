@@ -70,7 +70,9 @@ def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     (few, small), (many, large) = temporary(20), temporary(40)
     gradients = 2 * (large - small)  # in bfloat16
     if kind == "in the backward pass":
-        assert many - few <= 20 * 2 * 128 * 1_024 < gradients / 8
+        inputs = 20 * 2 * 128 * 1_024
+        one_vector_a_layer = 20 * 4 * 1_024
+        assert many - few <= inputs + one_vector_a_layer < gradients / 8
     else:
         assert gradients <= many - few < 1.5 * gradients
 
