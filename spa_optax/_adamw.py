@@ -51,6 +51,7 @@ def spa_adamw(
       second_moment: ν is "full", by `optax.scale_by_rms`, in 32 bits or more; or
         "factored", by `optax.scale_by_factored_rms`, with almost no memory: only the
         means of ν along the two longest axes are stored, where both are 128 or longer.
+        There ε² is added to g² instead, and is at least 1e-30.
       state_dtype: dtype of z, as for `spa`.
       rounding_key: for stochastic rounding, as for `spa`. Under
         `optax.inject_hyperparams` put it, `state_dtype`, `second_moment` and a function
@@ -79,6 +80,7 @@ def spa_adamw(
     checks.B2.check(b2=b2)
     checks.EPS.check(eps=eps)
     checks.RATE.check(weight_decay=weight_decay)
+    checks.INTERPOLATION.check(interpolation=interpolation)
     checks.one_of("full", "factored").check(second_moment=second_moment)
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
@@ -88,8 +90,8 @@ def spa_adamw(
     else:
         scale = _scale_by_factored_rms(b2, eps)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    is_plain_one = type(interpolation) in (int, float) and interpolation == 1
-    if is_plain_one and second_moment == "full" and rounding_key is not None:
+    params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
+    if params_are_x and second_moment == "full" and rounding_key is not None:
         # Beside bfloat16 params XLA for TPU v7x makes one kernel if it does not know
         # the 1, and two if it does.
         interpolation = jnp.ones([])
@@ -111,8 +113,7 @@ def _without_numpy(value: Any) -> Any:
 def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
     """Optax's factored second moment, with Adam's β₂ and bias correction.
 
-    β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k makes of the mean one without bias. ε²
-    below Adafactor's 1e-30 counts as 1e-30.
+    β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k makes of the mean one without bias.
     """
 
     def decay_at(count: ArrayLike, b2: Any) -> Array:

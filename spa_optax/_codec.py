@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from spa_optax._dtypes import has_narrow, wide_dtype
+from spa_optax._dtypes import Flag, Scalar, has_narrow, wide_dtype
 from spa_optax._rounding import Seed, round_update, rounded
 from spa_optax._trees import by_path, is_trained
 from spa_optax._xla import rescale, select, sharded_like
-
-Scalar = Float[Array, ""]
 
 
 class Coefficients(NamedTuple):
@@ -32,15 +30,14 @@ class Coefficients(NamedTuple):
         z ← z − η g
         y ← y + p (z − y) − δ_y g
 
-    A field that is None leaves its term out of the program. Before the first step z is
-    y, even if the params were replaced since `init`.
+    A field that is None leaves its term out of the program.
     """
 
     eta: Scalar
     p: Scalar
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
-    is_start: Bool[Array, ""]
+    is_start: Flag  # whether no step was taken: z is y then, even if y was replaced
 
 
 class ArrayStep(NamedTuple):
@@ -65,13 +62,14 @@ class Itself:
         """z_0 = y_0, in a buffer of its own, so that both can be donated."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def value(self, y: Array, stored: Array) -> Array:
-        """z, in the dtype to compute in."""
-        return stored.astype(wide_dtype(y, stored))
+    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
+        """z, in the dtype to compute in. Before the first step it is y."""
+        dtype = wide_dtype(y, stored)
+        return select(is_start, y.astype(dtype), stored.astype(dtype))
 
-    def difference(self, y: Array, stored: Array) -> Array:
+    def difference(self, y: Array, stored: Array, is_start: Flag) -> Array:
         """z − y, in the dtype to compute in."""
-        z = self.value(y, stored)
+        z = self.value(y, stored, is_start)
         return z - y.astype(z.dtype)
 
     def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -82,9 +80,12 @@ class Itself:
         self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
     ) -> ArrayStep:
         """One step of y and z."""
-        z = self.value(y, stored)
+        z = stored.astype(wide_dtype(y, stored))
         wide_y, g, s = _as_dtype((y, g, s), z.dtype)
-        z = _rescaled(wide_y, z, s)
+        if s.r is None:
+            z = select(s.is_start, wide_y, z)
+        else:
+            z = rescale(wide_y, z, jnp.where(s.is_start, 0, s.r))
         z = z - s.eta * g
         u = s.p * (z - wide_y)
         if s.delta_y is not None:
@@ -106,13 +107,13 @@ class Difference:
         """d_0 = 0, sharded like y."""
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def value(self, y: Array, stored: Array) -> Array:
+    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
         """z, in the dtype to compute in."""
-        d = self.difference(y, stored)
+        d = self.difference(y, stored, is_start)
         return y.astype(d.dtype) + d
 
-    def difference(self, y: Array, stored: Array) -> Array:
-        """z − y, in the dtype to compute in."""
+    def difference(self, y: Array, stored: Array, is_start: Flag) -> Array:
+        """z − y, in the dtype to compute in. Before the first step 0 is stored."""
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -125,7 +126,7 @@ class Difference:
         self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
     ) -> ArrayStep:
         """One step of y and z."""
-        d = self.difference(y, stored)  # before the first step 0, wherever y is
+        d = self.difference(y, stored, s.is_start)
         g, s = _as_dtype((g, s), d.dtype)
         if s.r is not None:
             d = s.r * d
@@ -138,13 +139,6 @@ class Difference:
         # the params lose. (With u itself in its place XLA for TPUs makes two kernels.)
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.encode(z, new_y, stored.dtype, seed))
-
-
-def _rescaled(y: Array, z: Array, s: Coefficients) -> Array:
-    """y + r (z − y), or before the first step y, since params may be others by then."""
-    if s.r is None:
-        return select(s.is_start, y, z)
-    return rescale(y, z, jnp.where(s.is_start, 0, s.r))
 
 
 def _as_dtype(tree: PyTree, dtype: Any) -> PyTree:

@@ -100,8 +100,8 @@ class Run(NamedTuple):
     averaging: Any
 
 
-class Units(NamedTuple):
-    """The units of Optax's momentum m: x − z = scale · m / divisor."""
+class MomentumScale(NamedTuple):
+    """How Optax's momentum m says where z is: x − z = scale · m / divisor."""
 
     eta: Array  # η, c and w of the step
     c: Array
@@ -313,11 +313,10 @@ def _pair_of(
             "`into` must train only what `old_state` trains, got "
             f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
         )
-    mu_y = scalar_of(old.mu_y if isinstance(old, SPAState) else new.mu_y)
-    if type(old) is not type(new) and mu_y != 1:
+    if not isinstance(new, SPAState) and scalar_of(old.mu_y) != 1:
         raise ValueError(
-            "`interpolation` must be 1 from and to `optax.sgd` and `optax.adamw`, got "
-            f"{mu_y:g}"
+            "`old_state` must have an interpolation of 1 to go on in `optax.sgd` or "
+            f"`optax.adamw`, got {scalar_of(old.mu_y):g}"
         )
     return old, new
 
@@ -390,7 +389,7 @@ def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
         )
 
 
-def _units_of_sgdm(run: Run) -> Units:
+def _scale_of_sgdm(run: Run) -> MomentumScale:
     """x − z = w m, with the scalars of step k − 1."""
     if not isinstance(run.other, SGDM):
         raise ValueError(
@@ -402,10 +401,10 @@ def _units_of_sgdm(run: Run) -> Units:
     ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(ahead.w, ahead.a, w_k=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
-    return Units(eta, c, w, scale=w, divisors={})
+    return MomentumScale(eta, c, w, scale=w, divisors={})
 
 
-def _units_of_adamw(run: Run) -> Units:
+def _scale_of_adamw(run: Run) -> MomentumScale:
     """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k."""
     k, other = run.count, run.other
     if not isinstance(other, AdamW):
@@ -430,7 +429,7 @@ def _units_of_adamw(run: Run) -> Units:
 
     w = eta * (1 - c)
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    return Units(eta, c, w, scale=w / c, divisors=divisors)
+    return MomentumScale(eta, c, w, scale=w / c, divisors=divisors)
 
 
 def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -440,10 +439,12 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
     """The state with the values of z, by path."""
-    codec, stored = codec_of(old.z), by_path(tree_of(old.z))
-    if has_taken_no_step(old) and not codec.follows_params:
-        return old._replace(z=run.x)
-    z = {path: codec.value(x, stored[path]) for path, x in run.x.items()}
+    codec, stored, is_start = (
+        codec_of(old.z),
+        by_path(tree_of(old.z)),
+        has_taken_no_step(old),
+    )
+    z = {path: codec.value(x, stored[path], is_start) for path, x in run.x.items()}
     return old._replace(z=z)
 
 
@@ -453,7 +454,8 @@ def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.encode(momentum.z[path], y, dtype, seed=None)
         largest = codec.unit * float(jnp.finfo(dtype).max)
-        if jnp.any(jnp.abs(codec.difference(y, stored[path])) >= largest):
+        d = codec.difference(y, stored[path], has_taken_no_step(momentum))
+        if jnp.any(jnp.abs(d) >= largest):
             warnings.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}",
@@ -465,8 +467,9 @@ def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
 def _read(old: Any, run: Run) -> SPAState:
     """z = x − scale · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
-    units = _units_of_sgdm(run) if is_sgdm else _units_of_adamw(run)
-    eta, c, w, scale, divisors = units
+    eta, c, w, scale, divisors = (
+        _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
+    )
     stored, z = by_path(_tree_of(old)), {}
     for path, x in run.x.items():
         m = stored[path].astype(x.dtype) / divisors.get(path, 1)
@@ -484,7 +487,7 @@ def _write(new: Any, momentum: SPAState, run: Run) -> Any:
     """m = (x − z) / scale · divisor, or 0 if the scale is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        *_, scale, divisors = _units_of_adamw(run)
+        *_, scale, divisors = _scale_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
         scale, divisors = scalar_of(momentum.w), {}
     stored = by_path(_tree_of(new))

@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _codec, _trees as trees
 from spa_optax._codec import ArrayStep, Coefficients, codec_of, tree_of
-from spa_optax._dtypes import has_narrow, scalar_dtype
+from spa_optax._dtypes import Flag, Scalar, has_narrow, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
-from spa_optax._xla import hide_from_xla, select
-
-Scalar = Float[Array, ""]
+from spa_optax._xla import hide_from_xla
 
 
 class SPAState(NamedTuple):
@@ -64,9 +62,8 @@ def transformation(
     rule: Rule,
     state_dtype: Any,  # checked here, for all members
     rounding_key: Any,
-    mu_y_at: Callable[[Array], Array] = jnp.ones_like,
 ) -> optax.GradientTransformationExtraArgs:
-    """The member of a rule, with μ_y at a count.
+    """The member of a rule.
 
     An extra argument `observe` of `update` is called with (g, params, state, scalars).
     """
@@ -77,15 +74,15 @@ def transformation(
         z = _codec.init(params, state_dtype)
         if rounding_key is None and (has_narrow(params) or has_narrow(z)):
             _warn_of_rounding_to_nearest()
-        dtype, count = scalar_dtype(params), jnp.zeros([], jnp.int32)
+        dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated.
         return SPAState(
-            count=count,
+            count=jnp.zeros([], jnp.int32),
             z=z,
             eta=jnp.zeros([], dtype),
             c=jnp.zeros([], dtype),
             w=jnp.zeros([], dtype),
-            mu_y=jnp.array(mu_y_at(count), dtype),
+            mu_y=jnp.ones([], dtype),  # y_0 is x_0
         )
 
     def update_fn(
@@ -188,28 +185,39 @@ def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
         1 − p = ρ (1 − c)      δ_y = η (1 − c)(ρ − μ') + μ' δ
     """
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
-    old_mu_y, is_start = state.mu_y, has_taken_no_step(state)
+    is_start = has_taken_no_step(state)
     if mu_y is None:
-        # This program takes the params for x, which they are not in a run at a μ_y
-        # below 1. If that is only known when it runs, NaN is better than a wrong x.
-        x_is_lost = ~is_start & (old_mu_y != 1)
-        if checks.is_surely(x_is_lost):
-            raise ValueError(
-                "`interpolation` must be `lambda k: 1.0` in a run that had "
-                f"{old_mu_y:g}: a number 1 leaves it out of the program, got 1"
-            )
-        eta = jnp.where(x_is_lost, jnp.nan, eta)
+        eta = _nan_if_params_are_not_x(eta, state.mu_y, is_start)
         return Coefficients(eta, c, scalars.delta, scalars.r, is_start)
-    divisor = jnp.where(old_mu_y > 0, old_mu_y, 1).astype(mu_y.dtype)
-    change = mu_y / divisor - 1  # ρ − 1
-    # Where it is 0 but for rounding, it is 0. Its derivative is kept.
-    is_unchanged = is_start | (mu_y.astype(old_mu_y.dtype) == old_mu_y)
-    change -= jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
+    change = _relative_change(state.mu_y, mu_y)  # ρ − 1
     p = c - (1 - c) * change
     delta_y = eta * (1 - c) * (1 + change - mu_y)
     if scalars.delta is not None:
         delta_y += mu_y * scalars.delta
     return Coefficients(eta, p, delta_y, scalars.r, is_start)
+
+
+def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scalar:
+    """η of a program that takes the params for x, in a run with this μ_y so far.
+
+    At a μ_y below 1 they are not. If that is only known when the program runs, NaN is
+    better than a wrong x.
+    """
+    x_is_lost = ~is_start & (mu_y != 1)
+    if checks.is_surely(x_is_lost):
+        raise ValueError(
+            f"`interpolation` must be `lambda k: 1.0` in a run that had {mu_y:g}: a "
+            "number 1 leaves it out of the program, got 1"
+        )
+    return jnp.where(x_is_lost, jnp.nan, eta)
+
+
+def _relative_change(old: Scalar, new: Scalar) -> Scalar:
+    """new / old − 1, or 0, with its derivative, if both are stored as one number."""
+    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
+    change = new / divisor - 1
+    is_unchanged = new.astype(old.dtype) == old
+    return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
 
 
 def current_z(state: SPAState, params: PyTree) -> PyTree:
@@ -219,14 +227,12 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     is_start = has_taken_no_step(state)
 
     def value(y: Any, stored: Any) -> Array:
-        y, stored = jnp.asarray(y), jnp.asarray(stored)
-        z = codec.value(y, stored)
-        return z if codec.follows_params else select(is_start, y.astype(z.dtype), z)
+        return codec.value(jnp.asarray(y), jnp.asarray(stored), is_start)
 
     return trees.fill_none(trees.map_trained(value, params, tree_of(state.z)), params)
 
 
-def has_taken_no_step(state: SPAState) -> Bool[Array, ""]:
+def has_taken_no_step(state: SPAState) -> Flag:
     """Whether a state is as `init` made it, whatever its count was set to."""
     last = [trees.scalar_of(value) for value in (state.eta, state.c, state.w)]
     return (last[0] == 0) & (last[1] == 0) & (last[2] == 0)

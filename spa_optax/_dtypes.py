@@ -1,13 +1,16 @@
-"""The dtypes of params, the dtype to compute in, and that of a state's scalars."""
+"""The dtypes of params and of a state's scalars, and the dtype to compute in."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from spa_optax._trees import is_trained, map_trained
+
+Scalar = Float[Array, ""]
+Flag = Bool[Array, ""]
 
 
 def has_narrow(tree: PyTree) -> bool:

@@ -10,7 +10,6 @@ from spa_optax._core import SPAState, check_scalars, has_taken_no_step
 from spa_optax._dtypes import wide_dtype
 from spa_optax._refusals import is_opaque_sam
 from spa_optax._wrappers import StochasticRoundingState
-from spa_optax._xla import select
 
 # Wrappers that move the params apart from those of what they wrap.
 _MOVES_PARAMS = (
@@ -68,14 +67,13 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             y = x[path]
             if not trees.is_trained(y):
                 continue
-            d = codec.difference(y, stored)  # z − y
+            d = codec.difference(y, stored, is_start)  # z − y
             average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
-            # Before the first step params may have been replaced.
-            x[path] = select(is_start, y, average.astype(y.dtype))
+            x[path] = average.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
 
 
-def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
+def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
     """Shifts z along with params that were edited outside the optimizer.
 
         z ← z + (x_new − x_old)
@@ -83,15 +81,15 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     Otherwise z would pull them back. With Flax nnx, call it before `nnx.update`.
 
     Args:
-      spa_state: a state that holds one of the family, as for `eval_params`.
+      opt_state: a state that holds one of the family, as for `eval_params`.
       old_params: the params as the last update left them.
       new_params: the params that replace them.
 
     Returns:
-      `spa_state` with z shifted; momentum is unchanged.
+      `opt_state` with z shifted; momentum is unchanged.
 
     Raises:
-      ValueError: if `spa_state` holds no `SPAState`, the trees differ, or both are the
+      ValueError: if `opt_state` holds no `SPAState`, the trees differ, or both are the
         same arrays.
 
     Examples:
@@ -104,7 +102,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     trees.check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
-    _states("spa_state", spa_state, old_params, new_params)
+    _states("opt_state", opt_state, old_params, new_params)
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     pairs = list(zip(old_leaves, new_leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
@@ -131,7 +129,7 @@ def reanchor(spa_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = [shift(path, leaf) for path, leaf in trees.by_path(state.z).items()]
         return state._replace(z=trees.with_leaves(state.z, z))
 
-    return trees.copy(trees.replace(spa_state, SPAState, shift_state))
+    return trees.copy(trees.replace(opt_state, SPAState, shift_state))
 
 
 def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._refusals import AVERAGES, refuse
 from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
-from spa_optax._wrappers import with_shardings
+from spa_optax._xla import with_shardings
 
 FLOAT8 = jnp.float8_e4m3fn
 # The states that hold the momentum of SGD, Lion and Muon, and its field. One power of

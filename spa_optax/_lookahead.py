@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from spa_optax._checks import is_plain_number
 from spa_optax._core import Scalars
+from spa_optax._dtypes import Flag, Scalar
 from spa_optax._hyperparams import at_count
-
-Scalar = Float[Array, ""]
 
 
 class LookAhead(NamedTuple):
@@ -39,8 +38,8 @@ class LookAhead(NamedTuple):
     beta: Scalar  # β_k
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
-    is_foreseen: Bool[Array, ""] | bool  # whether w_{k+1} has all its terms
-    ends: Bool[Array, ""] | bool  # whether β_{k+1} is surely 0: momentum ends
+    is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
+    ends: Flag | bool  # whether β_{k+1} is surely 0: momentum ends
 
 
 def look_ahead(
@@ -82,7 +81,7 @@ def _w_of_schedules(
     *,
     nesterov: bool,
     horizon: int,
-) -> tuple[Scalar, Bool[Array, ""]]:
+) -> tuple[Scalar, Flag]:
     """w_{k+1}, and whether terms past the horizon have no weight in it."""
 
     def after(num_steps: Array) -> Array:
@@ -142,20 +141,12 @@ def sgdm_scalars(
     ahead: LookAhead, w_old: Scalar, *, of_difference: bool, nesterov: bool
 ) -> Scalars:
     """The scalars of a step, where the state holds z − x (`of_difference`) or z."""
-    w_k = w_old.astype(ahead.a.dtype)
-    w = ahead.w
-    if not of_difference:
-        # m = (x − z)/w has the rounding error of x over w. If α or β may rise
-        # unforeseen, w stays large.
-        unforeseen_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
-        w = jnp.where(ahead.is_foreseen, w, unforeseen_w)
-    w = nonzero_w(w, ahead.a, w_k)
     # Where momentum ends, x goes to z, which keeps what x loses by rounding.
-    ends = ahead.ends & of_difference
-    w = jnp.where(ends, 0, w)
-    w = w.astype(w_old.dtype).astype(w.dtype)  # as stored
+    goes_to_z = ahead.ends & of_difference
+    w = jnp.where(goes_to_z, 0, _next_w(ahead, w_old, of_difference))
+    w = w.astype(w_old.dtype).astype(ahead.a.dtype)  # as stored
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
-    c = jnp.where(ends, 1, c)
+    c = jnp.where(goes_to_z, 1, c)
     return Scalars(
         eta=eta,
         c=c,
@@ -165,10 +156,21 @@ def sgdm_scalars(
     )
 
 
+def _next_w(ahead: LookAhead, w_old: Scalar, of_difference: bool) -> Scalar:
+    """w_{k+1}, that of the look-ahead wherever this serves the precision of m."""
+    w, w_k = ahead.w, w_old.astype(ahead.a.dtype)
+    if not of_difference:
+        # m = (x − z)/w has the rounding error of x over w. If α or β may rise
+        # unforeseen, w does not fall, and the error is at most 100 ulps of x over α.
+        large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
+        w = jnp.where(ahead.is_foreseen, w, large_w)
+    return nonzero_w(w, ahead.a, w_k)
+
+
 def _ratio(ahead: LookAhead, w: Scalar, w_old: Scalar) -> Scalar:
-    """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error and at the start."""
-    is_start = w_old <= 0
-    w_k = jnp.where(is_start, 1, w_old).astype(w.dtype)
+    """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
+    m_is_0 = w_old <= 0  # at the start, and after momentum has ended
+    w_k = jnp.where(m_is_0, 1, w_old).astype(w.dtype)
     eps = float(jnp.finfo(w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     change = ((w - w_k) + (ahead.beta * ahead.a - (1 - ahead.beta) * w)) / w_k
@@ -177,7 +179,7 @@ def _ratio(ahead: LookAhead, w: Scalar, w_old: Scalar) -> Scalar:
     rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - ahead.beta)) * eps
     is_error = jnp.abs(change) <= rounding_error
     change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)
-    r = jnp.where(is_start, 1, 1 + change)
+    r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
     return jnp.where(r > float(jnp.finfo(w_old.dtype).eps) ** -0.5, 0, r)

@@ -104,7 +104,7 @@ def spa(
         mu_y = None if params_are_x else mu_y_at(state.count)
         return Scalars(eta, c, w=(1 - c) * scale, mu_y=mu_y)
 
-    return transformation(rule, state_dtype, rounding_key, mu_y_at=mu_y_at)
+    return transformation(rule, state_dtype, rounding_key)
 
 
 def spa_from_sgdm(
@@ -128,7 +128,9 @@ def spa_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, and β > 0, η = α/(1 − β) and c = 1 − β.
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum
+    α_j β_j stands for α_j in w and c; η_k is larger by α_k, and x_{k+1} has a term
+    −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but

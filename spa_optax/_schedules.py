@@ -245,7 +245,8 @@ def schedule_free_averaging(
       weight_power: p ≥ 0.
 
     Returns:
-      c_{k+1}, a schedule of the count k; with p > 0 it is 0 while rates are 0.
+      c_{k+1}, a schedule of the count k. With p > 0 it is 0 while a schedule's rates
+      are 0.
 
     Raises:
       ValueError: if an argument is out of range, or the schedule is traced or rises
@@ -341,7 +342,7 @@ def ema_nesterov(
       (2.0, 0.125, 0.5)
 
     References:
-      arXiv:2605.25395.
+      EMA-Nesterov, arXiv:2605.25395.
     """
     checks.RATE.check(learning_rate=learning_rate)
     checks.DECAY.check(decay=decay)

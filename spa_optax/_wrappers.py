@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, DTypeLike, Int, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks, _trees as trees
@@ -21,7 +20,7 @@ from spa_optax._refusals import (
     refuse,
 )
 from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
-from spa_optax._xla import sharded_like
+from spa_optax._xla import with_shardings
 
 
 class StochasticRoundingState(NamedTuple):
@@ -81,22 +80,6 @@ def in_float32(
         return trees.fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def with_shardings(state: PyTree, params: PyTree) -> PyTree:
-    """A state whose arrays have the shardings of their params, by path.
-
-    `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
-    parameter whose path its own path ends with, and has its shape.
-    """
-    by_path = dict(trees.leaves_with_path(params))
-
-    def shard(path: Any, leaf: Any) -> Any:
-        ends = (keystr(path[i:]) for i in range(len(path) + 1))
-        param = next((by_path[end] for end in ends if end in by_path), None)
-        return sharded_like(leaf, param)
-
-    return tree_map_with_path(shard, state)
 
 
 def primal_averaging(

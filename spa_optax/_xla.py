@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
-from spa_optax._trees import is_array
+from spa_optax._trees import is_array, leaves_with_path
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:
@@ -81,3 +82,19 @@ def sharded_like(leaf: Any, x: Any) -> Any:
         return leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
     return select(never, jnp.real(x).astype(leaf.dtype), leaf)
+
+
+def with_shardings(state: PyTree, params: PyTree) -> PyTree:
+    """A state whose arrays have the shardings of their params, by path.
+
+    `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
+    parameter whose path its own path ends with, and has its shape.
+    """
+    by_path = dict(leaves_with_path(params))
+
+    def shard(path: Any, leaf: Any) -> Any:
+        ends = (keystr(path[i:]) for i in range(len(path) + 1))
+        param = next((by_path[end] for end in ends if end in by_path), None)
+        return sharded_like(leaf, param)
+
+    return tree_map_with_path(shard, state)

@@ -145,7 +145,10 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    return map_trained(codec_of(z).value, params, tree_of(z))
+    is_start = jnp.array(False)
+    return map_trained(
+        lambda y, stored: codec_of(z).value(y, stored, is_start), params, tree_of(z)
+    )
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from spa_optax import (
     SGDM,
     AdamW,
     convert,
+    eval_params,
     float8_momentum,
     hyperparams_to_sgdm,
     in_float32,
@@ -424,20 +425,47 @@ def test_counts_that_differ_are_refused() -> None:
 # The family.
 
 
-def test_x_and_y_as_params_do_not_mix() -> None:
-    y, at_y = jnp.ones(2), spa(0.1, 0.05, 0.9)
-    adamw_at_y = spa_adamw(0.1, 0.05, 0.9)
-    sgd, adam = optax.sgd(0.1, 0.9), optax.adam(0.1)
+def test_a_run_at_y_does_not_go_on_in_optax() -> None:
+    y = jnp.ones(2)
     cases = (
-        (sgd, at_y, SGDM(0.1, 0.9), 1),
-        (at_y, sgd, SGDM(0.1, 0.9), 1),
-        (adam, adamw_at_y, AdamW(0.1), None),
-        (adamw_at_y, adam, AdamW(0.1), None),
+        (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9), SGDM(0.1, 0.9)),
+        (spa_adamw(0.1, 0.05, 0.9), optax.adam(0.1), AdamW(0.1)),
     )
-    for old, new, other, count in cases:
+    for old, new, other in cases:
         _, state = run(old, y, [jnp.array([1.0, -2.0])])
-        with pytest.raises(ValueError, match=r"`interpolation` must be 1.* got 0.9"):
-            convert(state, y, into=new.init(y), other=other, count=count)
+        with pytest.raises(ValueError, match=r"`old_state`.*interpolation of 1.* 0.9"):
+            convert(state, y, into=new.init(y), other=other)
+
+
+def test_a_run_of_sgd_goes_on_at_y() -> None:
+    """From the equations of `spa`, with z where the momentum would come to rest."""
+    alpha, beta, mu_y, num_steps = 0.1, 0.5, 0.8, 3
+    eta, c = alpha / (1 - beta), 1 - beta
+    x = m = np.zeros(2)
+    gradients = np.random.default_rng(0).normal(size=(2 * num_steps, 2))
+    for g in gradients[:num_steps]:
+        m = beta * m + g
+        x = x - alpha * m
+    z, y = x - beta * eta * m, x
+    for g in gradients[num_steps:]:
+        z = z - eta * g
+        x = (1 - c) * x + c * z
+        y = mu_y * x + (1 - mu_y) * z
+    with x64():
+        at_x, state = run(
+            optax.sgd(alpha, beta), jnp.zeros(2), list(gradients[:num_steps])
+        )
+        tx = spa(eta, c, mu_y)
+        state = convert(
+            state,
+            at_x,
+            into=tx.init(at_x),
+            other=SGDM(alpha, beta),
+            count=num_steps,
+        )
+        at_y, state = run(tx, at_x, list(gradients[num_steps:]), state)
+        np.testing.assert_allclose(at_y, y, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(eval_params(state, at_y), x, rtol=0, atol=1e-14)
 
 
 def test_z_takes_the_dtype_of_another_member() -> None:

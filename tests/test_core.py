@@ -138,7 +138,7 @@ def test_all_terms_of_a_step() -> None:
             eta, c, mu_y, delta = rows[state.count]
             return Scalars(eta, c, w=c, mu_y=mu_y, delta=delta)
 
-        tx = transformation(rule, None, None, mu_y_at=lambda count: rows[count, 2])
+        tx = transformation(rule, None, None)
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
         np.testing.assert_allclose(
             (params, eval_params(state, params)), (y, x), rtol=1e-12

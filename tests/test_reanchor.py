@@ -105,7 +105,7 @@ def test_reanchor_of_some_params(tx: Any) -> None:
     for name, found in zip("ab", find(state, SPAState), strict=False):
         np.testing.assert_array_equal(found.z[name], edited[name])
     chex.assert_trees_all_equal_structs(state, tx.init(params))
-    with pytest.raises(ValueError, match=r"`spa_state`.*`params`.*\(2,\) at \['a'\]"):
+    with pytest.raises(ValueError, match=r"`opt_state`.*`params`.*\(2,\) at \['a'\]"):
         reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
     with pytest.raises(ValueError, match=r"`new_params`.*`old_params`.*\['b'\]"):
         reanchor(tx.init(params), params, {"a": edited["a"]})

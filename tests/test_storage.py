@@ -132,7 +132,7 @@ def test_a_cast_changes_precision_alone(dtype: Any, other: Any) -> None:
         return
     with pytest.raises(ValueError, match=r"`opt_state\.z`.*16"):
         eval_params(cast, x)
-    with pytest.raises(ValueError, match=r"`spa_state\.z`.*16"):
+    with pytest.raises(ValueError, match=r"`opt_state\.z`.*16"):
         reanchor(cast, x, x + 1)
 
 
@@ -146,7 +146,7 @@ def test_scalars_that_were_cast_are_refused(field: str) -> None:
         tx.update(x, cast, x)
     with pytest.raises(ValueError, match=rf"`opt_state\.{field}`.*bfloat16"):
         eval_params(cast, x)
-    with pytest.raises(ValueError, match=rf"`spa_state\.{field}`.*bfloat16"):
+    with pytest.raises(ValueError, match=rf"`opt_state\.{field}`.*bfloat16"):
         reanchor(cast, x, x + 1)
 
 

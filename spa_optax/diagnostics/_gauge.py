@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from spa_optax._codec import codec_of, tree_of
 from spa_optax._core import Scalars, SPAState, has_taken_no_step
+from spa_optax._dtypes import Flag, Scalar
 from spa_optax._trees import find, map_trained
 
-Scalar = Float[Array, ""]
 Count = Int[Array, ""]
-Flag = Bool[Array, ""]
 
 
 class Sums(NamedTuple):
@@ -108,8 +107,6 @@ def new_gauge() -> Gauge:
 def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Step:
     """The measurements of a step of a member, from the state before it."""
     r = jnp.ones([]) if scalars.r is None else scalars.r
-    if not codec_of(state.z).follows_params:
-        r = jnp.where(has_taken_no_step(state), 0, r)  # z is then the params
     delta = jnp.zeros([]) if scalars.delta is None else scalars.delta
     values = scalars.eta, scalars.c, delta, r, state.mu_y
     eta, c, delta, r, mu_y = jax.tree.map(lambda x: x.astype(jnp.float32), values)
@@ -125,11 +122,11 @@ def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Ste
 
 def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
     """The sums with z_k − y_k for d_k, as the state holds it."""
-    codec = codec_of(state.z)
+    codec, is_start = codec_of(state.z), has_taken_no_step(state)
 
     def of_array(y: Any, stored: Array, g: Any) -> Sums:
         y = jnp.asarray(y)
-        d = codec.difference(y, stored)
+        d = codec.difference(y, stored, is_start)
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
         rounding = jnp.maximum(
@@ -199,16 +196,16 @@ def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[list[Scalar], Co
     ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖², in units of η² c. In pure noise it
     is c² p_k + b²‖g_k‖².
     """
-    sums, c, unit = step.sums, step.c, step.eta**2 * step.c
+    sums, c, denominator = step.sums, step.c, step.eta**2 * step.c
     b = c * step.eta + step.delta
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
     noise = c**2 * spread + b**2 * sums.sq_gradient
-    is_rounded = (unit <= 0) | (square < jnp.finfo(jnp.float32).tiny)
+    is_rounded = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
-    unit = jnp.where(unit > 0, unit, 1)
-    size = [square / unit, noise / unit, cross_term / unit]
+    divisor = jnp.where(denominator > 0, denominator, 1)
+    size = [square / divisor, noise / divisor, cross_term / divisor]
     is_finite &= jnp.isfinite(size[0]) & jnp.isfinite(size[1])
     counts = Counts(
         measured=is_finite & ~is_rounded,

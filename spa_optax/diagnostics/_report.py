@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from spa_optax import _checks as checks, _trees as trees
 from spa_optax._core import SPAState
-from spa_optax.diagnostics._gauge import Count, Scalar, new_gauge
+from spa_optax._dtypes import Scalar
+from spa_optax.diagnostics._gauge import Count, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
 # Other momentum, beside which noise adds up too.

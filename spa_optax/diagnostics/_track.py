@@ -76,7 +76,7 @@ def track_momentum(
       Figure 2.
     """
     checks.TRANSFORMATION.check(inner=inner)
-    checks.B1.check(decay=decay)
+    checks.DECAY.check(decay=decay)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> TrackMomentumState:
