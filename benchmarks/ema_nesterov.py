@@ -9,7 +9,7 @@ averaging gives the same y with the base's rate times η_k, and the μ_y of y_k:
     η_k = 1 − γ + (γ + (1 − γ) β_{k+1}) η_{k+1}
     c_{k+1} = (1 − γ)/η_k     μ_y = 1 − 1/η_k
 
-For a constant β these are the numbers of `spa_optax.ema_nesterov`.
+For a constant β they are the numbers 1/(1 − β), (1 − γ)(1 − β) and β.
 """
 
 from typing import Any

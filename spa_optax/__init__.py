@@ -8,7 +8,6 @@ from spa_optax._evaluate import eval_params, reanchor
 from spa_optax._float8 import float8_momentum
 from spa_optax._members import spa, spa_from_sgdm
 from spa_optax._schedules import (
-    ema_nesterov,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -26,7 +25,6 @@ __all__ = [
     "SPAState",
     "convert",
     "diagnostics",
-    "ema_nesterov",
     "eval_params",
     "float8_momentum",
     "hyperparams_from_sgdm",

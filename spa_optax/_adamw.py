@@ -92,8 +92,8 @@ def spa_adamw(
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
     params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
     if params_are_x and second_moment == "full" and rounding_key is not None:
-        # Beside bfloat16 params XLA for TPU v7x makes one kernel if it does not know
-        # the 1, and two if it does.
+        # An array of 1 keeps the terms of μ_y in the program, unlike the number. With
+        # them XLA for TPU v7x makes one kernel beside bfloat16 params, else two.
         interpolation = jnp.ones([])
     average = spa(
         learning_rate,

@@ -116,7 +116,7 @@ def one_of(*choices: Any) -> Requirement:
 
 
 def _is_state_dtype(value: Any) -> bool:
-    # `inject_hyperparams` makes an array of it.
+    # A number is refused too: `inject_hyperparams` makes an array of this argument.
     is_dtype = isinstance(value, (str, type, np.dtype))
     return is_dtype and jnp.dtype(value) in (
         jnp.float8_e4m3fn,
@@ -138,7 +138,6 @@ B2 = Requirement(
 )
 EPS = RATE._replace(kind=SCALAR)
 DECAY = MOMENTUM._replace(kind=NUMBER)
-LOOKAHEAD = Requirement("in (0, 1)", lambda v: 0 < v < 1, NUMBER)
 NOT_NEGATIVE = RATE._replace(kind=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)

@@ -1,14 +1,16 @@
 """How a state holds z, and the recursion of primal averaging on one array.
 
-The state holds z itself where all params and the state have 32 bits or more, as in the
-paper. In every other case it holds z − y, the difference from the params y. A
-difference keeps digits that a narrow z would lose, and it follows params that something
-else moves.
+`Coefficients` has the recursion, and the `step` of two codecs computes it. The state
+holds z itself where all params and the state have 32 bits or more, as in the paper:
+there a difference would only add rounding. In every other case the state holds z − y,
+the difference from the params y. A difference keeps digits that a narrow z would lose,
+and it follows params that something else moves.
 
 The type of a node says which of the two a state holds. So a cast of the state, as when
 a checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +32,8 @@ class Coefficients(NamedTuple):
         z ← z − η g
         y ← y + p (z − y) − δ_y g
 
-    A field that is None leaves its term out of the program.
+    If the params y are x, p is c_{k+1}, and without Nesterov momentum δ_y is 0. A field
+    that is None leaves its term out of the program.
     """
 
     eta: Scalar
@@ -47,41 +50,66 @@ class ArrayStep(NamedTuple):
     stored: Array | None  # what the state holds of z_{k+1}
 
 
-class Itself:
-    """The state holds z itself, which has 32 bits or more, beside such params."""
+class Codec(abc.ABC):
+    """How a state holds z beside the params y, and one step of both."""
 
-    name = "z itself"
-    follows_params = False  # z stays where it is if something else moves y
-    unit = 1.0
+    name: str  # of what is held, in messages
+    follows_params: bool  # whether z moves along if something else moves y
+    unit: float = 1.0  # of the numbers that are held
 
+    @abc.abstractmethod
     def node(self, tree: PyTree) -> PyTree:
         """What stands in the state for a tree of arrays."""
-        return tree
 
+    @abc.abstractmethod
     def start(self, y: Any, dtype: Any) -> Array:
-        """z_0 = y_0, in a buffer of its own, so that both can be donated."""
-        return jnp.array(y, dtype=dtype, copy=True)
+        """What is held of z_0 = y_0: an array of its own, sharded like y."""
 
-    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """z, in the dtype to compute in. Before the first step it is y."""
-        dtype = wide_dtype(y, stored)
-        return select(is_start, y.astype(dtype), stored.astype(dtype))
-
+    @abc.abstractmethod
     def difference(self, y: Array, stored: Array, is_start: Flag) -> Array:
         """z − y, in the dtype to compute in."""
-        z = self.value(y, stored, is_start)
-        return z - y.astype(z.dtype)
 
+    @abc.abstractmethod
+    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
+        """z, in the dtype to compute in."""
+
+    @abc.abstractmethod
     def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z, in a dtype."""
-        return rounded(z, dtype, seed)
+        """What is held of z, in a dtype."""
 
+    @abc.abstractmethod
     def step(
         self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
     ) -> ArrayStep:
-        """One step of y and z."""
+        """One step of y and z, from `Coefficients`."""
+
+
+class Itself(Codec):
+    """The state holds z itself, in 32 bits or more, beside such params."""
+
+    name = "z itself"
+    follows_params = False
+
+    def node(self, tree):
+        return tree
+
+    def start(self, y, dtype):
+        return jnp.array(y, dtype=dtype, copy=True)
+
+    def value(self, y, stored, is_start):
+        dtype = wide_dtype(y, stored)
+        return select(is_start, y.astype(dtype), stored.astype(dtype))
+
+    def difference(self, y, stored, is_start):
+        z = self.value(y, stored, is_start)
+        return z - y.astype(z.dtype)
+
+    def encode(self, z, y, dtype, seed):
+        return rounded(z, dtype, seed)
+
+    def step(self, y, stored, g, s, seed):
         z = stored.astype(wide_dtype(y, stored))
-        wide_y, g, s = _as_dtype((y, g, s), z.dtype)
+        wide_y, g, s = as_dtype((y, g, s), z.dtype)
         if s.r is None:
             z = select(s.is_start, wide_y, z)
         else:
@@ -90,58 +118,59 @@ class Itself:
         u = s.p * (z - wide_y)
         if s.delta_y is not None:
             u = u - s.delta_y * g
+        # The params take the low bits of each random word, and z the high ones.
         u = round_update(u, y, seed, low_bits=True)
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The state holds d = z − y in units, at most its dtype's largest number."""
+class Difference(Codec):
+    """The state holds (z − y)/unit, at most its dtype's largest number.
 
-    node: Callable[[PyTree], PyTree]  # the type of what stands in the state for a tree
+    Before the first step it is 0, so z is y also if y was replaced.
+    """
+
+    node_type: Callable[[PyTree], PyTree]
     name: str
     unit: float
-    follows_params = True  # z moves along if something else moves y
+    follows_params = True
 
-    def start(self, y: Any, dtype: Any) -> Array:
-        """d_0 = 0, sharded like y."""
+    def node(self, tree):
+        return self.node_type(tree)
+
+    def start(self, y, dtype):
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """z, in the dtype to compute in."""
+    def value(self, y, stored, is_start):
         d = self.difference(y, stored, is_start)
         return y.astype(d.dtype) + d
 
-    def difference(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """z − y, in the dtype to compute in. Before the first step 0 is stored."""
+    def difference(self, y, stored, is_start):
         return self.unit * stored.astype(wide_dtype(y, stored))
 
-    def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z, in a dtype."""
+    def encode(self, z, y, dtype, seed):
         # Where z is NaN, y is NaN too, so any number will do.
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
-    def step(
-        self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
-    ) -> ArrayStep:
-        """One step of y and z."""
+    def step(self, y, stored, g, s, seed):
         d = self.difference(y, stored, s.is_start)
-        g, s = _as_dtype((g, s), d.dtype)
+        g, s = as_dtype((g, s), d.dtype)
         if s.r is not None:
             d = s.r * d
         d = d - s.eta * g
         u = s.p * d
         if s.delta_y is not None:
             u = u - s.delta_y * g
+        # As above: low bits for the params, high ones for z.
         u = round_update(u, y, seed, low_bits=True)
-        # The new difference is from y + u, with u as it was rounded: so z keeps what
-        # the params lose. (With u itself in its place XLA for TPUs makes two kernels.)
+        # u was rounded, so z keeps what the params lose. (z − (y + u) is d − u. Written
+        # so, XLA for TPUs would make two kernels of it.)
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.encode(z, new_y, stored.dtype, seed))
 
 
-def _as_dtype(tree: PyTree, dtype: Any) -> PyTree:
+def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
     """Numbers in a dtype."""
     return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
 
@@ -163,7 +192,6 @@ DIFFERENCE = Difference(ZMinusParams, "z − params", unit=1.0)
 DIFFERENCE_IN_256THS = Difference(
     ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
 )
-Codec = Itself | Difference
 
 
 def codec_for(params: PyTree, state_dtype: Any) -> Codec:
@@ -196,7 +224,7 @@ def dtype_for(y: Any, state_dtype: Any) -> Any:
     return jnp.dtype(jnp.complex128 if has_64_bits else jnp.complex64)
 
 
-def init(params: PyTree, state_dtype: Any) -> PyTree:
+def init_z(params: PyTree, state_dtype: Any) -> PyTree:
     """What stands in a new state for z_0 = y_0."""
     codec = codec_for(params, state_dtype)
 

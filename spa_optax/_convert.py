@@ -15,14 +15,23 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, tree_of
 from spa_optax._core import SPAState, has_taken_no_step
 from spa_optax._dtypes import has_narrow, wide_dtype
 from spa_optax._float8 import Float8MomentumState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._trees import by_path, is_trained, scalar_of
+from spa_optax._trees import (
+    by_path,
+    check_paths,
+    check_same_tree,
+    copy_arrays,
+    is_trained,
+    kinds_of,
+    scalar_of,
+    with_leaves,
+)
 from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -96,8 +105,8 @@ class Run(NamedTuple):
     x: ByPath  # the params with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
-    other: Any  # of `convert`, as the next
-    averaging: Any
+    other: SGDM | AdamW | None  # of `convert`, as the next
+    averaging: optax.ScalarOrSchedule | None
 
 
 class MomentumScale(NamedTuple):
@@ -183,7 +192,7 @@ def convert(
     new_params = params if new_params is None else new_params
     arguments = (old_state, params, into, other, averaging, new_params, count)
     _check_arguments(arguments, other, averaging)
-    trees.check_same_tree("new_params", new_params, "params", params, same_nodes=False)
+    check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     nodes, new_nodes = _nodes_of(old_state), _nodes_of(into)
     pair = _pair_of(nodes, new_nodes, params)
     k = _steps_taken(nodes, count)
@@ -201,7 +210,7 @@ def convert(
         momentum = _read_spa(old, run) if isinstance(old, SPAState) else _read(old, run)
         write = _write_spa if isinstance(new, SPAState) else _write
         nodes = _with_momentum(nodes, old, write(new, momentum, run))
-    return trees.copy(_filled(into, nodes, k))
+    return copy_arrays(_filled(into, nodes, k))
 
 
 def _check_arguments(
@@ -339,12 +348,12 @@ def _momentum_of(
             )
         if found:
             checks.check_one_run(name, found[0]._asdict().get("count", ()))
-            trees.check_paths(name, [_tree_of(found[0])], params)
+            check_paths(name, [_tree_of(found[0])], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
-        f"{trees.kinds_of(tuple(nodes))}"
+        f"{kinds_of(tuple(nodes))}"
     )
 
 
@@ -369,7 +378,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{trees.kinds_of(tuple(beside_z))}"
+            f"{kinds_of(tuple(beside_z))}"
         )
     return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
@@ -405,7 +414,10 @@ def _scale_of_sgdm(run: Run) -> MomentumScale:
 
 
 def _scale_of_adamw(run: Run) -> MomentumScale:
-    """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k."""
+    """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k.
+
+    m is divided as step k will divide it. ν is that of step k − 1, and so is its bias.
+    """
     k, other = run.count, run.other
     if not isinstance(other, AdamW):
         raise ValueError(
@@ -439,16 +451,14 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
     """The state with the values of z, by path."""
-    codec, stored, is_start = (
-        codec_of(old.z),
-        by_path(tree_of(old.z)),
-        has_taken_no_step(old),
-    )
+    codec, stored = codec_of(old.z), by_path(tree_of(old.z))
+    is_start = has_taken_no_step(old)
     z = {path: codec.value(x, stored[path], is_start) for path, x in run.x.items()}
     return old._replace(z=z)
 
 
 def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
+    """The new state with the momentum, its z as the new state holds it."""
     codec, stored = codec_of(new.z), by_path(tree_of(new.z))
     for path in stored.keys() & momentum.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
@@ -461,7 +471,7 @@ def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
                 f"{path or 'its root'}",
                 stacklevel=3,
             )
-    return trees.with_leaves(new, momentum._replace(z=list(stored.values())))
+    return with_leaves(new, momentum._replace(z=list(stored.values())))
 
 
 def _read(old: Any, run: Run) -> SPAState:
@@ -501,7 +511,7 @@ def _write(new: Any, momentum: SPAState, run: Run) -> Any:
     if is_adamw:
         nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
         leaves = [run.count, leaves, nu]
-    return trees.with_leaves(new, leaves)
+    return with_leaves(new, leaves)
 
 
 def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
@@ -526,13 +536,13 @@ def _filled(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
         field = _count_field(node)
         if field is None:
             return node
-        return node._replace(**{field: trees.with_leaves(getattr(node, field), k)})
+        return node._replace(**{field: with_leaves(getattr(node, field), k)})
 
     state = _map_nodes(fill, into)
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {trees.kinds_of(tuple(remaining))}. Build it from an optimizer "
+            f"for its {kinds_of(tuple(remaining))}. Build it from an optimizer "
             "with the same chain."
         )
     return state
@@ -555,7 +565,7 @@ def _take(nodes: list[Any], new: Any) -> Any:
         is_same_kind = type(node) is type(new) or not hasattr(new, "_fields")
         if is_same_kind and shapes.items() <= _shapes(node).items():
             leaves = by_path(nodes.pop(i))
-            return trees.with_leaves(new, [leaves[path] for path in shapes])
+            return with_leaves(new, [leaves[path] for path in shapes])
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
         f"shapes, got a `{type(new).__name__}` with {shapes}. Build it from an "

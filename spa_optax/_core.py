@@ -14,10 +14,29 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks, _codec, _trees as trees
-from spa_optax._codec import ArrayStep, Coefficients, codec_of, tree_of
+from spa_optax import _checks as checks
+from spa_optax._codec import (
+    ArrayStep,
+    Coefficients,
+    as_dtype,
+    check_codec,
+    check_not_cast,
+    codec_of,
+    init_z,
+    tree_of,
+)
 from spa_optax._dtypes import Flag, Scalar, has_narrow, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
+from spa_optax._trees import (
+    by_path,
+    check_kind,
+    check_same_tree,
+    fill_none,
+    is_none,
+    is_trained,
+    map_trained,
+    scalar_of,
+)
 from spa_optax._xla import hide_from_xla
 
 
@@ -52,7 +71,7 @@ class Scalars(NamedTuple):
     w: Scalar  # w_{k+1}, for the state
     mu_y: Scalar | None = None  # None: 1
     delta: Scalar | None = None  # None: 0
-    r: Scalar | None = None  # None: 1
+    r: Scalar | None = None  # None: 1; with a μ_y below 1 it would move x
 
 
 Rule = Callable[[SPAState], Scalars]
@@ -60,18 +79,25 @@ Rule = Callable[[SPAState], Scalars]
 
 def transformation(
     rule: Rule,
-    state_dtype: Any,  # checked here, for all members
+    state_dtype: Any,
     rounding_key: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """The member of a rule.
+    """Makes an optimizer, a member of the family, of a rule.
 
-    An extra argument `observe` of `update` is called with (g, params, state, scalars).
+    Args:
+      rule: from the state before a step to the `Scalars` of the step.
+      state_dtype: dtype of z, as for `spa`. It is checked here, for all members.
+      rounding_key: for stochastic rounding, as for `spa`. It is checked here.
+
+    Returns:
+      The optimizer. Its `update` takes an extra argument `observe`, a function that it
+      calls with (g, params, state, scalars) before the step, as `track_momentum` does.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
     def init_fn(params: PyTree) -> SPAState:
         checks.check_params(params)
-        z = _codec.init(params, state_dtype)
+        z = init_z(params, state_dtype)
         if rounding_key is None and (has_narrow(params) or has_narrow(z)):
             _warn_of_rounding_to_nearest()
         dtype = scalar_dtype(params)
@@ -89,7 +115,7 @@ def transformation(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
         check_state("state", state, params)
-        _codec.check_codec("state.z", state.z, params, state_dtype)
+        check_codec("state.z", state.z, params, state_dtype)
         _check_updates(updates, state, params)
         state = jax.tree.map(jnp.asarray, state)
         scalars = rule(state)
@@ -128,10 +154,12 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    coefficients, new_scalars = _hidden_scalars(scalars, state)
+    mu_y = jnp.ones_like(scalars.eta) if scalars.mu_y is None else scalars.mu_y
+    stored = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
+    coefficients, stored = hide_from_xla(_coefficients(scalars, state), stored)
     u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, z, **new_scalars)
+    return u, SPAState(count, z, **as_dtype(stored, state.w.dtype))
 
 
 def _step_arrays(
@@ -148,12 +176,12 @@ def _step_arrays(
     def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
         if g is None or stored is None:
             return ArrayStep(None, stored)
-        if not trees.is_trained(y):  # integers stay
+        if not is_trained(y):  # integers stay
             return ArrayStep(jnp.zeros_like(y), stored)
         return codec.step(jnp.asarray(y), stored, jnp.asarray(g), coefficients, seed)
 
     steps = jax.tree.map(
-        step_array, params, stored_tree, updates, seeds, is_leaf=trees.is_none
+        step_array, params, stored_tree, updates, seeds, is_leaf=is_none
     )
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
     z = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
@@ -164,25 +192,17 @@ def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
 
 
-def _hidden_scalars(
-    scalars: Scalars, state: SPAState
-) -> tuple[Coefficients, dict[str, Scalar]]:
-    """The coefficients of a step, and the scalars of the new state."""
-    mu_y = jnp.ones_like(scalars.eta) if scalars.mu_y is None else scalars.mu_y
-    stored = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
-    coefficients, stored = hide_from_xla(_coefficients(scalars, state), stored)
-    dtype = state.w.dtype
-    return coefficients, {name: s.astype(dtype) for name, s in stored.items()}
-
-
 def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
-    """The coefficients of a step of y and z, from the scalars of x and z.
+    """The coefficients of a step of y and z, from the scalars of a step of x and z.
 
-    If the params are x, they are c and δ themselves. Otherwise, with μ that of y_k, μ'
-    that of y_{k+1} and ρ = μ'/μ, put x_k = (y_k − (1 − μ) z_k)/μ into the step of x:
+    If the params are x, p and δ_y are c and δ themselves. Otherwise, with μ that of
+    y_k, μ' that of y_{k+1} and ρ = μ'/μ, put x_k = (y_k − (1 − μ) z_k)/μ and
+    z_k = z_{k+1} + η g_k into the step of x:
 
-        y_{k+1} = y_k + p (z_{k+1} − y_k) − δ_y g_k
-        1 − p = ρ (1 − c)      δ_y = η (1 − c)(ρ − μ') + μ' δ
+        y_{k+1} = ρ (1 − c) (y_k − (1 − μ)(z_{k+1} + η g_k))        μ' (1 − c) x_k
+                  + (1 − μ' (1 − c)) z_{k+1} − μ' δ g_k
+                = y_k + p (z_{k+1} − y_k) − δ_y g_k
+        p = 1 − ρ (1 − c)     δ_y = η (1 − c)(ρ − μ') + μ' δ
     """
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
     is_start = has_taken_no_step(state)
@@ -190,7 +210,7 @@ def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
         eta = _nan_if_params_are_not_x(eta, state.mu_y, is_start)
         return Coefficients(eta, c, scalars.delta, scalars.r, is_start)
     change = _relative_change(state.mu_y, mu_y)  # ρ − 1
-    p = c - (1 - c) * change
+    p = c - (1 - c) * change  # exactly c where ρ is 1
     delta_y = eta * (1 - c) * (1 + change - mu_y)
     if scalars.delta is not None:
         delta_y += mu_y * scalars.delta
@@ -206,8 +226,8 @@ def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scala
     x_is_lost = ~is_start & (mu_y != 1)
     if checks.is_surely(x_is_lost):
         raise ValueError(
-            f"`interpolation` must be `lambda k: 1.0` in a run that had {mu_y:g}: a "
-            "number 1 leaves it out of the program, got 1"
+            "`interpolation` must be `lambda k: 1.0`, got 1: this run had "
+            f"{mu_y:g}, so params are not x, and the number 1 would take them for x"
         )
     return jnp.where(x_is_lost, jnp.nan, eta)
 
@@ -229,12 +249,12 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     def value(y: Any, stored: Any) -> Array:
         return codec.value(jnp.asarray(y), jnp.asarray(stored), is_start)
 
-    return trees.fill_none(trees.map_trained(value, params, tree_of(state.z)), params)
+    return fill_none(map_trained(value, params, tree_of(state.z)), params)
 
 
 def has_taken_no_step(state: SPAState) -> Flag:
     """Whether a state is as `init` made it, whatever its count was set to."""
-    last = [trees.scalar_of(value) for value in (state.eta, state.c, state.w)]
+    last = [scalar_of(value) for value in (state.eta, state.c, state.w)]
     return (last[0] == 0) & (last[1] == 0) & (last[2] == 0)
 
 
@@ -243,15 +263,15 @@ def check_state(name: str, state: Any, params: PyTree | None) -> None:
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
     check_scalars(name, state)
-    trees.check_same_tree(f"{name}.z", tree_of(state.z), "params", params)
-    _codec.check_not_cast(f"{name}.z", state.z)
+    check_same_tree(f"{name}.z", tree_of(state.z), "params", params)
+    check_not_cast(f"{name}.z", state.z)
 
 
 def check_scalars(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or its scalars were cast."""
-    trees.check_kind(name, state, SPAState)
+    check_kind(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
-        dtype = trees.scalar_of(getattr(state, field)).dtype
+        dtype = scalar_of(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
             raise ValueError(
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
@@ -260,8 +280,8 @@ def check_scalars(name: str, state: Any) -> None:
 
 
 def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
-    trees.check_same_tree("updates", updates, "params", params)
-    without_z = trees.by_path(updates).keys() - trees.by_path(tree_of(state.z)).keys()
+    check_same_tree("updates", updates, "params", params)
+    without_z = by_path(updates).keys() - by_path(tree_of(state.z)).keys()
     if without_z:
         path = min(without_z) or "its root"
         raise ValueError(

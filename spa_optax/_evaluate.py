@@ -1,23 +1,26 @@
 """What operates on the states of all members: `eval_params` and `reanchor`."""
 
 import jax
-import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks
 from spa_optax._codec import check_not_cast, codec_of, tree_of
 from spa_optax._core import SPAState, check_scalars, has_taken_no_step
 from spa_optax._dtypes import wide_dtype
-from spa_optax._refusals import is_opaque_sam
-from spa_optax._wrappers import StochasticRoundingState
-
-# Wrappers that move the params apart from those of what they wrap.
-_MOVES_PARAMS = (
-    optax.LookaheadState,
-    optax.contrib.MechanicState,
-    optax.contrib.SAMState,  # unless it is opaque
-    optax.contrib.ScheduleFreeState,
+from spa_optax._optax_states import MOVES_PARAMS, is_opaque_sam
+from spa_optax._trees import (
+    by_path,
+    check_paths,
+    check_same_tree,
+    copy_arrays,
+    find_nodes,
+    is_trained,
+    kinds_of,
+    replace_nodes,
+    scalar_of,
+    with_leaves,
 )
+from spa_optax._wrappers import StochasticRoundingState
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -52,10 +55,10 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> print(state.z, y, eval_params(state, y))  # y is midway from z to x
       6.0 7.0 8.0
     """
-    x = trees.by_path(params)
+    x = by_path(params)
     for state in _states("opt_state", opt_state, params):
         checks.check_one_run("opt_state", state.count, state.mu_y)
-        mu_y = trees.scalar_of(state.mu_y)
+        mu_y = scalar_of(state.mu_y)
         if checks.is_surely(mu_y == 1):
             continue
         if checks.is_surely(mu_y <= 0):
@@ -63,9 +66,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 "`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost"
             )
         codec, is_start = codec_of(state.z), has_taken_no_step(state)
-        for path, stored in trees.by_path(tree_of(state.z)).items():
+        for path, stored in by_path(tree_of(state.z)).items():
             y = x[path]
-            if not trees.is_trained(y):
+            if not is_trained(y):
                 continue
             d = codec.difference(y, stored, is_start)  # z − y
             average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
@@ -99,7 +102,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
-    trees.check_same_tree(
+    check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
     _states("opt_state", opt_state, old_params, new_params)
@@ -109,12 +112,12 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         raise ValueError(
             "`new_params` must not be the arrays of `old_params` (nnx.state is live)"
         )
-    old, new = trees.by_path(old_params), trees.by_path(new_params)
+    old, new = by_path(old_params), by_path(new_params)
 
     def shift(path: str, z: Array) -> Array:
-        if not trees.is_trained(z):
+        if not is_trained(z):
             return new[path]
-        if not trees.is_trained(new[path]):
+        if not is_trained(new[path]):
             raise ValueError(
                 "`new_params` must be floating-point where z is, got "
                 f"{new[path].dtype} at {path or 'its root'}"
@@ -126,28 +129,26 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     def shift_state(state: SPAState) -> SPAState:
         if codec_of(state.z).follows_params:
             return state
-        z = [shift(path, leaf) for path, leaf in trees.by_path(state.z).items()]
-        return state._replace(z=trees.with_leaves(state.z, z))
+        z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
+        return state._replace(z=with_leaves(state.z, z))
 
-    return trees.copy(trees.replace(opt_state, SPAState, shift_state))
+    return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
 
 
 def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     """The states of the family. Raises ValueError unless they fit all of the params."""
-    states = trees.find(opt_state, SPAState)
+    states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)
-    if not trees.find(opt_state, holders):
-        raise ValueError(
-            f"`{name}` must hold an `SPAState`, got {trees.kinds_of(opt_state)}"
-        )
-    for outer in trees.find(opt_state, _MOVES_PARAMS):
-        if trees.find(outer, holders) and not is_opaque_sam(outer):
+    if not find_nodes(opt_state, holders):
+        raise ValueError(f"`{name}` must hold an `SPAState`, got {kinds_of(opt_state)}")
+    for outer in find_nodes(opt_state, MOVES_PARAMS):
+        if find_nodes(outer, holders) and not is_opaque_sam(outer):
             raise ValueError(
                 f"`{name}` must hold a state of `params`, got one in a "
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        trees.check_paths(name, [tree_of(state.z) for state in states], tree)
+        check_paths(name, [tree_of(state.z) for state in states], tree)
     for state in states:
         check_not_cast(f"{name}.z", state.z)
         check_scalars(name, state)

@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks, _trees as trees
-from spa_optax._refusals import AVERAGES, refuse
+from spa_optax import _checks as checks
+from spa_optax._optax_states import AVERAGES, FLOAT8_FIELDS, refuse
 from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
+from spa_optax._trees import check_kind, find_nodes, kinds_of, replace_nodes
 from spa_optax._xla import with_shardings
 
 FLOAT8 = jnp.float8_e4m3fn
-# The states that hold the momentum of SGD, Lion and Muon, and its field. One power of
-# two scales a whole array of it. Adam's momentum needs another scale for each element.
-FLOAT8_FIELDS: dict[type, str] = {
-    optax.TraceState: "trace",
-    optax.ScaleByLionState: "mu",
-    optax.contrib.MuonState: "mu",
-}
 
 
 class Float8Array(NamedTuple):
@@ -83,10 +77,10 @@ def float8_momentum(
     def init_fn(params: PyTree) -> Float8MomentumState:
         of_base = with_shardings(tx.init(params), params)
         refuse(of_base, AVERAGES)
-        if not trees.find(of_base, tuple(FLOAT8_FIELDS)):
+        if not find_nodes(of_base, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
-                f"{trees.kinds_of(of_base)}. For Adam's use `spa_adamw` with "
+                f"{kinds_of(of_base)}. For Adam's use `spa_adamw` with "
                 "`state_dtype=jnp.float8_e4m3fn`."
             )
         return _pack(of_base, jnp.zeros([], jnp.int32), key)
@@ -94,9 +88,9 @@ def float8_momentum(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
-        trees.check_kind("state", state, Float8MomentumState)
+        check_kind("state", state, Float8MomentumState)
         u, of_base = tx.update(updates, _unpack(state), params, **extra)
-        # The dtypes are those with a momentum in the dtype of the params.
+        # As of a base whose momentum has the dtype of the params, not float32.
         u = optax.tree.cast_like(u, updates if params is None else params)
         count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
         return u, _pack(of_base, count, key)
@@ -136,7 +130,7 @@ def _unpack(state: Float8MomentumState) -> PyTree:
 
 def _momenta(of_base: PyTree) -> list[PyTree]:
     """The trees of momentum."""
-    nodes = trees.find(of_base, tuple(FLOAT8_FIELDS))
+    nodes = find_nodes(of_base, tuple(FLOAT8_FIELDS))
     return [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
 
 
@@ -147,7 +141,7 @@ def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
     def with_next(node: Any) -> Any:
         return node._replace(**{FLOAT8_FIELDS[type(node)]: next(remaining)})
 
-    return trees.replace(of_base, tuple(FLOAT8_FIELDS), with_next)
+    return replace_nodes(of_base, tuple(FLOAT8_FIELDS), with_next)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

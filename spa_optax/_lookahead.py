@@ -39,7 +39,7 @@ class LookAhead(NamedTuple):
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
     is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
-    ends: Flag | bool  # whether β_{k+1} is surely 0: momentum ends
+    ends: Flag | bool  # whether momentum ends: β_{k+1} is 0, and no injected one
 
 
 def look_ahead(
@@ -66,10 +66,12 @@ def look_ahead(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        w = _tail(*in_range(alpha, beta), nesterov=nesterov)
-        is_foreseen = is_plain_number(learning_rate) and is_plain_number(momentum)
-    is_traced = isinstance(momentum, jax.Array)
-    ends = not is_traced and beta_at(jnp.asarray(optax.safe_increment(count))) == 0
+        w, is_foreseen = _tail(*_in_range(alpha, beta), nesterov=nesterov), True
+    # An array is an injected number, which may change at any step.
+    if isinstance(learning_rate, jax.Array) or isinstance(momentum, jax.Array):
+        is_foreseen = False
+    next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
+    ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
     return LookAhead(alpha, beta, a, w, is_foreseen, ends)
 
 
@@ -89,10 +91,10 @@ def _w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    alphas, betas = in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
+    alphas, betas = _in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
-    last_alpha, last_beta = in_range(alpha_at(last), beta_at(last))
+    last_alpha, last_beta = _in_range(alpha_at(last), beta_at(last))
     if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
@@ -122,7 +124,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
 
 
-def in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
+def _in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
     """Later α and β, or 0 for NaN and values out of range, as past a schedule's end."""
     alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
     return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
@@ -138,12 +140,12 @@ def eta_and_c(
 
 
 def sgdm_scalars(
-    ahead: LookAhead, w_old: Scalar, *, of_difference: bool, nesterov: bool
+    ahead: LookAhead, w_old: Scalar, *, follows_params: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step, where the state holds z − x (`of_difference`) or z."""
+    """The scalars of a step. If z follows the params, the state holds z − x, else z."""
     # Where momentum ends, x goes to z, which keeps what x loses by rounding.
-    goes_to_z = ahead.ends & of_difference
-    w = jnp.where(goes_to_z, 0, _next_w(ahead, w_old, of_difference))
+    goes_to_z = ahead.ends & follows_params
+    w = jnp.where(goes_to_z, 0, _next_w(ahead, w_old, follows_params))
     w = w.astype(w_old.dtype).astype(ahead.a.dtype)  # as stored
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
     c = jnp.where(goes_to_z, 1, c)
@@ -156,12 +158,13 @@ def sgdm_scalars(
     )
 
 
-def _next_w(ahead: LookAhead, w_old: Scalar, of_difference: bool) -> Scalar:
+def _next_w(ahead: LookAhead, w_old: Scalar, follows_params: bool) -> Scalar:
     """w_{k+1}, that of the look-ahead wherever this serves the precision of m."""
     w, w_k = ahead.w, w_old.astype(ahead.a.dtype)
-    if not of_difference:
-        # m = (x − z)/w has the rounding error of x over w. If α or β may rise
-        # unforeseen, w does not fall, and the error is at most 100 ulps of x over α.
+    if not follows_params:
+        # Of z itself m = (x − z)/w has the rounding error of x over w. If α or β may
+        # rise unforeseen, w does not fall, and the error is at most 100 ulps of x over
+        # α. Of a difference m has no such error.
         large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
         w = jnp.where(ahead.is_foreseen, w, large_w)
     return nonzero_w(w, ahead.a, w_k)
@@ -190,7 +193,8 @@ def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:
 
     If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2,
     and w_k keeps m through a gap of α = 0. Below 1e-30, where float32 loses bits,
-    numbers count as 0. A negative a_k must not cancel w_{k+1} in a_k + w_{k+1}.
+    numbers count as 0. A schedule may give a negative a_k, which must not cancel
+    w_{k+1} in a_k + w_{k+1}.
     """
     zero = 1e-30
     fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))

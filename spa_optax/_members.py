@@ -1,4 +1,4 @@
-"""The members of the family that differ in their scalars: `spa` and `spa_from_sgdm`."""
+"""`spa` and `spa_from_sgdm`: the two members of which all others are made."""
 
 import jax.numpy as jnp
 import optax
@@ -181,9 +181,9 @@ def spa_from_sgdm(
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
-        of_difference = codec_of(state.z).follows_params
+        follows_params = codec_of(state.z).follows_params
         return sgdm_scalars(
-            ahead, state.w, of_difference=of_difference, nesterov=nesterov
+            ahead, state.w, follows_params=follows_params, nesterov=nesterov
         )
 
     return transformation(rule, state_dtype, rounding_key)

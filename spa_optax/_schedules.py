@@ -101,10 +101,8 @@ def hyperparams_to_sgdm(
     checks.check_averaging(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
-    eta_at, c_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
-    )
+    eta_at = at_count("learning_rate", learning_rate)
+    c_at = at_count("averaging", averaging)
 
     def beta(k: Array) -> Array:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -235,7 +233,8 @@ def schedule_free_averaging(
 
         w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
 
-    `optax.contrib.schedule_free` is `lambda k: rate(k + 1)` here, and `rate` in `spa`.
+    To have the steps of `optax.contrib.schedule_free`, which weights step k by the rate
+    of step k + 1, pass `lambda k: rate(k + 1)` here and `rate` to `spa`.
 
     Args:
       learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number
@@ -310,45 +309,3 @@ def _rates_of_warmup(
             f"{num_warmup_steps} (`num_warmup_steps`), got {rest[k]:g} at {later[k]}"
         )
     return first
-
-
-def ema_nesterov(
-    learning_rate: ScalarOrSchedule, decay: float, lookahead: float
-) -> tuple[ScalarOrSchedule, float, float]:
-    """EMA-Nesterov as primal averaging.
-
-        y_k = θ_k + β m_k     θ_{k+1} = y_k + u_k
-        m_{k+1} = γ m_k + (1 − γ)(θ_{k+1} − θ_k)
-
-    These are EMA-Nesterov, with u_k a base optimizer's update at the params y_k. Primal
-    averaging gives the same y with the base's learning rate over 1 − β, the averaging
-    (1 − γ)(1 − β) and the interpolation β. Its x averages θ.
-
-    Args:
-      learning_rate: α_k ≥ 0 of the base, a scalar or a schedule of the count k.
-      decay: γ in [0, 1), of the moving average m.
-      lookahead: β in (0, 1).
-
-    Returns:
-      The learning rate, c and μ_y: `spa(*ema_nesterov(...))`. Or, around a finished
-      optimizer of the first, `primal_averaging(optax.adamw(rate), c, mu_y)`.
-
-    Raises:
-      ValueError: if an argument is out of range.
-
-    Examples:
-      >>> from spa_optax import ema_nesterov
-      >>> print(ema_nesterov(1.0, decay=0.75, lookahead=0.5))
-      (2.0, 0.125, 0.5)
-
-    References:
-      EMA-Nesterov, arXiv:2605.25395.
-    """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.DECAY.check(decay=decay)
-    checks.LOOKAHEAD.check(lookahead=lookahead)
-    c = (1 - decay) * (1 - lookahead)
-    if not callable(learning_rate):
-        return learning_rate / (1 - lookahead), c, lookahead
-    alpha_at = at_count("learning_rate", learning_rate)
-    return Schedule(lambda k: alpha_at(k) / (1 - lookahead)), c, lookahead

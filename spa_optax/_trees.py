@@ -36,7 +36,7 @@ def map_trained(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> P
 
 
 def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
-    """A tree with leaves from another where it has None."""
+    """A tree with leaves from another where it has None; None where that has None."""
 
     def choose(leaf: Any, other: Any) -> Any:
         return other if leaf is None or other is None else leaf
@@ -49,7 +49,7 @@ def scalar_of(value: PyTree) -> Array:
     return jnp.asarray(*jax.tree.leaves(value))
 
 
-def copy(state: PyTree) -> PyTree:
+def copy_arrays(state: PyTree) -> PyTree:
     """A state that shares no buffer with another, so that both can be donated."""
 
     def copy_leaf(leaf: Any) -> Any:
@@ -58,7 +58,7 @@ def copy(state: PyTree) -> PyTree:
     return jax.tree.map(copy_leaf, state)
 
 
-def find(state: PyTree, kinds: Any) -> list[Any]:
+def find_nodes(state: PyTree, kinds: Any) -> list[Any]:
     """The nodes of a type, or of some types, in a state."""
 
     def is_wanted(node: Any) -> bool:
@@ -67,9 +67,9 @@ def find(state: PyTree, kinds: Any) -> list[Any]:
     return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def find_one(state: PyTree, name: str, kind: type) -> Any:
+def find_node(state: PyTree, name: str, kind: type) -> Any:
     """The one node of a type that a state holds."""
-    found = find(state, kind)
+    found = find_nodes(state, kind)
     if len(found) != 1:
         raise ValueError(
             f"`{name}` must hold one `{kind.__name__}`, got {len(found)} in "
@@ -78,7 +78,7 @@ def find_one(state: PyTree, name: str, kind: type) -> Any:
     return found[0]
 
 
-def replace(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
+def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
     """A state with the nodes of a type, or of some types, replaced."""
 
     def is_wanted(node: Any) -> bool:

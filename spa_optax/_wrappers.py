@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Int, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks
 from spa_optax._core import SPAState, current_z
 from spa_optax._dtypes import widen
 from spa_optax._members import spa
-from spa_optax._refusals import (
+from spa_optax._optax_states import (
     AVERAGES,
     NEEDS_FIRST_PARAMS,
     NEEDS_GRADIENTS_OF_ITS_PARAMS,
@@ -20,6 +20,15 @@ from spa_optax._refusals import (
     refuse,
 )
 from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
+from spa_optax._trees import (
+    check_kind,
+    check_same_tree,
+    fill_none,
+    find_nodes,
+    is_none,
+    is_trained,
+    map_trained,
+)
 from spa_optax._xla import with_shardings
 
 
@@ -74,10 +83,10 @@ def in_float32(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
         if params is not None:
-            trees.check_same_tree("updates", updates, "params", params)
+            check_same_tree("updates", updates, "params", params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
             u, state = tx.update(widen(updates), state, widen(params), **extra)
-        return trees.fill_none(u, updates), state
+        return fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -150,7 +159,7 @@ def primal_averaging(
     def init_fn(params: PyTree) -> PrimalAveragingState:
         of_base = tx.init(params)
         refuse(of_base, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
-        if trees.find(of_base, StochasticRoundingState):
+        if find_nodes(of_base, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
                 "`rounding_key` instead."
@@ -161,11 +170,11 @@ def primal_averaging(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
-        trees.check_kind("state", state, PrimalAveragingState)
+        check_kind("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, of_base = tx.update(updates, state.base, seen, **extra)
-        minus_u = trees.fill_none(trees.map_trained(jnp.negative, u), u)
+        minus_u = fill_none(map_trained(jnp.negative, u), u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -222,7 +231,7 @@ def stochastic_rounding(
     ) -> Any:
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
-        trees.check_kind("state", state, StochasticRoundingState)
+        check_kind("state", state, StochasticRoundingState)
         u, of_base = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
@@ -230,11 +239,11 @@ def stochastic_rounding(
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None:
                 return None
-            if not trees.is_trained(x):
+            if not is_trained(x):
                 return jnp.zeros_like(x)
             return round_update(jnp.asarray(u), jnp.asarray(x), seed)
 
-        u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=trees.is_none)
+        u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         count = jnp.asarray(optax.safe_increment(count))
         return u, StochasticRoundingState(count, of_base)
 

@@ -20,18 +20,15 @@ def behind_a_barrier(tree: PyTree) -> PyTree:
 def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     """The scalars of a step that kernels use, and those that the new state stores.
 
-    At η = 1, the paper's value, XLA on CPU would fold the product away and no longer
-    update z in place, which takes three times as long. So XLA must not know their
-    values.
-
-    On a GPU all are slices of one array, since XLA merges the kernels of leaves only
-    where these read the same array. It makes one kernel of all stored scalars only if
-    each is computed, hence their product with a 1 that XLA does not know.
+    XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
+    CPU folds the product away and no longer updates z in place, which takes three times
+    as long.
     """
     one = jnp.ones([], jnp.float32)
     leaves, structure = jax.tree.flatten((used, stored, one))
 
     def as_slices(leaves: list[Array]) -> list[Array]:
+        # XLA for GPUs merges the kernels of leaves only where these read one array.
         dtype = leaves[0].dtype
         vector = behind_a_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
         return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
@@ -40,6 +37,8 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
         leaves, cuda=as_slices, rocm=as_slices, default=behind_a_barrier
     )
     used, stored, one = structure.unflatten(leaves)
+    # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So
+    # each is multiplied by a 1 that XLA does not know.
     return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
 
 
@@ -74,8 +73,9 @@ def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
 def sharded_like(leaf: Any, x: Any) -> Any:
     """An array of a state with the sharding of its parameter, which jit drops.
 
-    Without it every device would hold all of the array. XLA would fold a constant
-    predicate before it propagates shardings, hence the barrier.
+    Without it every device would hold all of the array. `select` always takes `leaf`,
+    but it reads x too. So XLA gives its result the sharding of x. XLA must not know the
+    predicate, or it would remove `select` before it propagates shardings.
     """
     is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
     if not is_like or x.shape != leaf.shape:
@@ -88,7 +88,8 @@ def with_shardings(state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays have the shardings of their params, by path.
 
     `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
-    parameter whose path its own path ends with, and has its shape.
+    parameter whose path its own path ends with: `[0].nu['w']` ends with `['w']`. It
+    must have the shape of the parameter too.
     """
     by_path = dict(leaves_with_path(params))
 

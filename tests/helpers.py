@@ -22,13 +22,13 @@ from sklearn.datasets import load_digits
 
 from spa_optax import SPAState
 from spa_optax._codec import codec_of, tree_of
-from spa_optax._trees import find, map_trained
+from spa_optax._trees import find_nodes, map_trained
 
 # Parameters of a test. XLA for CPUs converts them only if the processor does.
 FLOAT16 = pytest.param(jnp.float16, marks=pytest.mark.float16)
 FLOAT8 = pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.float16)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-long = functools.partial(pytest.param, marks=pytest.mark.long)
+long = functools.partial(pytest.param, marks=(pytest.mark.long, pytest.mark.slow))
 
 
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
@@ -138,7 +138,7 @@ def trained(
 
 def spa_state(state: Any) -> SPAState:
     """The one `SPAState` in a state."""
-    (found,) = find(state, SPAState)
+    (found,) = find_nodes(state, SPAState)
     return found
 
 

@@ -34,7 +34,7 @@ from spa_optax import (
 )
 from spa_optax._codec import codec_for, codec_of, tree_of
 from spa_optax._float8 import Float8Array
-from spa_optax._trees import find
+from spa_optax._trees import find_nodes
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
@@ -314,7 +314,7 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     def stored(key: jax.Array) -> jax.Array:
         tx = float8_momentum(optax.sgd(1.0, momentum=0.5), key)
         state = tx.update(g, tx.init(g))[1]
-        (m,) = find(state, Float8Array)
+        (m,) = find_nodes(state, Float8Array)
         assert m.q.dtype == E4M3
         return m.q.astype(float) * m.scale
 
@@ -375,7 +375,7 @@ def test_adam_inside_muon_keeps_its_dtypes() -> None:
     found, state = run(tx, params, [params] * 3)
     np.testing.assert_array_equal(found["b"], expected["b"])
     assert num_elements(state, E4M3) == 16 * 8
-    (adam,) = find(state, optax.ScaleByAdamState)
+    (adam,) = find_nodes(state, optax.ScaleByAdamState)
     assert (adam.mu["b"].dtype, adam.nu["b"].dtype) == (jnp.float32, jnp.float32)
 
 
@@ -391,7 +391,7 @@ def test_momentum_that_is_not_finite_stays_so() -> None:
 def test_float8_momentum_of_no_params() -> None:
     """An empty tree, a label that nothing has, and Optax's placeholder."""
     tx, params = float8_momentum(optax.sgd(0.1, 0.9), KEY), {"w": jnp.ones(3)}
-    assert find(tx.init({}), Float8Array) == []
+    assert find_nodes(tx.init({}), Float8Array) == []
     state = optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "b"}).init(params)
     chex.assert_trees_all_equal_shapes(state, jax.eval_shape(lambda: state))
     in_one = optax.tree.map_params(tx, lambda q: 1, tx.init(params))

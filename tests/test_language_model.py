@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from example_scripts import load_example
 from flax import nnx
+from helpers import long
 
 language_model = load_example("language_model")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -87,7 +88,7 @@ def test_it_is_evaluated_at_x(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", language_model.optimizers(1))
+@pytest.mark.parametrize("optimizer", ["spa_adamw", long("adamw"), long("muon")])
 def test_every_optimizer_learns(
     optimizer: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -11,6 +11,7 @@ import memory
 import one_card
 import optax
 import pytest
+from helpers import long
 from test_compiled import for_tpus
 
 from spa_optax import spa_adamw
@@ -48,12 +49,9 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
     return memory.ordinary(make_tx(0), model, mesh)
 
 
-each_kind = pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"])
-
-
 @for_tpus
 @pytest.mark.slow
-@each_kind
+@pytest.mark.parametrize("kind", [long("ordinary"), "in the backward pass"])
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     """20 layers more take memory for inputs, and in an ordinary step for gradients."""
 

@@ -21,7 +21,7 @@ from spa_optax import (
     spa_adamw,
     spa_from_sgdm,
 )
-from spa_optax._trees import find
+from spa_optax._trees import find_nodes
 
 
 def test_a_run_of_spa_resumed_as_sgdm() -> None:
@@ -102,7 +102,7 @@ def test_reanchor_of_some_params(tx: Any) -> None:
     params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
     state = reanchor(tx.init(params), params, edited)
-    for name, found in zip("ab", find(state, SPAState), strict=False):
+    for name, found in zip("ab", find_nodes(state, SPAState), strict=False):
         np.testing.assert_array_equal(found.z[name], edited[name])
     chex.assert_trees_all_equal_structs(state, tx.init(params))
     with pytest.raises(ValueError, match=r"`opt_state`.*`params`.*\(2,\) at \['a'\]"):

@@ -1,14 +1,18 @@
 """The measurements of a step, and their moving averages.
 
-For a step u_k = x_{k+1} − x_k the gauge needs no buffer. With d_k = z_k − x_k, after z
-was rescaled by r, and b_k = c_{k+1} η_k + δ_k:
+No step u_k = x_{k+1} − x_k is stored. It follows from d_k = z_k − x_k, after z was
+rescaled by r, with b_k = c_{k+1} η_k + δ_k:
 
     u_k = c_{k+1} d_k − b_k g_k
 
-If gradients were pure noise, cross terms ⟨g_k, d_k⟩ would vanish in the mean, and the
-mean of ‖d_k‖² would be p_k:
+If gradients were pure noise, all cross terms ⟨g_k, d_k⟩ would vanish in the mean. The
+mean of ‖d_k‖² would be p_k, and that of ‖u_k‖² would be v_{k+1}:
 
+    v_{k+1} = c_{k+1}² p_k + b_k² ‖g_k‖²
     p_{k+1} = (1 − c_{k+1})² p_k + ((1 − c_{k+1}) η_k − δ_k)² ‖g_k‖²
+
+All squares are in units of η_k² c_{k+1}: the paper's Figure 2 compares
+‖u_k‖²/(η_k² c_{k+1}) to ½‖g_k‖².
 """
 
 import functools
@@ -22,7 +26,7 @@ from jaxtyping import Array, Int, PyTree
 from spa_optax._codec import codec_of, tree_of
 from spa_optax._core import Scalars, SPAState, has_taken_no_step
 from spa_optax._dtypes import Flag, Scalar
-from spa_optax._trees import find, map_trained
+from spa_optax._trees import find_nodes, map_trained
 
 Count = Int[Array, ""]
 
@@ -51,7 +55,7 @@ class Means(NamedTuple):
     """Moving averages before division by `weight`, the sum of their weights."""
 
     iterate: Scalar  # of ‖u_{k−1}‖²/(η_{k−1}² c_k)
-    noise: Scalar  # of the same, if every cross term vanished
+    noise: Scalar  # of v_k/(η_{k−1}² c_k)
     gradient: Scalar  # of ½‖g_k‖²
     weight: Scalar
 
@@ -73,8 +77,8 @@ class Gauge(NamedTuple):
     """
 
     iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
-    noise: Scalar  # the same, if every cross term vanished
-    spread: Scalar  # p_k
+    noise: Scalar  # v/(η² c) of the last step
+    p: Scalar  # p_k
     cross_sum: Scalar  # Σ a_k, with weights that fall
     cross_error: Scalar  # √(Σ a_k²), with the same weights
     means: Means
@@ -94,7 +98,7 @@ def new_gauge() -> Gauge:
     return Gauge(
         iterate=zero(),
         noise=zero(),
-        spread=zero(),
+        p=zero(),
         cross_sum=zero(),
         cross_error=zero(),
         means=Means(zero(), zero(), zero(), zero()),
@@ -115,7 +119,7 @@ def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Ste
     sums = sums._replace(
         sq_distance=factor**2 * sums.sq_distance,
         inner_product=factor * sums.inner_product,
-        sq_rounding=sums.sq_rounding / mu_y**2,
+        sq_rounding=factor**2 * sums.sq_rounding,
     )
     return Step(sums, eta, c, delta, r)
 
@@ -141,7 +145,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
             num_saturated=_num_saturated(stored),
         )
 
-    by_array = find(map_trained(of_array, params, tree_of(state.z), g), Sums)
+    by_array = find_nodes(map_trained(of_array, params, tree_of(state.z), g), Sums)
     zeros = Sums(*jnp.zeros(5, jnp.float32))
     return functools.reduce(optax.tree.add, by_array, zeros)
 
@@ -169,18 +173,19 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     sums, is_first = step.sums, sum(gauge.counts) == 0
     is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     is_finite &= jnp.isfinite(sums.inner_product)
-    # Before the first step p_k is ‖d_k‖² itself.
-    spread = jnp.where(is_first, sums.sq_distance, step.r**2 * gauge.spread)
-    size, counts = _size(step, spread, is_finite)
+    # At the first step of the gauge p_k is ‖d_k‖² itself.
+    p = jnp.where(is_first, sums.sq_distance, step.r**2 * gauge.p)
+    terms, counts = _terms_of(step, p, is_finite)
     is_measured = counts.measured > 0
-    iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in size]
+    iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
-    next_spread = _next_spread(step, spread)
+    weight = (1 - step.c) * step.eta - step.delta
+    next_p = (1 - step.c) ** 2 * p + weight**2 * sums.sq_gradient
     return Gauge(
         iterate=iterate,
         noise=noise,
-        spread=jnp.where(jnp.isfinite(next_spread), next_spread, gauge.spread),
+        p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
         cross_sum=memory * gauge.cross_sum + cross_term,
         cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
         means=_updated_means(gauge, sums, is_finite, decay),
@@ -190,43 +195,39 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     )
 
 
-def _size(step: Step, spread: Scalar, is_finite: Flag) -> tuple[list[Scalar], Counts]:
-    """‖u_k‖²/(η² c), its level in pure noise, and a_k; and whether the step counts.
+def _terms_of(
+    step: Step, p: Scalar, is_finite: Flag
+) -> tuple[tuple[Scalar, Scalar, Scalar], Counts]:
+    """‖u_k‖², v_{k+1} and the cross term, over η² c; and whether the step counts.
 
-    ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖², in units of η² c. In pure noise it
-    is c² p_k + b²‖g_k‖².
+    ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """
     sums, c, denominator = step.sums, step.c, step.eta**2 * step.c
     b = c * step.eta + step.delta
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
-    noise = c**2 * spread + b**2 * sums.sq_gradient
+    noise = c**2 * p + b**2 * sums.sq_gradient
     is_rounded = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
-    size = [square / divisor, noise / divisor, cross_term / divisor]
-    is_finite &= jnp.isfinite(size[0]) & jnp.isfinite(size[1])
+    iterate, noise = square / divisor, noise / divisor
+    is_finite &= jnp.isfinite(iterate) & jnp.isfinite(noise)
     counts = Counts(
         measured=is_finite & ~is_rounded,
         skipped=~is_finite,
         rounded=is_finite & is_rounded,
     )
-    return size, jax.tree.map(lambda flag: flag.astype(jnp.int32), counts)
-
-
-def _next_spread(step: Step, spread: Scalar) -> Scalar:
-    """p_{k+1} = (1 − c)² p_k + ((1 − c) η − δ)² ‖g_k‖²."""
-    weight = (1 - step.c) * step.eta - step.delta
-    return (1 - step.c) ** 2 * spread + weight**2 * step.sums.sq_gradient
+    counts = jax.tree.map(lambda flag: flag.astype(jnp.int32), counts)
+    return (iterate, noise, cross_term / divisor), counts
 
 
 def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Means:
     """The means with the last u_{k−1}, if it counts, and the gradient after it."""
     terms = Means(gauge.iterate, gauge.noise, sums.sq_gradient / 2, jnp.float32(1))
-    counts = is_finite & (gauge.iterate > 0)
+    is_counted = is_finite & (gauge.iterate > 0)
 
     def average(mean: Any, term: Any) -> Array:
-        return jnp.where(counts, decay * mean + (1 - decay) * term, mean)
+        return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)
 
     return jax.tree.map(average, gauge.means, terms)

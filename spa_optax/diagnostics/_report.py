@@ -5,31 +5,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks
 from spa_optax._core import SPAState
 from spa_optax._dtypes import Scalar
+from spa_optax._optax_states import HAS_MOMENTUM
+from spa_optax._trees import find_node, find_nodes, scalar_of
 from spa_optax.diagnostics._gauge import Count, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
-
-# Other momentum, beside which noise adds up too.
-_OTHER_MOMENTUM = (
-    optax.ApplyEvery,
-    optax.EmaState,
-    optax.ScaleByAdamState,
-    optax.ScaleByAdanState,
-    optax.ScaleByAmsgradState,
-    optax.ScaleByBeliefState,
-    optax.ScaleByLionState,
-    optax.ScaleByNovogradState,
-    optax.ScaleBySM3State,
-    optax.TraceState,
-    optax.contrib.MuonState,
-    optax.contrib.ScaleByAdemamixState,
-    optax.contrib.ScaleBySimplifiedAdEMAMixState,
-)
 
 
 class MomentumReport(NamedTuple):
@@ -37,11 +21,11 @@ class MomentumReport(NamedTuple):
 
     gain: Scalar  # iterate_term / gradient_term: the ratio of the paper's Figure 2
     noise_level: Scalar  # the gain in pure noise; NaN beside other momentum
-    t: Scalar  # over standard errors of pure noise; > 0: steps add up, < 0: they oppose
+    t: Scalar  # Σ a_k in standard errors; > 0: steps add up, < 0: they oppose
     iterate_term: Scalar  # the moving average of ‖x_k − x_{k−1}‖²/(η² c)
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
     average_length: Scalar  # 1/c of the last step
-    num_steps: Count  # taken so far
+    num_steps: Count  # since the gauge began
     num_measured: Count  # steps that count
     num_skipped: Count  # steps that were not finite, or overflow if squared
     num_rounded: Count  # steps of 0, or within the rounding error of params and z
@@ -63,8 +47,8 @@ class MomentumReport(NamedTuple):
         num_steps, length = int(self.num_steps), float(self.average_length)
         if 1.01 * num_steps < length < np.inf:  # α may be 0
             verdict += (
-                f" The average, {length:.0f} steps, is longer than the run, "
-                f"{num_steps}."
+                f" The average, {length:.0f} steps, is longer than the "
+                f"{num_steps} steps so far."
             )
         if self.num_saturated > 0:
             verdict += (
@@ -144,24 +128,24 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       >>> print(momentum_report(state).verdict().split(".")[0])
       Steps add up: the gain is 19
     """
-    state = trees.find_one(opt_state, "opt_state", TrackMomentumState)
+    state = find_node(opt_state, "opt_state", TrackMomentumState)
     checks.check_one_run("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
-    gauge = jax.tree.map(lambda _, x: trees.scalar_of(x), new_gauge(), state.gauge)
+    gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means, counts = gauge.means, gauge.counts
     cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # z = x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise / means.gradient
-    if trees.find(state.inner, _OTHER_MOMENTUM):
+    if find_nodes(state.inner, HAS_MOMENTUM):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
-    member = trees.find_one(state.inner, "opt_state", SPAState)
+    member = find_node(state.inner, "opt_state", SPAState)
     return MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=noise_level,
         t=t,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        average_length=1 / trees.scalar_of(member.c),
+        average_length=1 / scalar_of(member.c),
         num_steps=jnp.asarray(sum(counts)),
         num_measured=counts.measured,
         num_skipped=counts.skipped,

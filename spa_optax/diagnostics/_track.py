@@ -6,10 +6,11 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from spa_optax import _checks as checks, _trees as trees
+from spa_optax import _checks as checks
 from spa_optax._codec import tree_of
 from spa_optax._core import SPAState
-from spa_optax._refusals import SKIPPING_STATES
+from spa_optax._optax_states import SKIPPING_STATES
+from spa_optax._trees import check_kind, find_nodes, kinds_of
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, Step, measure, new_gauge, update_gauge
 
@@ -27,15 +28,13 @@ def track_momentum(
     """Measures whether an optimizer's momentum pays; `momentum_report` gives the
     result.
 
-    No step u_k = x_{k+1} − x_k is stored: it follows from d_k = z_k − x_k. For pure
-    noise, without cross terms, ‖u_k‖² would be v_{k+1}:
+    It measures each step u_k = x_{k+1} − x_k, beside what it would be in pure noise:
 
-        u_k = c_{k+1} (d_k − η_k g_k)
-        v_{k+1} = c_{k+1}²(p_k + η_k²‖g_k‖²)  p_{k+1} = (1 − c_{k+1})²(p_k + η_k²‖g_k‖²)
+        u_k = c_{k+1} (z_k − x_k − η_k g_k)
 
     g_k is the update that reaches the member of the family: the gradient after clipping
-    and decay, or Adam's direction. A step does not count if more than a tenth of ‖u_k‖²
-    may be rounding.
+    and decay, or Adam's direction. Only numbers are stored. A step does not count if
+    more than a tenth of ‖u_k‖² may be rounding.
 
     Args:
       inner: a transformation with one member of the family, such as `spa_adamw(1e-3)`
@@ -87,7 +86,7 @@ def track_momentum(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
-        trees.check_kind("state", state, TrackMomentumState)
+        check_kind("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
         def measure_separately() -> Step:
@@ -131,16 +130,16 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     """Raises ValueError unless a state holds one member, of all params, at each
     step.
     """
-    for node in trees.find(state, (TrackMomentumState, *SKIPPING_STATES)):
+    for node in find_nodes(state, (TrackMomentumState, *SKIPPING_STATES)):
         raise ValueError(
             f"`inner` must not hold a `{type(node).__name__}`. Put that wrapper around "
             "`track_momentum`."
         )
-    members = trees.find(state, SPAState)
+    members = find_nodes(state, SPAState)
     if len(members) != 1:
         raise ValueError(
             f"`inner` must hold one `SPAState`, got {len(members)} of them in "
-            f"{trees.kinds_of(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
+            f"{kinds_of(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))

@@ -52,7 +52,6 @@ def audit(
       Sections 5 and 6.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging=averaging)
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     sgdm = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [

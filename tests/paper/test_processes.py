@@ -64,6 +64,7 @@ def assert_same_run(
     assert_apart_by_rounding(*losses, at_most=at_most["losses"])
 
 
+@pytest.mark.long
 def test_two_processes(tree: Path, data_options: list[str], tmp_path: Path) -> None:
     """Two processes of two devices are one of eight; one dies, the other stops, and
     both restart.

@@ -1,12 +1,16 @@
-"""What a base optimizer must not do inside a wrapper, and what to do instead."""
+"""What is known of the states of Optax's optimizers, by their types.
+
+A new state of Optax that averages, skips steps, moves params or has momentum belongs
+into a table here. `_convert.py` has those of what it reads and writes.
+"""
 
 from typing import Any
 
 import optax
 from jaxtyping import PyTree
 
-from spa_optax import _trees as trees
 from spa_optax._core import SPAState
+from spa_optax._trees import find_nodes
 
 # Types of states, each with a message that has a place for the type's name.
 Refusals = list[tuple[tuple[type, ...], str]]
@@ -18,6 +22,37 @@ SKIPPING_STATES = (
     optax.ConditionallyTransformState,
     optax.ConditionallyMaskState,
 )
+# Wrappers that move the params apart from those of what they wrap.
+MOVES_PARAMS = (
+    optax.LookaheadState,
+    optax.contrib.MechanicState,
+    optax.contrib.SAMState,  # unless it is opaque
+    optax.contrib.ScheduleFreeState,
+)
+# Momentum of Optax's, which makes noise add up, too.
+HAS_MOMENTUM = (
+    optax.ApplyEvery,
+    optax.EmaState,
+    optax.ScaleByAdamState,
+    optax.ScaleByAdanState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByLionState,
+    optax.ScaleByNovogradState,
+    optax.ScaleBySM3State,
+    optax.TraceState,
+    optax.contrib.MuonState,
+    optax.contrib.ScaleByAdemamixState,
+    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+)
+# The momentum of SGD, Lion and Muon, with its field. One power of two scales a whole
+# array of it to 8 bits. Adam's needs another scale for each element.
+FLOAT8_FIELDS: dict[type, str] = {
+    optax.TraceState: "trace",
+    optax.ScaleByLionState: "mu",
+    optax.contrib.MuonState: "mu",
+}
+# What a base must not do inside a wrapper, and what to do instead.
 AVERAGES: Refusals = [
     (
         (SPAState, optax.contrib.ScheduleFreeState),
@@ -90,7 +125,7 @@ NEEDS_GRADIENTS_OF_ITS_PARAMS: Refusals = [
 def refuse(state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
     for types, message in refusals:
-        for node in trees.find(state, types):
+        for node in find_nodes(state, types):
             if not is_opaque_sam(node):
                 raise ValueError(message.format(type(node).__name__))
 
