@@ -131,7 +131,7 @@ def variances(
     ("dtype", "c", "start"),
     [
         pytest.param(E4M3, 0.1, 0.02, marks=pytest.mark.float16),
-        (jnp.bfloat16, 0.1, None),
+        slow(jnp.bfloat16, 0.1, None),
         slow(E4M3, 0.1, None),
         slow(jnp.bfloat16, 0.1, 0.02),
         slow(E4M3, 0.1, 0.1),
