@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 from optax import GradientTransformation, MultiSteps
-
-from spa_optax._trees import is_array, is_trained, leaves_with_path
 
 # Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
@@ -75,10 +72,11 @@ def _described(value: Any, kind: str) -> str:
     if isinstance(value, jax.Array) and value.shape == ():
         if kind in ("", NUMBER):
             return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
-        return (
-            f"{value!r}: in `optax.inject_hyperparams`, set "
-            "`hyperparam_dtype=jnp.float32`"
-        )
+        if value.itemsize <= 2:
+            return (
+                f"{value!r}: in `optax.inject_hyperparams`, set "
+                "`hyperparam_dtype=jnp.float32`"
+            )
     return repr(value)
 
 
@@ -166,34 +164,6 @@ def is_surely(condition: Any) -> bool:
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return bool(condition)
     return False
-
-
-def check_one_run(name: str, *counts: Any) -> None:
-    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(counts)):
-        raise ValueError(
-            f"`{name}` must hold arrays, got shapes: use `jax.eval_shape` on the call"
-        )
-    if any(jnp.shape(leaf) for leaf in jax.tree.leaves(counts)):
-        raise ValueError(
-            f"`{name}` must be of one run, got a batch of them: use `jax.vmap`"
-        )
-
-
-def check_params(params: PyTree) -> None:
-    """Raises ValueError unless params are arrays; one alone must be floating-point."""
-    for path, leaf in leaves_with_path(params):
-        if leaf is None or is_trained(leaf) or (path and is_array(leaf)):
-            continue
-        if is_array(leaf):
-            raise ValueError(
-                "`params` must be floating-point arrays, got "
-                f"{jnp.result_type(leaf)} at {path or 'its root'}"
-            )
-        raise ValueError(
-            f"`params` must be floating-point arrays, got {type(leaf)!r} at "
-            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
-        )
 
 
 def check_above_0(name: str, schedule: Any) -> None:

@@ -1,12 +1,12 @@
-"""How a state holds z, and the recursion of primal averaging on one array.
+"""How a state stores z, and the recursion of primal averaging on one array.
 
 `Coefficients` has the recursion, and the `step` of two codecs computes it. The state
-holds z itself where all params and the state have 32 bits or more, as in the paper:
-there a difference would only add rounding. In every other case the state holds z − y,
+stores z itself where all params and the state have 32 bits or more, as in the paper:
+there a difference would only add rounding. In every other case it stores z − y,
 the difference from the params y. A difference keeps digits that a narrow z would lose,
 and it follows params that something else moves.
 
-The type of a node says which of the two a state holds. So a cast of the state, as when
+The type of a node says which of the two a state stores. So a cast of the state, as when
 a checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
@@ -19,21 +19,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from spa_optax._dtypes import Flag, Scalar, has_narrow, wide_dtype
+from spa_optax._dtypes import Flag, Scalar, as_dtype, has_16_bits, wide_dtype
 from spa_optax._rounding import Seed, round_update, rounded
 from spa_optax._trees import by_path, is_trained
-from spa_optax._xla import rescale, select, sharded_like
+from spa_optax._xla import select, sharded_like
 
 
 class Coefficients(NamedTuple):
-    """The scalars of one step of y and z, for gradients g.
+    """One step as an array makes it, of y and z, for gradients g. x is not stored.
 
         z ← y + r (z − y)
         z ← z − η g
         y ← y + p (z − y) − δ_y g
 
-    If the params y are x, p is c_{k+1}, and without Nesterov momentum δ_y is 0. A field
-    that is None leaves its term out of the program.
+    If the params y are x, p is the paper's c: y ← (1 − c) y + c z. Without Nesterov
+    momentum δ_y is then 0. A field that is None leaves its term out of the program.
     """
 
     eta: Scalar
@@ -44,50 +44,56 @@ class Coefficients(NamedTuple):
 
 
 class ArrayStep(NamedTuple):
-    """What a step makes of one array. One without a gradient stays."""
+    """What a step makes of one array. An array without a gradient does not change."""
 
     u: Array | None  # y_{k+1} − y_k, in the params' dtype
-    stored: Array | None  # what the state holds of z_{k+1}
+    stored: Array | None  # what is stored of z_{k+1}
 
 
 class Codec(abc.ABC):
-    """How a state holds z beside the params y, and one step of both."""
+    """How a state stores z beside the params y, and one step of both."""
 
-    name: str  # of what is held, in messages
+    name: str  # of what is stored, in messages
+    unit: float  # of the numbers that are stored
     follows_params: bool  # whether z moves along if something else moves y
-    unit: float = 1.0  # of the numbers that are held
 
     @abc.abstractmethod
     def node(self, tree: PyTree) -> PyTree:
-        """What stands in the state for a tree of arrays."""
+        """What stands in the state for a tree of stored arrays."""
 
     @abc.abstractmethod
     def start(self, y: Any, dtype: Any) -> Array:
-        """What is held of z_0 = y_0: an array of its own, sharded like y."""
+        """What is stored of z_0 = y_0: an array of its own, sharded like y."""
 
     @abc.abstractmethod
-    def difference(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """z − y, in the dtype to compute in."""
+    def z(self, y: Array, stored: Array, is_start: Flag) -> Array:
+        """The value of z, in the dtype to compute in."""
 
     @abc.abstractmethod
-    def value(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """z, in the dtype to compute in."""
+    def z_minus_y(self, y: Array, stored: Array, is_start: Flag) -> Array:
+        """The value of z − y, in the dtype to compute in."""
 
     @abc.abstractmethod
-    def encode(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is held of z, in a dtype."""
+    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z, in a dtype."""
 
     @abc.abstractmethod
     def step(
-        self, y: Array, stored: Array, g: Array, s: Coefficients, seed: Seed | None
+        self,
+        y: Array,
+        stored: Array,
+        g: Array,
+        coefficients: Coefficients,
+        seed: Seed | None,
     ) -> ArrayStep:
         """One step of y and z, from `Coefficients`."""
 
 
-class Itself(Codec):
-    """The state holds z itself, in 32 bits or more, beside such params."""
+class ZItself(Codec):
+    """The state stores z itself, in 32 bits or more, beside such params."""
 
     name = "z itself"
+    unit = 1.0
     follows_params = False
 
     def node(self, tree):
@@ -96,36 +102,54 @@ class Itself(Codec):
     def start(self, y, dtype):
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def value(self, y, stored, is_start):
+    def z(self, y, stored, is_start):
         dtype = wide_dtype(y, stored)
         return select(is_start, y.astype(dtype), stored.astype(dtype))
 
-    def difference(self, y, stored, is_start):
-        z = self.value(y, stored, is_start)
+    def z_minus_y(self, y, stored, is_start):
+        z = self.z(y, stored, is_start)
         return z - y.astype(z.dtype)
 
-    def encode(self, z, y, dtype, seed):
+    def store(self, z, y, dtype, seed):
         return rounded(z, dtype, seed)
 
-    def step(self, y, stored, g, s, seed):
+    def step(self, y, stored, g, coefficients, seed):
+        # The same step as that of `Difference`. But at r = 1 z is updated without y, so
+        # it has no rounding error of y.
         z = stored.astype(wide_dtype(y, stored))
-        wide_y, g, s = as_dtype((y, g, s), z.dtype)
-        if s.r is None:
-            z = select(s.is_start, wide_y, z)
+        wide_y, g, coefficients = as_dtype((y, g, coefficients), z.dtype)
+        eta, p, delta_y, r, is_start = coefficients
+        if r is None:
+            z = select(is_start, wide_y, z)
         else:
-            z = rescale(wide_y, z, jnp.where(s.is_start, 0, s.r))
-        z = z - s.eta * g
-        u = s.p * (z - wide_y)
-        if s.delta_y is not None:
-            u = u - s.delta_y * g
-        # The params take the low bits of each random word, and z the high ones.
-        u = round_update(u, y, seed, low_bits=True)
-        return ArrayStep(u, rounded(z, stored.dtype, seed))
+            z = _rescale(wide_y, z, jnp.where(is_start, 0, r))
+        z = z - eta * g
+        u = p * (z - wide_y)
+        if delta_y is not None:
+            u = u - delta_y * g
+        return ArrayStep(round_update(u, y, seed), rounded(z, stored.dtype, seed))
+
+
+@jax.custom_jvp
+def _rescale(y: Array, z: Array, r: Array) -> Array:
+    """y + r (z − y), but z itself where r is 1.
+
+    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
+    read y, as fast as `optax.sgd`.
+    """
+    return select(r != 1, y + r * (z - y), z)
+
+
+@_rescale.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
+    _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
+    return _rescale(*primals), tangent
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference(Codec):
-    """The state holds (z − y)/unit, at most its dtype's largest number.
+    """The state stores (z − y)/unit, at most its dtype's largest number.
 
     Before the first step it is 0, so z is y also if y was replaced.
     """
@@ -141,38 +165,34 @@ class Difference(Codec):
     def start(self, y, dtype):
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def value(self, y, stored, is_start):
-        d = self.difference(y, stored, is_start)
+    def z(self, y, stored, is_start):
+        d = self.z_minus_y(y, stored, is_start)
         return y.astype(d.dtype) + d
 
-    def difference(self, y, stored, is_start):
+    def z_minus_y(self, y, stored, is_start):
         return self.unit * stored.astype(wide_dtype(y, stored))
 
-    def encode(self, z, y, dtype, seed):
+    def store(self, z, y, dtype, seed):
         # Where z is NaN, y is NaN too, so any number will do.
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
-    def step(self, y, stored, g, s, seed):
-        d = self.difference(y, stored, s.is_start)
-        g, s = as_dtype((g, s), d.dtype)
-        if s.r is not None:
-            d = s.r * d
-        d = d - s.eta * g
-        u = s.p * d
-        if s.delta_y is not None:
-            u = u - s.delta_y * g
-        # As above: low bits for the params, high ones for z.
+    def step(self, y, stored, g, coefficients, seed):
+        d = self.z_minus_y(y, stored, coefficients.is_start)
+        g, coefficients = as_dtype((g, coefficients), d.dtype)
+        eta, p, delta_y, r, _ = coefficients
+        if r is not None:
+            d = r * d
+        d = d - eta * g
+        u = p * d
+        if delta_y is not None:
+            u = u - delta_y * g
+        # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
         # u was rounded, so z keeps what the params lose. (z − (y + u) is d − u. Written
         # so, XLA for TPUs would make two kernels of it.)
         z, new_y = y.astype(d.dtype) + d, y + u
-        return ArrayStep(u, self.encode(z, new_y, stored.dtype, seed))
-
-
-def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
-    """Numbers in a dtype."""
-    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
+        return ArrayStep(u, self.store(z, new_y, stored.dtype, seed))
 
 
 class ZMinusParams(NamedTuple):
@@ -187,7 +207,7 @@ class ZMinusParamsTimes256(NamedTuple):
     z_minus_params_times_256: PyTree
 
 
-ITSELF = Itself()
+Z_ITSELF = ZItself()
 DIFFERENCE = Difference(ZMinusParams, "z − params", unit=1.0)
 DIFFERENCE_IN_256THS = Difference(
     ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
@@ -195,27 +215,30 @@ DIFFERENCE_IN_256THS = Difference(
 
 
 def codec_for(params: PyTree, state_dtype: Any) -> Codec:
-    """How a state holds the z of params, with a `state_dtype` or None."""
+    """How a state stores the z of params, with a `state_dtype` or None."""
     num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
     if num_bytes == 1:
         return DIFFERENCE_IN_256THS
-    return DIFFERENCE if num_bytes == 2 or has_narrow(params) else ITSELF
+    return DIFFERENCE if num_bytes == 2 or has_16_bits(params) else Z_ITSELF
 
 
 def codec_of(z: PyTree) -> Codec:
-    """How a state holds the z that stands in it."""
+    """How a state stores the z that stands in it."""
     if isinstance(z, ZMinusParams):
         return DIFFERENCE
-    return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else ITSELF
+    return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else Z_ITSELF
 
 
 def tree_of(z: PyTree) -> PyTree:
-    """The tree of what stands in a state for z, with the structure of the params."""
-    return z if codec_of(z) is ITSELF else z[0]
+    """The tree of what is stored of z, with the structure of the params."""
+    if codec_of(z) is Z_ITSELF:
+        return z
+    (tree,) = z
+    return tree
 
 
 def dtype_for(y: Any, state_dtype: Any) -> Any:
-    """The dtype in which a state holds the z of a parameter."""
+    """The dtype in which a state stores the z of a parameter."""
     if state_dtype is None:
         return wide_dtype(y)
     if not jnp.iscomplexobj(y):
@@ -239,7 +262,7 @@ def init_z(params: PyTree, state_dtype: Any) -> PyTree:
 
 
 def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
-    """Raises ValueError unless z is held as `init` would hold it beside params."""
+    """Raises ValueError unless z is stored as `init` would hold it beside params."""
     found, expected = codec_of(z), codec_for(params, state_dtype)
     if found is not expected:
         raise ValueError(
@@ -250,7 +273,8 @@ def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
         )
     params_by_path = by_path(params)
     for path, leaf in by_path(tree_of(z)).items():
-        if not is_trained(y := params_by_path.get(path, leaf)):
+        y = params_by_path.get(path, leaf)
+        if not is_trained(y):
             continue
         dtype = jnp.result_type(dtype_for(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
@@ -265,7 +289,7 @@ def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
 
 def check_not_cast(name: str, z: PyTree) -> None:
     """Raises ValueError if z itself was cast to 16 bits."""
-    if codec_of(z) is ITSELF and has_narrow(z):
+    if codec_of(z) is Z_ITSELF and has_16_bits(z):
         raise ValueError(
             f"`{name}` must hold z in 32 bits or more, got 16 or fewer. Use "
             "`convert(state, params, into=tx.init(params))`."

@@ -18,12 +18,13 @@ from jaxtyping import Array, ArrayLike, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, tree_of
 from spa_optax._core import SPAState, has_taken_no_step
-from spa_optax._dtypes import has_narrow, wide_dtype
+from spa_optax._dtypes import has_16_bits, wide_dtype
 from spa_optax._float8 import Float8MomentumState
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
 from spa_optax._trees import (
     by_path,
+    check_one_run,
     check_paths,
     check_same_tree,
     copy_arrays,
@@ -256,7 +257,12 @@ def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
 def _nodes_of(state: PyTree) -> list[Any]:
     """The nodes of a state, wrappers among them."""
     nodes: list[Any] = []
-    _map_nodes(lambda node: nodes.append(node) or node, state)
+
+    def collect(node: Any) -> Any:
+        nodes.append(node)
+        return node
+
+    _map_nodes(collect, state)
     return nodes
 
 
@@ -279,7 +285,7 @@ def _steps_taken(nodes: list[Any], count: object) -> Array:
         field = _count_field(node)
         if field is not None:
             counts.append(getattr(node, field))
-    checks.check_one_run("old_state", counts)
+    check_one_run("old_state", counts)
     values = sorted({int(scalar_of(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(
@@ -347,7 +353,7 @@ def _momentum_of(
                 "each group of `optax.partition` by itself: `state.inner_states[label]`"
             )
         if found:
-            checks.check_one_run(name, found[0]._asdict().get("count", ()))
+            check_one_run(name, found[0]._asdict().get("count", ()))
             check_paths(name, [_tree_of(found[0])], params)
             return found[0]
     raise ValueError(
@@ -389,7 +395,7 @@ def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
         return
     leaves = by_path(params)
     trained = [leaves[path] for path in by_path(_tree_of(old))]
-    if has_narrow(trained) and not has_narrow(getattr(old, "nu", _tree_of(old))):
+    if has_16_bits(trained) and not has_16_bits(getattr(old, "nu", _tree_of(old))):
         warnings.warn(
             "`params` should be the float32 master copy of the run, if it has one: its "
             "moments are in float32, and z is made from `params`. Pass the cast ones "
@@ -453,7 +459,7 @@ def _read_spa(old: SPAState, run: Run) -> SPAState:
     """The state with the values of z, by path."""
     codec, stored = codec_of(old.z), by_path(tree_of(old.z))
     is_start = has_taken_no_step(old)
-    z = {path: codec.value(x, stored[path], is_start) for path, x in run.x.items()}
+    z = {path: codec.z(x, stored[path], is_start) for path, x in run.x.items()}
     return old._replace(z=z)
 
 
@@ -462,16 +468,17 @@ def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
     codec, stored = codec_of(new.z), by_path(tree_of(new.z))
     for path in stored.keys() & momentum.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.encode(momentum.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)
         largest = codec.unit * float(jnp.finfo(dtype).max)
-        d = codec.difference(y, stored[path], has_taken_no_step(momentum))
+        d = codec.z_minus_y(y, stored[path], has_taken_no_step(momentum))
         if jnp.any(jnp.abs(d) >= largest):
             warnings.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}",
                 stacklevel=3,
             )
-    return with_leaves(new, momentum._replace(z=list(stored.values())))
+    scalars = with_leaves(new._replace(z=()), momentum._replace(z=()))
+    return scalars._replace(z=with_leaves(new.z, list(stored.values())))
 
 
 def _read(old: Any, run: Run) -> SPAState:
@@ -507,11 +514,13 @@ def _write(new: Any, momentum: SPAState, run: Run) -> Any:
         dtype = wide_dtype(x, z)
         m = inverse.astype(dtype) * (x.astype(dtype) - z.astype(dtype))
         stored[path] = m * divisors.get(path, 1)
-    leaves = list(stored.values())
-    if is_adamw:
-        nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
-        leaves = [run.count, leaves, nu]
-    return with_leaves(new, leaves)
+    m = with_leaves(_tree_of(new), list(stored.values()))
+    if not is_adamw:
+        return optax.TraceState(m)
+    nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+    return new._replace(
+        count=with_leaves(new.count, run.count), mu=m, nu=with_leaves(new.nu, nu)
+    )
 
 
 def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:

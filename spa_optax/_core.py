@@ -25,11 +25,12 @@ from spa_optax._codec import (
     init_z,
     tree_of,
 )
-from spa_optax._dtypes import Flag, Scalar, has_narrow, scalar_dtype
+from spa_optax._dtypes import Flag, Scalar, has_16_bits, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
 from spa_optax._trees import (
     by_path,
     check_kind,
+    check_params,
     check_same_tree,
     fill_none,
     is_none,
@@ -56,7 +57,7 @@ class SPAState(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The scalars of one step; g are the incoming updates, and z_0 = x_0.
+    """One step as a member writes it, of x and z. g are the incoming updates.
 
         z_k     ← y_k + r (z_k − y_k)
         z_{k+1} = z_k − η g_k
@@ -96,9 +97,9 @@ def transformation(
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
     def init_fn(params: PyTree) -> SPAState:
-        checks.check_params(params)
+        check_params(params)
         z = init_z(params, state_dtype)
-        if rounding_key is None and (has_narrow(params) or has_narrow(z)):
+        if rounding_key is None and (has_16_bits(params) or has_16_bits(z)):
             _warn_of_rounding_to_nearest()
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated.
@@ -155,11 +156,12 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
     mu_y = jnp.ones_like(scalars.eta) if scalars.mu_y is None else scalars.mu_y
-    stored = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
-    coefficients, stored = hide_from_xla(_coefficients(scalars, state), stored)
+    last = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
+    # If XLA knew constants among them, it would not update z in place.
+    coefficients, last = hide_from_xla(_coefficients(scalars, state), last)
     u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, z, **as_dtype(stored, state.w.dtype))
+    return u, SPAState(count=count, z=z, **as_dtype(last, state.w.dtype))
 
 
 def _step_arrays(
@@ -217,27 +219,27 @@ def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
     return Coefficients(eta, p, delta_y, scalars.r, is_start)
 
 
-def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scalar:
-    """η of a program that takes the params for x, in a run with this μ_y so far.
-
-    At a μ_y below 1 they are not. If that is only known when the program runs, NaN is
-    better than a wrong x.
-    """
-    x_is_lost = ~is_start & (mu_y != 1)
-    if checks.is_surely(x_is_lost):
-        raise ValueError(
-            "`interpolation` must be `lambda k: 1.0`, got 1: this run had "
-            f"{mu_y:g}, so params are not x, and the number 1 would take them for x"
-        )
-    return jnp.where(x_is_lost, jnp.nan, eta)
-
-
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     """new / old − 1, or 0, with its derivative, if both are stored as one number."""
     divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
     change = new / divisor - 1
     is_unchanged = new.astype(old.dtype) == old
     return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
+
+
+def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scalar:
+    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
+
+    With the number 1 as interpolation, a step takes the params for x. If it is only
+    known when the program runs that they are not, NaN is better than a wrong x.
+    """
+    x_is_lost = ~is_start & (mu_y != 1)
+    if checks.is_surely(x_is_lost):
+        raise ValueError(
+            "`interpolation` must be a schedule here, `lambda k: 1.0`, got 1: the last "
+            f"step had {mu_y:g}, so the params are not x yet"
+        )
+    return jnp.where(x_is_lost, jnp.nan, eta)
 
 
 def current_z(state: SPAState, params: PyTree) -> PyTree:
@@ -247,13 +249,16 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     is_start = has_taken_no_step(state)
 
     def value(y: Any, stored: Any) -> Array:
-        return codec.value(jnp.asarray(y), jnp.asarray(stored), is_start)
+        return codec.z(jnp.asarray(y), jnp.asarray(stored), is_start)
 
     return fill_none(map_trained(value, params, tree_of(state.z)), params)
 
 
 def has_taken_no_step(state: SPAState) -> Flag:
-    """Whether a state is as `init` made it, whatever its count was set to."""
+    """Whether a state has z_0 = y_0, whatever its count was set to.
+
+    All three are 0 only as `init` makes them, or after steps that left z at y.
+    """
     last = [scalar_of(value) for value in (state.eta, state.c, state.w)]
     return (last[0] == 0) & (last[1] == 0) & (last[2] == 0)
 

@@ -13,7 +13,7 @@ Scalar = Float[Array, ""]
 Flag = Bool[Array, ""]
 
 
-def has_narrow(tree: PyTree) -> bool:
+def has_16_bits(tree: PyTree) -> bool:
     """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
     trained = filter(is_trained, jax.tree.leaves(tree))
     return any(
@@ -44,3 +44,8 @@ def widen(tree: PyTree) -> PyTree:
         return jnp.asarray(x, wide_dtype(x))
 
     return map_trained(widen_leaf, tree)
+
+
+def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
+    """Numbers in a dtype. Flags stay."""
+    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)

@@ -10,6 +10,7 @@ from spa_optax._dtypes import wide_dtype
 from spa_optax._optax_states import MOVES_PARAMS, is_opaque_sam
 from spa_optax._trees import (
     by_path,
+    check_one_run,
     check_paths,
     check_same_tree,
     copy_arrays,
@@ -57,7 +58,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     x = by_path(params)
     for state in _states("opt_state", opt_state, params):
-        checks.check_one_run("opt_state", state.count, state.mu_y)
+        check_one_run("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
         if checks.is_surely(mu_y == 1):
             continue
@@ -70,7 +71,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             y = x[path]
             if not is_trained(y):
                 continue
-            d = codec.difference(y, stored, is_start)  # z − y
+            d = codec.z_minus_y(y, stored, is_start)  # z − y
             average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             x[path] = average.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())

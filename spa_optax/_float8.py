@@ -75,32 +75,32 @@ def float8_momentum(
     tx = optax.with_extra_args_support(base)
 
     def init_fn(params: PyTree) -> Float8MomentumState:
-        of_base = with_shardings(tx.init(params), params)
-        refuse(of_base, AVERAGES)
-        if not find_nodes(of_base, tuple(FLOAT8_FIELDS)):
+        base_state = with_shardings(tx.init(params), params)
+        refuse(base_state, AVERAGES)
+        if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
-                f"{kinds_of(of_base)}. For Adam's use `spa_adamw` with "
+                f"{kinds_of(base_state)}. For Adam's use `spa_adamw` with "
                 "`state_dtype=jnp.float8_e4m3fn`."
             )
-        return _pack(of_base, jnp.zeros([], jnp.int32), key)
+        return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
         check_kind("state", state, Float8MomentumState)
-        u, of_base = tx.update(updates, _unpack(state), params, **extra)
-        # As of a base whose momentum has the dtype of the params, not float32.
+        u, base_state = tx.update(updates, _unpack(state), params, **extra)
+        # Float32 momentum made u float32. Optax's own has the dtype of the params.
         u = optax.tree.cast_like(u, updates if params is None else params)
         count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
-        return u, _pack(of_base, count, key)
+        return u, _pack(base_state, count, key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _pack(of_base: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
+def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
     """The state with its momentum in float8."""
-    momenta = _momenta(of_base)
+    momenta = _momenta(base_state)
     seeds = seeds_like(key, count, momenta, FOR_MOMENTUM)
 
     def pack(m: Array, seed: Array) -> Float8Array:
@@ -113,7 +113,7 @@ def _pack(of_base: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumSta
         return Float8Array(rounded(m / scale, FLOAT8, seed), scale)
 
     packed = jax.tree.map(pack, momenta, seeds)
-    return Float8MomentumState(count, _with_momenta(of_base, packed))
+    return Float8MomentumState(count, _with_momenta(base_state, packed))
 
 
 def _unpack(state: Float8MomentumState) -> PyTree:
@@ -128,20 +128,20 @@ def _unpack(state: Float8MomentumState) -> PyTree:
     return _with_momenta(state.base, momenta)
 
 
-def _momenta(of_base: PyTree) -> list[PyTree]:
+def _momenta(base_state: PyTree) -> list[PyTree]:
     """The trees of momentum."""
-    nodes = find_nodes(of_base, tuple(FLOAT8_FIELDS))
+    nodes = find_nodes(base_state, tuple(FLOAT8_FIELDS))
     return [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
 
 
-def _with_momenta(of_base: PyTree, momenta: Sequence[PyTree]) -> PyTree:
+def _with_momenta(base_state: PyTree, momenta: Sequence[PyTree]) -> PyTree:
     """The state of the base with other trees of momentum."""
     remaining = iter(momenta)
 
     def with_next(node: Any) -> Any:
         return node._replace(**{FLOAT8_FIELDS[type(node)]: next(remaining)})
 
-    return replace_nodes(of_base, tuple(FLOAT8_FIELDS), with_next)
+    return replace_nodes(base_state, tuple(FLOAT8_FIELDS), with_next)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

@@ -142,13 +142,11 @@ def eta_and_c(
 def sgdm_scalars(
     ahead: LookAhead, w_old: Scalar, *, follows_params: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step. If z follows the params, the state holds z − x, else z."""
-    # Where momentum ends, x goes to z, which keeps what x loses by rounding.
-    goes_to_z = ahead.ends & follows_params
-    w = jnp.where(goes_to_z, 0, _next_w(ahead, w_old, follows_params))
+    """The scalars of a step. If z follows the params, the state stores z − x, else z."""
+    w = _next_w(ahead, w_old, follows_params)
     w = w.astype(w_old.dtype).astype(ahead.a.dtype)  # as stored
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
-    c = jnp.where(goes_to_z, 1, c)
+    c = jnp.where(w == 0, 1, c)  # x goes to z
     return Scalars(
         eta=eta,
         c=c,
@@ -159,15 +157,16 @@ def sgdm_scalars(
 
 
 def _next_w(ahead: LookAhead, w_old: Scalar, follows_params: bool) -> Scalar:
-    """w_{k+1}, that of the look-ahead wherever this serves the precision of m."""
+    """w_{k+1}: that of the look-ahead, where m = (x − z)/w stays precise with it."""
     w, w_k = ahead.w, w_old.astype(ahead.a.dtype)
-    if not follows_params:
-        # Of z itself m = (x − z)/w has the rounding error of x over w. If α or β may
-        # rise unforeseen, w does not fall, and the error is at most 100 ulps of x over
-        # α. Of a difference m has no such error.
-        large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
-        w = jnp.where(ahead.is_foreseen, w, large_w)
-    return nonzero_w(w, ahead.a, w_k)
+    if follows_params:
+        # The state stores z − x, so no w is too small. Where momentum ends, w is 0, and
+        # x goes to z, which keeps what x has lost by rounding.
+        return jnp.where(ahead.ends, 0, nonzero_w(w, ahead.a, w_k))
+    # The state stores z, so m has the rounding error of x over w, and a small w would
+    # lose m. While α or β may rise unforeseen, w does not fall, nor below α/100.
+    large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
+    return nonzero_w(jnp.where(ahead.is_foreseen, w, large_w), ahead.a, w_k)
 
 
 def _ratio(ahead: LookAhead, w: Scalar, w_old: Scalar) -> Scalar:

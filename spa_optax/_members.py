@@ -19,11 +19,10 @@ def spa(
     state_dtype: DTypeLike | None = None,
     rounding_key: PRNGKeyArray | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum via primal averaging (SPA), and with an interpolation below 1
-    generalized (GPA).
+    """Stochastic primal averaging (SPA): SGD with momentum, written as an average.
 
-    With y_k the params, g_k the gradient at y_k and z_0 = x_0 = y_0, step k = 0, 1, 2,
-    … is
+    An interpolation below 1 makes it generalized primal averaging (GPA). With y_k the
+    params, g_k the gradient at y_k and z_0 = x_0 = y_0, step k = 0, 1, 2, … is
 
         z_{k+1} = z_k − η_k g_k
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}

@@ -29,7 +29,8 @@ MOVES_PARAMS = (
     optax.contrib.SAMState,  # unless it is opaque
     optax.contrib.ScheduleFreeState,
 )
-# Momentum of Optax's, which makes noise add up, too.
+# Other momentum, in which noise adds up too. Inside `track_momentum` it hides what
+# pure noise would do.
 HAS_MOMENTUM = (
     optax.ApplyEvery,
     optax.EmaState,
@@ -70,6 +71,7 @@ SKIPS_UPDATES: Refusals = [
         "`base` must not skip updates, got a `{}`. Put `optax.MultiSteps` around this.",
     ),
 ]
+# Only `primal_averaging` refuses these.
 UNFIT: Refusals = [
     (
         (

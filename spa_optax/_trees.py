@@ -1,4 +1,4 @@
-"""Finds, matches and replaces the nodes and leaves of trees."""
+"""Finds, replaces and checks the nodes and leaves of trees."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,8 +45,9 @@ def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
 
 
 def scalar_of(value: PyTree) -> Array:
-    """A scalar of a state as an array. Flax nnx keeps it in a variable."""
-    return jnp.asarray(*jax.tree.leaves(value))
+    """A scalar of a state as an array."""
+    (leaf,) = jax.tree.leaves(value)  # Flax nnx keeps it in a variable
+    return jnp.asarray(leaf)
 
 
 def copy_arrays(state: PyTree) -> PyTree:
@@ -121,7 +122,7 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves that are not None, by their paths; numbers as arrays."""
+    """The leaves that are not None, in order, by their paths; numbers as arrays."""
 
     def as_array(leaf: Any) -> Any:
         return jnp.asarray(leaf) if is_array(leaf) else leaf
@@ -190,4 +191,32 @@ def check_same_tree(
         raise ValueError(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
+        )
+
+
+def check_one_run(name: str, *counts: Any) -> None:
+    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(
+            f"`{name}` must hold arrays, got shapes: use `jax.eval_shape` on the call"
+        )
+    if any(jnp.shape(leaf) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(
+            f"`{name}` must be of one run, got a batch of them: use `jax.vmap`"
+        )
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        if leaf is None or is_trained(leaf) or (path and is_array(leaf)):
+            continue
+        if is_array(leaf):
+            raise ValueError(
+                "`params` must be floating-point arrays, got "
+                f"{jnp.result_type(leaf)} at {path or 'its root'}"
+            )
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {type(leaf)!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
         )

@@ -157,15 +157,15 @@ def primal_averaging(
     )
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
-        of_base = tx.init(params)
-        refuse(of_base, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
-        if find_nodes(of_base, StochasticRoundingState):
+        base_state = tx.init(params)
+        refuse(base_state, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
+        if find_nodes(base_state, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
                 "`rounding_key` instead."
             )
         average_state: Any = average.init(params)
-        return PrimalAveragingState(of_base, average_state)
+        return PrimalAveragingState(base_state, average_state)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -173,10 +173,10 @@ def primal_averaging(
         check_kind("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
-        u, of_base = tx.update(updates, state.base, seen, **extra)
+        u, base_state = tx.update(updates, state.base, seen, **extra)
         minus_u = fill_none(map_trained(jnp.negative, u), u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
-        return u, PrimalAveragingState(of_base, of_average)  # pyright: ignore[reportArgumentType]
+        return u, PrimalAveragingState(base_state, of_average)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -222,9 +222,9 @@ def stochastic_rounding(
     tx = in_float32(base)
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
-        of_base = tx.init(params)
-        refuse(of_base, AVERAGES)
-        return StochasticRoundingState(jnp.zeros([], jnp.int32), of_base)
+        base_state = tx.init(params)
+        refuse(base_state, AVERAGES)
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -232,7 +232,7 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("`params` must be passed to `update`, got None")
         check_kind("state", state, StochasticRoundingState)
-        u, of_base = tx.update(updates, state.base, params, **extra)
+        u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
 
@@ -245,6 +245,6 @@ def stochastic_rounding(
 
         u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         count = jnp.asarray(optax.safe_increment(count))
-        return u, StochasticRoundingState(count, of_base)
+        return u, StochasticRoundingState(count, base_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

@@ -42,23 +42,6 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
 
 
-@jax.custom_jvp
-def rescale(y: Array, z: Array, r: Array) -> Array:
-    """y + r (z − y), but z itself where r is 1.
-
-    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
-    read y, as fast as `optax.sgd`.
-    """
-    return select(r != 1, y + r * (z - y), z)
-
-
-@rescale.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
-    _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
-    return rescale(*primals), tangent
-
-
 def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes the shardings of x and y may differ."""
     if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
@@ -91,11 +74,11 @@ def with_shardings(state: PyTree, params: PyTree) -> PyTree:
     parameter whose path its own path ends with: `[0].nu['w']` ends with `['w']`. It
     must have the shape of the parameter too.
     """
-    by_path = dict(leaves_with_path(params))
+    owners = dict(leaves_with_path(params))
 
     def shard(path: Any, leaf: Any) -> Any:
         ends = (keystr(path[i:]) for i in range(len(path) + 1))
-        param = next((by_path[end] for end in ends if end in by_path), None)
-        return sharded_like(leaf, param)
+        owner = next((owners[end] for end in ends if end in owners), None)
+        return sharded_like(leaf, owner)
 
     return tree_map_with_path(shard, state)

@@ -147,7 +147,7 @@ def z_of(state: Any, params: Any) -> Any:
     z = spa_state(state).z
     is_start = jnp.array(False)
     return map_trained(
-        lambda y, stored: codec_of(z).value(y, stored, is_start), params, tree_of(z)
+        lambda y, stored: codec_of(z).z(y, stored, is_start), params, tree_of(z)
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, table, unchecked, x64
+from helpers import lenient, quick, table, unchecked, x64
 
 import spa_optax
 from spa_optax import hyperparams_from_sgdm, spa_from_sgdm, stagewise, theory
@@ -167,6 +167,7 @@ def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_picture(tmp_path: Path) -> None:
     """The site has that of a longer recipe."""
     audit = theory.audit_sgdm(step_at(60, 0.1, 0.01), 0.9, 99)
@@ -223,7 +224,15 @@ JUMPS = {  # of the others neither α nor α/(1 − β) jumps
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        RECIPES,
+        "step decay, as ResNet",
+        "cosine with restarts",
+        "triangle, as airbench",
+    ),
+)
 def test_the_verdict_on_recipes_of_the_field(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
         audit = theory.audit_sgdm(RECIPES[name], MOMENTA.get(name, 0.9), N)

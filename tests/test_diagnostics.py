@@ -397,7 +397,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
             "Of 10 steps 4 count, 1 were not finite",
         ),
         ({"num_measured": 0, "num_rounded": 10}, "10 were 0 or within"),
-        ({"average_length": 100.0}, "longer than the run"),
+        ({"average_length": 100.0}, "longer than the 10 steps"),
         ({"num_saturated": 2}, "Up to 2 elements of z were at the limit"),
         ({"num_skipped": 4, "num_skipped_last": 3}, "the last 3 steps were not finite"),
     ],
@@ -405,7 +405,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
 def test_verdict(changes: dict[str, Any], says: str) -> None:
     verdict = REPORT._replace(**changes).verdict()
     assert says in verdict
-    for words in ("longer than the run", "Up to 2", "last 3"):
+    for words in ("longer than the 10 steps", "Up to 2", "last 3"):
         assert (words in verdict) == (words in says)
 
 

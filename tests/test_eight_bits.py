@@ -130,7 +130,7 @@ def variances(
 @pytest.mark.parametrize(
     ("dtype", "c", "start"),
     [
-        pytest.param(E4M3, 0.1, 0.02, marks=pytest.mark.float16),
+        pytest.param(E4M3, 0.1, 0.02, marks=[pytest.mark.float16, pytest.mark.slow]),
         slow(jnp.bfloat16, 0.1, None),
         slow(E4M3, 0.1, None),
         slow(jnp.bfloat16, 0.1, 0.02),
@@ -305,7 +305,7 @@ def test_a_momentum_that_float8_can_hold_is_exact() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e9, 0.0])
+@pytest.mark.parametrize("size", [slow(1e-6), 1e9, 0.0])
 def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     """Also of elements far below the largest, which are subnormal; and all are
     neighbours."""

@@ -85,7 +85,7 @@ def digits_runs(
     ("dtype", "momentum", "nesterov"),
     [
         ("float64", 0.9, True),
-        ("float32", 0.9, False),
+        slow("float32", 0.9, False),
         long("float64", None, False),
         slow("float64", None, True),
         long("float64", 0.0, False),

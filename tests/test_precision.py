@@ -293,6 +293,7 @@ def test_any_sharding_gives_the_same_bits(make: Any) -> None:
             assert COLLECTIVE.findall(line)[0] == "all-reduce"
 
 
+@pytest.mark.slow
 def test_replicas_share_their_bits_unless_each_has_a_key() -> None:
     """As the docstring says, under `vmap` and, in the same way, `shard_map`."""
     n = 4_096

@@ -228,7 +228,7 @@ def test_what_is_too_large_saturates(key: Any) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [slow(AxisType.Auto), AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", quick(MEMBERS, "primal_averaging"))
+@pytest.mark.parametrize("name", quick(MEMBERS, "spa"))
 def test_state_sharded_otherwise_than_params(name: str, axis_type: Any) -> None:
     """ZeRO-1, and the other way round."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))

@@ -76,8 +76,8 @@ class Gauge(NamedTuple):
     of Σ a_k².
     """
 
-    iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
-    noise: Scalar  # v/(η² c) of the last step
+    last_iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
+    last_noise: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k
     cross_sum: Scalar  # Σ a_k, with weights that fall
     cross_error: Scalar  # √(Σ a_k²), with the same weights
@@ -96,8 +96,8 @@ def new_gauge() -> Gauge:
         return jnp.zeros([], dtype)
 
     return Gauge(
-        iterate=zero(),
-        noise=zero(),
+        last_iterate=zero(),
+        last_noise=zero(),
         p=zero(),
         cross_sum=zero(),
         cross_error=zero(),
@@ -130,7 +130,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
 
     def of_array(y: Any, stored: Array, g: Any) -> Sums:
         y = jnp.asarray(y)
-        d = codec.difference(y, stored, is_start)
+        d = codec.z_minus_y(y, stored, is_start)
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
         rounding = jnp.maximum(
@@ -178,13 +178,14 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     terms, counts = _terms_of(step, p, is_finite)
     is_measured = counts.measured > 0
     iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
-    # ‖u‖² has the cross terms of the last 1/(2c) steps, so their sum forgets no faster.
+    # A cross term stays in ‖u‖² with the factor (1 − c)² a step. The sum of cross terms
+    # must not forget it faster, or t would ignore what the gain still has.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
-    weight = (1 - step.c) * step.eta - step.delta
-    next_p = (1 - step.c) ** 2 * p + weight**2 * sums.sq_gradient
+    factor = (1 - step.c) * step.eta - step.delta
+    next_p = (1 - step.c) ** 2 * p + factor**2 * sums.sq_gradient
     return Gauge(
-        iterate=iterate,
-        noise=noise,
+        last_iterate=iterate,
+        last_noise=noise,
         p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
         cross_sum=memory * gauge.cross_sum + cross_term,
         cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
@@ -224,8 +225,10 @@ def _terms_of(
 
 def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Means:
     """The means with the last u_{k−1}, if it counts, and the gradient after it."""
-    terms = Means(gauge.iterate, gauge.noise, sums.sq_gradient / 2, jnp.float32(1))
-    is_counted = is_finite & (gauge.iterate > 0)
+    terms = Means(
+        gauge.last_iterate, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
+    )
+    is_counted = is_finite & (gauge.last_iterate > 0)
 
     def average(mean: Any, term: Any) -> Array:
         return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from spa_optax import _checks as checks
 from spa_optax._core import SPAState
 from spa_optax._dtypes import Scalar
 from spa_optax._optax_states import HAS_MOMENTUM
-from spa_optax._trees import find_node, find_nodes, scalar_of
+from spa_optax._trees import check_one_run, find_node, find_nodes, scalar_of
 from spa_optax.diagnostics._gauge import Count, new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
@@ -129,7 +128,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Steps add up: the gain is 19
     """
     state = find_node(opt_state, "opt_state", TrackMomentumState)
-    checks.check_one_run("opt_state", state.gauge)
+    check_one_run("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means, counts = gauge.means, gauge.counts

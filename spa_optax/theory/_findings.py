@@ -1,6 +1,6 @@
 """What an audit finds in a schedule, and how it says so."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     A rise or a drop needs no change, if it is meant.
     """
 
-    kind: str  # "range", "average", "beta", "spike", "rise" or "drop"
+    kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
     steps: list[int]
     text: str
 
@@ -158,7 +158,9 @@ def _jumps(audit: Audit) -> list[Finding]:
     return [finding for finding in found if finding.steps]
 
 
-def _jump(kind: str, name: str, values: Values, steps: Steps) -> Finding:
+def _jump(
+    kind: Literal["rise", "drop"], name: str, values: Values, steps: Steps
+) -> Finding:
     text = f"{name} {kind}s {_change_in_words(values, steps)}."
     if kind == "rise":
         text += " Check that it is meant, as in a restart."
