@@ -142,7 +142,7 @@ def eta_and_c(
 def sgdm_scalars(
     ahead: LookAhead, w_old: Scalar, *, follows_params: bool, nesterov: bool
 ) -> Scalars:
-    """The scalars of a step. If z follows the params, the state stores z − x, else z."""
+    """The scalars of a step. If z follows the params, z − x is stored, else z."""
     w = _next_w(ahead, w_old, follows_params)
     w = w.astype(w_old.dtype).astype(ahead.a.dtype)  # as stored
     eta, c = eta_and_c(ahead, w, nesterov=nesterov)
