@@ -15,6 +15,7 @@ from spa_optax._wrappers import in_float32
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
+@checks.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
@@ -135,6 +136,11 @@ def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
 
     def mask_of(params: PyTree) -> PyTree:
         tree = function(params)
+        if jax.tree_util.all_leaves([tree]) and not jax.tree_util.all_leaves([params]):
+            raise ValueError(
+                f"`mask` must be a tree of booleans like `params`, got {tree}. In "
+                "`optax.inject_hyperparams`, name it in `static_args`."
+            )
         try:
             jax.tree.map(lambda leaf, _: checks.FLAG.check(mask=leaf), tree, params)
         except ValueError as error:

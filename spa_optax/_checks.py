@@ -4,11 +4,13 @@ Traced values pass.
 """
 
 import contextlib
+import functools
 import operator
+import sys
 import warnings
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ import numpy as np
 from jax.core import Tracer
 from optax import GradientTransformation, MultiSteps
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+LEAST_AVERAGING_OF_8_BITS = 0.0125
 # Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
 
@@ -24,7 +28,7 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # Of the value, or, if there is a kind, of a number as a float. An error means no.
+    # It gets the value, or `float(value)` if there is a kind. An error means no.
     holds: Callable[[Any], Any]
     kind: str = ""  # any, or one of the above
     may_be_none: bool = False
@@ -92,10 +96,9 @@ def check_averaging(**arguments: Any) -> None:
     AVERAGING.check(**arguments)
     for name, value in arguments.items():
         if is_plain_number(value) and 0.8 <= value < 1:
-            warnings.warn(
+            warn(
                 f"`{name}` should be 1 − momentum, got {value}, which means a momentum "
-                f"of {1 - value:g}. For a momentum of {value} pass {1 - value:g}.",
-                stacklevel=3,
+                f"of {1 - value:g}. For a momentum of {value} pass {1 - value:g}."
             )
 
 
@@ -167,21 +170,8 @@ def is_surely(condition: Any) -> bool:
 
 
 def check_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule is 0 and rises later.
-
-    Counts up to 10,000 are checked, and 700 from there to 10^7.
-    """
-    if not callable(schedule):
-        return
-    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-    counts = np.append(np.arange(10**4), later)
-    try:
-        with jax.ensure_compile_time_eval():
-            values = jax.vmap(schedule)(jnp.asarray(counts, jnp.int32))
-        values = np.asarray(values, float).reshape(counts.shape)
-    except Exception:
-        # It depends on traced values, or has an error, which its first use raises.
-        return
+    """Raises ValueError where a schedule is 0 and rises later."""
+    counts, values = _sampled(schedule)
     largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
     is_bad = (values <= 0) & (largest_later > 0)
     if is_bad.any():
@@ -189,3 +179,65 @@ def check_above_0(name: str, schedule: Any) -> None:
         raise ValueError(
             f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}"
         )
+
+
+def check_fits_8_bits(state_dtype: Any, averaging: Any) -> None:
+    """Raises ValueError if z in 8 bits would be too coarse for an averaging.
+
+    A longer average makes smaller steps of z − params, down to those of rounding.
+    """
+    STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
+        return
+    counts, values = _sampled(averaging)
+    is_bad = (values > 0) & (values < LEAST_AVERAGING_OF_8_BITS)
+    if is_bad.any():
+        k = np.argmax(is_bad)
+        raise ValueError(
+            f"`averaging` must be >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
+            f"of 8 bits, got {values[k]:.3g} at count {counts[k]}. Use bfloat16."
+        )
+
+
+def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Counts, and the values there: none of what cannot be evaluated yet.
+
+    They are the counts below 10,000, and 700 from there to 10^7. A number has one.
+    """
+    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+    counts = np.append(np.arange(10**4), later)
+    if is_plain_number(hyperparam):
+        return counts[:1], np.asarray([hyperparam], float)
+    try:
+        with jax.ensure_compile_time_eval():
+            values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
+        return counts, np.asarray(values, float).reshape(counts.shape)
+    except Exception:
+        # It depends on traced values, or has an error, which its first use raises.
+        return counts[:0], np.empty(0)
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user that called the package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals["__name__"].startswith("spa_optax."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def suggests(**instead: str) -> Callable[[Function], Function]:
+    """Decorates a function: arguments of other optimizers get what to write instead."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in instead.keys() & kwargs.keys():
+                raise TypeError(
+                    f"`{function.__name__}` has no argument `{name}`. Write "
+                    f"`{instead[name]}`."
+                )
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate

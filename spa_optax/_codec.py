@@ -53,8 +53,8 @@ class ArrayStep(NamedTuple):
 class Codec(abc.ABC):
     """How a state stores z beside the params y, and one step of both."""
 
-    name: str  # of what is stored, in messages
-    unit: float  # of the numbers that are stored
+    name: str  # how messages call what is stored
+    unit: float  # of what is stored: z − y is `unit * stored`, if it is stored
     follows_params: bool  # whether z moves along if something else moves y
 
     @abc.abstractmethod
@@ -114,11 +114,10 @@ class ZItself(Codec):
         return rounded(z, dtype, seed)
 
     def step(self, y, stored, g, coefficients, seed):
-        # The same step as that of `Difference`. But at r = 1 z is updated without y, so
-        # it has no rounding error of y.
         z = stored.astype(wide_dtype(y, stored))
         wide_y, g, coefficients = as_dtype((y, g, coefficients), z.dtype)
         eta, p, delta_y, r, is_start = coefficients
+        # Before the first step z is y, whatever is stored.
         if r is None:
             z = select(is_start, wide_y, z)
         else:
@@ -128,23 +127,6 @@ class ZItself(Codec):
         if delta_y is not None:
             u = u - delta_y * g
         return ArrayStep(round_update(u, y, seed), rounded(z, stored.dtype, seed))
-
-
-@jax.custom_jvp
-def _rescale(y: Array, z: Array, r: Array) -> Array:
-    """y + r (z − y), but z itself where r is 1.
-
-    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
-    read y, as fast as `optax.sgd`.
-    """
-    return select(r != 1, y + r * (z - y), z)
-
-
-@_rescale.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
-    _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
-    return _rescale(*primals), tangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +171,27 @@ class Difference(Codec):
             u = u - delta_y * g
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
-        # u was rounded, so z keeps what the params lose. (z − (y + u) is d − u. Written
-        # so, XLA for TPUs would make two kernels of it.)
+        # The new difference is from the params as they are rounded, so z keeps what
+        # they lose. (It is d − u, but of that form XLA for TPUs makes two kernels.)
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.store(z, new_y, stored.dtype, seed))
+
+
+@jax.custom_jvp
+def _rescale(y: Array, z: Array, r: Array) -> Array:
+    """y + r (z − y), but z itself where r is 1.
+
+    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
+    read y, as fast as `optax.sgd`.
+    """
+    return select(r != 1, y + r * (z - y), z)
+
+
+@_rescale.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
+    _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
+    return _rescale(*primals), tangent
 
 
 class ZMinusParams(NamedTuple):

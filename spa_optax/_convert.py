@@ -4,7 +4,6 @@ A state is a tree of nodes. Those with momentum are read as an `SPAState`, and w
 from one. Counters count on from k. All other nodes are copied.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from spa_optax._trees import (
     with_leaves,
 )
 from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
+from spa_optax.diagnostics._guard import GuardParamsState
 from spa_optax.diagnostics._track import TrackMomentumState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
@@ -54,6 +54,7 @@ INNER_FIELDS: dict[type, tuple[str, ...]] = {
     StochasticRoundingState: ("base",),
     Float8MomentumState: ("base",),
     TrackMomentumState: ("inner",),
+    GuardParamsState: ("inner",),
 }
 # The fields that count the steps taken.
 COUNT_FIELDS: dict[type, str] = {
@@ -103,7 +104,7 @@ class Run(NamedTuple):
     """What is known of a run, apart from its momentum."""
 
     count: Array  # k
-    x: ByPath  # the params with momentum, in 32 bits or more
+    y: ByPath  # the params with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
     other: SGDM | AdamW | None  # of `convert`, as the next
@@ -137,14 +138,14 @@ def convert(
         optax.sgd      z = x − w m
         optax.adamw    z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
 
-    From `optax.sgd` w is that of `spa_from_sgdm`; to it, the state's. From AdamW to
-    `spa_adamw`, the next step's momentum is AdamW's, except for the gradient's effect
-    on ν.
+    From `optax.sgd` w is computed as in `spa_from_sgdm`. To `optax.sgd` w is the one in
+    the `SPAState`. From AdamW to `spa_adamw`, the next step's momentum is AdamW's,
+    except for the gradient's effect on ν.
 
-    States of the same type and shapes go on as they are: whether both runs have the
-    same kind of optimizer there is not checked. Step counts go on from k. Injected
+    Other states of the same type and shapes are copied: whether both runs have the same
+    kind of optimizer there is not checked. Step counts go on from k. Injected
     hyper-parameters, gauges and the counts of `optax.apply_if_finite` are those of
-    `into`. Everything else is refused. Call it outside `jax.jit`.
+    `into`. A state that has no counterpart is refused. Call it outside `jax.jit`.
 
     Args:
       old_state: the run's state, in any chain, in wrappers of Optax and of this
@@ -168,8 +169,8 @@ def convert(
 
     Raises:
       ValueError: if an argument is missing, traced or out of range; if the states do
-        not match; if counts differ, accumulated gradients would be lost, or only one
-        run trains at y.
+        not match; if counts differ, accumulated gradients would be lost, or a run at a
+        μ_y below 1 would go on in Optax.
 
     Examples:
       SGD with α = 1 and β = 0.5, after a gradient of 2: x is at 8, and would coast to
@@ -202,14 +203,16 @@ def convert(
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
-            x=_trained(old, by_path(params)),
+            y=_trained(old, by_path(params)),
             new_params=by_path(new_params),
             nu=_nu_of(old, new, nodes, new_nodes),
             other=other,
             averaging=averaging,
         )
-        momentum = _read_spa(old, run) if isinstance(old, SPAState) else _read(old, run)
-        write = _write_spa if isinstance(new, SPAState) else _write
+        momentum = (
+            _read_spa(old, run) if isinstance(old, SPAState) else _read_optax(old, run)
+        )
+        write = _write_spa if isinstance(new, SPAState) else _write_optax
         nodes = _with_momentum(nodes, old, write(new, momentum, run))
     return copy_arrays(_filled(into, nodes, k))
 
@@ -341,7 +344,7 @@ def _momentum_of(
 ) -> Any:
     """The one node with the momentum: of the family, or else of Optax.
 
-    A kind of Optax's that the other state holds as often is copied.
+    A kind of Optax's that both states hold equally often is not translated but copied.
     """
     for kind in MOMENTUM_FIELDS:
         found = _find(nodes, kind)
@@ -396,11 +399,10 @@ def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
     leaves = by_path(params)
     trained = [leaves[path] for path in by_path(_tree_of(old))]
     if has_16_bits(trained) and not has_16_bits(getattr(old, "nu", _tree_of(old))):
-        warnings.warn(
+        checks.warn(
             "`params` should be the float32 master copy of the run, if it has one: its "
             "moments are in float32, and z is made from `params`. Pass the cast ones "
-            "as `new_params`.",
-            stacklevel=3,
+            "as `new_params`."
         )
 
 
@@ -459,7 +461,7 @@ def _read_spa(old: SPAState, run: Run) -> SPAState:
     """The state with the values of z, by path."""
     codec, stored = codec_of(old.z), by_path(tree_of(old.z))
     is_start = has_taken_no_step(old)
-    z = {path: codec.z(x, stored[path], is_start) for path, x in run.x.items()}
+    z = {path: codec.z(x, stored[path], is_start) for path, x in run.y.items()}
     return old._replace(z=z)
 
 
@@ -472,23 +474,22 @@ def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
         largest = codec.unit * float(jnp.finfo(dtype).max)
         d = codec.z_minus_y(y, stored[path], has_taken_no_step(momentum))
         if jnp.any(jnp.abs(d) >= largest):
-            warnings.warn(
+            checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
-                f"{path or 'its root'}",
-                stacklevel=3,
+                f"{path or 'its root'}"
             )
     scalars = with_leaves(new._replace(z=()), momentum._replace(z=()))
     return scalars._replace(z=with_leaves(new.z, list(stored.values())))
 
 
-def _read(old: Any, run: Run) -> SPAState:
+def _read_optax(old: Any, run: Run) -> SPAState:
     """z = x − scale · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     eta, c, w, scale, divisors = (
         _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
     )
     stored, z = by_path(_tree_of(old)), {}
-    for path, x in run.x.items():
+    for path, x in run.y.items():
         m = stored[path].astype(x.dtype) / divisors.get(path, 1)
         z[path] = x - scale.astype(x.dtype) * m
     if run.count == 0:
@@ -500,7 +501,7 @@ def _read(old: Any, run: Run) -> SPAState:
     return SPAState(count=run.count, z=z, eta=eta, c=c, w=w, mu_y=jnp.ones([]))
 
 
-def _write(new: Any, momentum: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, momentum: SPAState, run: Run) -> Any:
     """m = (x − z) / scale · divisor, or 0 if the scale is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
@@ -509,8 +510,8 @@ def _write(new: Any, momentum: SPAState, run: Run) -> Any:
         scale, divisors = scalar_of(momentum.w), {}
     stored = by_path(_tree_of(new))
     inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
-    for path in stored.keys() & run.x.keys():
-        x, z = run.x[path], momentum.z[path]
+    for path in stored.keys() & run.y.keys():
+        x, z = run.y[path], momentum.z[path]
         dtype = wide_dtype(x, z)
         m = inverse.astype(dtype) * (x.astype(dtype) - z.astype(dtype))
         stored[path] = m * divisors.get(path, 1)

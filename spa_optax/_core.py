@@ -5,7 +5,6 @@ the state to these `Scalars`; `transformation` makes an optimizer of it. The rec
 itself is written on one array, in `_codec.py`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,14 +17,13 @@ from spa_optax import _checks as checks
 from spa_optax._codec import (
     ArrayStep,
     Coefficients,
-    as_dtype,
     check_codec,
     check_not_cast,
     codec_of,
     init_z,
     tree_of,
 )
-from spa_optax._dtypes import Flag, Scalar, has_16_bits, scalar_dtype
+from spa_optax._dtypes import Flag, Scalar, as_dtype, has_16_bits, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
 from spa_optax._trees import (
     by_path,
@@ -67,10 +65,10 @@ class Scalars(NamedTuple):
     A field that is None leaves its term out of the program.
     """
 
-    eta: Scalar
-    c: Scalar
+    eta: Scalar  # η_k
+    c: Scalar  # c_{k+1}
     w: Scalar  # w_{k+1}, for the state
-    mu_y: Scalar | None = None  # None: 1
+    mu_y: Scalar | None = None  # that of y_{k+1}, where the state has y_k's; None: 1
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1; with a μ_y below 1 it would move x
 
@@ -82,6 +80,9 @@ def transformation(
     rule: Rule,
     state_dtype: Any,
     rounding_key: Any,
+    *,
+    c_is_1: bool = False,
+    mu_y_changes: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer, a member of the family, of a rule.
 
@@ -89,6 +90,8 @@ def transformation(
       rule: from the state before a step to the `Scalars` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here, for all members.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
+      c_is_1: whether params are z, and so need no key where z has 32 bits.
+      mu_y_changes: whether μ_y may change, so that params without gradients move too.
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, a function that it
@@ -96,11 +99,19 @@ def transformation(
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
+    def warn_of_rounding(params: PyTree, z: PyTree) -> None:
+        loses_digits = has_16_bits(z) or (has_16_bits(params) and not c_is_1)
+        if rounding_key is None and loses_digits:
+            checks.warn(
+                "`rounding_key` should be given, such as `jax.random.key(0)`: params "
+                "or z have 16 bits or fewer. Rounded to nearest they lose every step "
+                "below half an ulp."
+            )
+
     def init_fn(params: PyTree) -> SPAState:
         check_params(params)
         z = init_z(params, state_dtype)
-        if rounding_key is None and (has_16_bits(params) or has_16_bits(z)):
-            _warn_of_rounding_to_nearest()
+        warn_of_rounding(params, z)
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated.
         return SPAState(
@@ -117,7 +128,8 @@ def transformation(
     ) -> Any:
         check_state("state", state, params)
         check_codec("state.z", state.z, params, state_dtype)
-        _check_updates(updates, state, params)
+        _check_updates(updates, state, params, mu_y_changes)
+        warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         scalars = rule(state)
         if observe := extra.get("observe"):
@@ -137,14 +149,6 @@ def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
             "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
         )
     return state_dtype
-
-
-def _warn_of_rounding_to_nearest() -> None:
-    warnings.warn(
-        "`rounding_key` should be given, such as `jax.random.key(0)`: params or z have "
-        "16 bits or fewer. Rounded to nearest they lose every step below half an ulp.",
-        stacklevel=3,
-    )
 
 
 def _step(
@@ -195,16 +199,17 @@ def _is_step(node: Any) -> bool:
 
 
 def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
-    """The coefficients of a step of y and z, from the scalars of a step of x and z.
+    """The step of x and z as one of y and z, since x is not stored.
 
-    If the params are x, p and δ_y are c and δ themselves. Otherwise, with μ that of
-    y_k, μ' that of y_{k+1} and ρ = μ'/μ, put x_k = (y_k − (1 − μ) z_k)/μ and
-    z_k = z_{k+1} + η g_k into the step of x:
+    If the params are x, p and δ_y are c and δ themselves. Otherwise let a prime mean
+    k + 1, and ρ = μ'/μ. Put the last three into the first, and collect terms:
 
-        y_{k+1} = ρ (1 − c) (y_k − (1 − μ)(z_{k+1} + η g_k))        μ' (1 − c) x_k
-                  + (1 − μ' (1 − c)) z_{k+1} − μ' δ g_k
-                = y_k + p (z_{k+1} − y_k) − δ_y g_k
-        p = 1 − ρ (1 − c)     δ_y = η (1 − c)(ρ − μ') + μ' δ
+        y' = μ' x' + (1 − μ') z'        x' = (1 − c) x + c z' − δ g
+        x = (y − (1 − μ) z)/μ           z = z' + η g
+
+        of y     ρ (1 − c) = 1 − p
+        of z'    1 − ρ (1 − c) = p
+        of g     −η (1 − c)(ρ − μ') − μ' δ = −δ_y        since ρ (1 − μ) = ρ − μ'
     """
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
     is_start = has_taken_no_step(state)
@@ -255,12 +260,13 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 
 
 def has_taken_no_step(state: SPAState) -> Flag:
-    """Whether a state has z_0 = y_0, whatever its count was set to.
+    """Whether z is y, as before the first step.
 
-    All three are 0 only as `init` makes them, or after steps that left z at y.
+    The count does not tell, since users set it to shift a schedule. η, c and w are
+    those of the last step, and all 0 only if no step moved z.
     """
-    last = [scalar_of(value) for value in (state.eta, state.c, state.w)]
-    return (last[0] == 0) & (last[1] == 0) & (last[2] == 0)
+    eta, c, w = scalar_of(state.eta), scalar_of(state.c), scalar_of(state.w)
+    return (eta == 0) & (c == 0) & (w == 0)
 
 
 def check_state(name: str, state: Any, params: PyTree | None) -> None:
@@ -284,9 +290,19 @@ def check_scalars(name: str, state: Any) -> None:
             )
 
 
-def _check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
+def _check_updates(
+    updates: PyTree, state: SPAState, params: PyTree, mu_y_changes: bool
+) -> None:
+    """Raises ValueError unless updates fit the params and what is stored of z."""
     check_same_tree("updates", updates, "params", params)
-    without_z = by_path(updates).keys() - by_path(tree_of(state.z)).keys()
+    stored = by_path(tree_of(state.z))
+    without_update = stored.keys() - by_path(updates).keys()
+    if mu_y_changes and without_update:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(without_update) or 'its root'}"
+        )
+    without_z = by_path(updates).keys() - stored.keys()
     if without_z:
         path = min(without_z) or "its root"
         raise ValueError(

@@ -1,6 +1,9 @@
 """What operates on the states of all members: `eval_params` and `reanchor`."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
@@ -22,6 +25,7 @@ from spa_optax._trees import (
     with_leaves,
 )
 from spa_optax._wrappers import StochasticRoundingState
+from spa_optax.diagnostics._guard import GuardParamsState
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -80,7 +84,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
     """Shifts z along with params that were edited outside the optimizer.
 
-        z ← z + (x_new − x_old)
+        z ← z + (y_new − y_old)
 
     Otherwise z would pull them back. With Flax nnx, call it before `nnx.update`.
 
@@ -133,7 +137,14 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))
 
-    return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
+    def shift_node(node: Any) -> Any:
+        if isinstance(node, SPAState):
+            return shift_state(node)
+        inner = replace_nodes(node.inner, (SPAState, GuardParamsState), shift_node)
+        return node._replace(inner=inner, has_stepped=jnp.zeros([], bool))
+
+    shifted = replace_nodes(opt_state, (SPAState, GuardParamsState), shift_node)
+    return copy_arrays(shifted)
 
 
 def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:

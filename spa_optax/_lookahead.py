@@ -39,7 +39,7 @@ class LookAhead(NamedTuple):
     a: Scalar  # a_k
     w: Scalar  # w_{k+1}; 0 if all its terms are
     is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
-    ends: Flag | bool  # whether momentum ends: β_{k+1} is 0, and no injected one
+    momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
 
 
 def look_ahead(
@@ -71,8 +71,8 @@ def look_ahead(
     if isinstance(learning_rate, jax.Array) or isinstance(momentum, jax.Array):
         is_foreseen = False
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
-    ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
-    return LookAhead(alpha, beta, a, w, is_foreseen, ends)
+    momentum_ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
+    return LookAhead(alpha, beta, a, w, is_foreseen, momentum_ends)
 
 
 def _w_of_schedules(
@@ -157,14 +157,19 @@ def sgdm_scalars(
 
 
 def _next_w(ahead: LookAhead, w_old: Scalar, follows_params: bool) -> Scalar:
-    """w_{k+1}: that of the look-ahead, where m = (x − z)/w stays precise with it."""
+    """w_{k+1}: that of the look-ahead, or a larger one where m would drown in rounding.
+
+    Any w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
+    only decides how precise m = (x − z)/w is.
+    """
     w, w_k = ahead.w, w_old.astype(ahead.a.dtype)
     if follows_params:
-        # The state stores z − x, so no w is too small. Where momentum ends, w is 0, and
-        # x goes to z, which keeps what x has lost by rounding.
-        return jnp.where(ahead.ends, 0, nonzero_w(w, ahead.a, w_k))
-    # The state stores z, so m has the rounding error of x over w, and a small w would
-    # lose m. While α or β may rise unforeseen, w does not fall, nor below α/100.
+        # z − x is stored, so any w will do. Where momentum ends it is 0, and x goes to
+        # z, which keeps what x has lost by rounding.
+        return jnp.where(ahead.momentum_ends, 0, nonzero_w(w, ahead.a, w_k))
+    # z is stored, so m has the rounding error of x over w. While α or β may rise
+    # unforeseen, w does not fall, nor below α/100: then m has the error of 100 ulps of
+    # x over α.
     large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
     return nonzero_w(jnp.where(ahead.is_foreseen, w, large_w), ahead.a, w_k)
 

@@ -11,6 +11,11 @@ from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
 
 
+@checks.suggests(
+    momentum="spa(learning_rate, averaging=1 - momentum)",
+    nesterov="spa_from_sgdm(learning_rate, momentum, nesterov=True)",
+    b1="spa(learning_rate, averaging=1 - b1)",
+)
 def spa(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
@@ -90,6 +95,7 @@ def spa(
     checks.check_averaging(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_above_0("interpolation", interpolation)
+    checks.check_fits_8_bits(state_dtype, averaging)
     eta_at = at_count("learning_rate", learning_rate)
     c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
@@ -103,9 +109,16 @@ def spa(
         mu_y = None if params_are_x else mu_y_at(state.count)
         return Scalars(eta, c, w=(1 - c) * scale, mu_y=mu_y)
 
-    return transformation(rule, state_dtype, rounding_key)
+    return transformation(
+        rule,
+        state_dtype,
+        rounding_key,
+        c_is_1=checks.is_plain_number(averaging) and bool(averaging == 1),
+        mu_y_changes=callable(interpolation),
+    )
 
 
+@checks.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
 def spa_from_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -175,6 +188,8 @@ def spa_from_sgdm(
     checks.MOMENTUM.check(momentum=momentum)
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    if checks.is_plain_number(momentum):
+        checks.check_fits_8_bits(state_dtype, 1 - momentum)  # pyright: ignore[reportOperatorIssue]
 
     def rule(state: SPAState) -> Scalars:
         ahead = look_ahead(

@@ -1,16 +1,25 @@
 """What is known of the states of Optax's optimizers, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-into a table here. `_convert.py` has those of what it reads and writes.
+into a table here. The tables of what `convert` reads and writes are in `_convert.py`.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import optax
 from jaxtyping import PyTree
 
 from spa_optax._core import SPAState
 from spa_optax._trees import find_nodes
+
+
+@runtime_checkable
+class ScheduleFreeState(Protocol):
+    """A state of Schedule-Free, whichever package it is from."""
+
+    z: PyTree
+    weight_sum: Any
+
 
 # Types of states, each with a message that has a place for the type's name.
 Refusals = list[tuple[tuple[type, ...], str]]
@@ -27,7 +36,7 @@ MOVES_PARAMS = (
     optax.LookaheadState,
     optax.contrib.MechanicState,
     optax.contrib.SAMState,  # unless it is opaque
-    optax.contrib.ScheduleFreeState,
+    ScheduleFreeState,
 )
 # Other momentum, in which noise adds up too. Inside `track_momentum` it hides what
 # pure noise would do.
@@ -56,7 +65,7 @@ FLOAT8_FIELDS: dict[type, str] = {
 # What a base must not do inside a wrapper, and what to do instead.
 AVERAGES: Refusals = [
     (
-        (SPAState, optax.contrib.ScheduleFreeState),
+        (SPAState, ScheduleFreeState),
         "`base` must not average, got a `{}`. Average once, and pass `rounding_key` "
         "there.",
     ),
@@ -121,6 +130,11 @@ NEEDS_GRADIENTS_OF_ITS_PARAMS: Refusals = [
         "`base` must not relate the params to gradients, got a `{}`. Set "
         '`params_of_base="params"`.',
     ),
+    (
+        (optax.contrib.SAMState,),
+        "`base` must not take gradients at its own params, got a `{}`. Set "
+        '`params_of_base="params"`.',
+    ),
 ]
 
 
@@ -128,8 +142,9 @@ def refuse(state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
     for types, message in refusals:
         for node in find_nodes(state, types):
-            if not is_opaque_sam(node):
-                raise ValueError(message.format(type(node).__name__))
+            if is_opaque_sam(node) and "opaque_mode" in message:
+                continue  # it does what the message asks for
+            raise ValueError(message.format(type(node).__name__))
 
 
 def is_opaque_sam(node: Any) -> bool:

@@ -237,7 +237,7 @@ def stochastic_rounding(
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
 
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
-            if u is None:
+            if u is None or x is None:
                 return None
             if not is_trained(x):
                 return jnp.zeros_like(x)

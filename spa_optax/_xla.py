@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
+from spa_optax._dtypes import wide_dtype
 from spa_optax._trees import is_array, leaves_with_path
 
 
@@ -29,7 +30,7 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
 
     def as_slices(leaves: list[Array]) -> list[Array]:
         # XLA for GPUs merges the kernels of leaves only where these read one array.
-        dtype = leaves[0].dtype
+        dtype = wide_dtype(*leaves)
         vector = behind_a_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
         return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
@@ -62,6 +63,8 @@ def sharded_like(leaf: Any, x: Any) -> Any:
     """
     is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
     if not is_like or x.shape != leaf.shape:
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
         return leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
     return select(never, jnp.real(x).astype(leaf.dtype), leaf)

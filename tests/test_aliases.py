@@ -147,3 +147,20 @@ def test_decay_of_a_master_copy() -> None:
         y = optax.apply_updates(y, updates)
         expected = (1 - 2.0**-9) ** k
         np.testing.assert_allclose(z_of(state, y), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_mask_that_is_taken_for_a_schedule_is_refused(jit: bool) -> None:
+    """`optax.inject_hyperparams` calls it with the count, and gets one boolean."""
+
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+
+    def mask(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    injected = optax.inject_hyperparams(spa_adamw)(0.1, weight_decay=0.5, mask=mask)
+    init = jax.jit(injected.init) if jit else injected.init
+    with pytest.raises(ValueError, match=r"`mask`.*`static_args`"):
+        init(params)
+    static = optax.inject_hyperparams(spa_adamw, static_args="mask")
+    static(0.1, weight_decay=0.5, mask=mask).init(params)

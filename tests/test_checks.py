@@ -390,3 +390,52 @@ def test_params_that_are_not_arrays(leaf: Any) -> None:
 def test_masks_that_are_no_booleans_like_params(mask: Any) -> None:
     with pytest.raises(ValueError, match=r"`mask`.*`params`"):
         spa_adamw(0.1, mask=mask).init({"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "instead"),
+    [
+        (spa_adamw, "b1", "averaging=1 - b1"),
+        (spa, "momentum", "averaging=1 - momentum"),
+        (spa, "nesterov", "spa_from_sgdm"),
+        (spa_from_sgdm, "averaging", "momentum=1 - averaging"),
+    ],
+)
+def test_arguments_of_other_optimizers(
+    function: Any, argument: str, instead: str
+) -> None:
+    match = f"no argument `{argument}`.*{re.escape(instead)}"
+    with pytest.raises(TypeError, match=match):
+        function(0.1, **{argument: 0.9})
+    assert argument not in inspect.signature(function).parameters
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: spa(0.1, 0.9),
+        lambda: spa_adamw(0.1, 0.9),
+        lambda: primal_averaging(optax.sgd(0.1), 0.9),
+        lambda: hyperparams_to_sgdm(0.1, 0.9),
+    ],
+)
+def test_warnings_point_to_the_line_of_the_user(make: Any) -> None:
+    with pytest.warns(UserWarning, match="`averaging` should be 1 − momentum") as found:
+        make()
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_when_a_rounding_key_is_missed() -> None:
+    """Not where the params are z, of which 32 bits are kept; but after a cast too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spa(0.1, 1).init(PARAMS16)
+        wide = spa(0.1, 0.5)
+        state = wide.init(jnp.ones(3))
+    with pytest.warns(UserWarning, match="`rounding_key` should be given"):
+        spa(0.1, 0.5).init(PARAMS16)
+    with pytest.warns(UserWarning, match="`rounding_key` should be given"):
+        spa(0.1, 1, state_dtype=jnp.bfloat16).init(jnp.ones(3))
+    difference = spa(0.1, 0.5, rounding_key=KEY).init(PARAMS16)
+    with pytest.warns(UserWarning, match="`rounding_key` should be given"):
+        wide.update(PARAMS16, state._replace(z=difference.z), PARAMS16)

@@ -28,12 +28,16 @@ from spa_optax import (
     float8_momentum,
     primal_averaging,
     reanchor,
+    schedule_free_averaging,
     spa,
+    spa_adamw,
     spa_from_sgdm,
+    stagewise,
     stochastic_rounding,
 )
 from spa_optax._codec import codec_for, codec_of, tree_of
 from spa_optax._float8 import Float8Array
+from spa_optax._optax_states import FLOAT8_FIELDS
 from spa_optax._trees import find_nodes
 from spa_optax.diagnostics import momentum_report, track_momentum
 
@@ -440,6 +444,51 @@ def test_bases_that_are_refused(base: Any) -> None:
     """Those without a momentum of their own, with Adam's, or that average."""
     with pytest.raises(ValueError, match=r"`base`.*State"):
         float8_momentum(base, KEY).init(jnp.zeros(2))
+
+
+ADAMS_STATES = (optax.ScaleByAdamState, optax.ScaleByAmsgradState)
+
+
+def test_every_state_of_adams_type_in_optax_is_refused() -> None:
+    """Whatever their fields mean there: `adopt` divides by the last second moment."""
+    found = []
+    for module in (optax, optax.contrib):
+        for name in dir(module):
+            try:
+                base = getattr(module, name)(1e-3)
+                state = base.init(jnp.zeros(2))
+            except Exception:
+                continue
+            has_momentum = find_nodes(state, tuple(FLOAT8_FIELDS))
+            if find_nodes(state, ADAMS_STATES) and not has_momentum:
+                found.append(name)
+                with pytest.raises(ValueError, match=r"`base`.*State"):
+                    float8_momentum(base, KEY).init(jnp.zeros(2))
+    assert {"adam", "adamw", "nadam", "adopt"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: spa(0.1, 0.01, **options),
+        lambda **options: spa(0.1, schedule_free_averaging(0.1), **options),
+        lambda **options: spa_adamw(
+            0.1, lambda k: 1 / (k + 1).astype(float), **options
+        ),
+        lambda **options: primal_averaging(SGD, 0.012, **options),
+        lambda **options: spa_from_sgdm(0.1, 0.99, **options),
+    ],
+)
+def test_an_average_too_long_for_8_bits_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"`averaging`.*0\.0125.*got 0\.01.*bfloat16"):
+        make(state_dtype=E4M3, rounding_key=KEY)
+    make(state_dtype=jnp.bfloat16, rounding_key=KEY)
+
+
+def test_an_average_that_8_bits_can_hold() -> None:
+    for averaging in (0.0125, 1, stagewise(0.1, 0.1, [100]).averaging):
+        spa(0.1, averaging, state_dtype=E4M3, rounding_key=KEY)
+    spa_from_sgdm(0.1, 0.9, state_dtype=E4M3, rounding_key=KEY)
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "float64"])

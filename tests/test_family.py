@@ -170,6 +170,25 @@ def test_interpolation_may_change_unforeseen() -> None:
         assert np.isnan(jax.jit(tx.update)(GRADS, state, params)[0]["w"]).all()
 
 
+def test_no_gradient_while_interpolation_changes() -> None:
+    """The param would have to move for x to stay, so it must get an update."""
+    start = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    grads = {"w": jnp.ones(2), "b": None}
+    for mu_y, is_refused in (
+        (0.9, False),
+        (lambda k: 0.9 / (k + 1).astype(float), True),
+    ):
+        tx = spa(0.1, 0.2, mu_y)
+        params, state = run(tx, start, [start])
+        x = eval_params(state, params)
+        if is_refused:
+            with pytest.raises(ValueError, match=r"`updates`.*None at \['b'\]"):
+                tx.update(grads, state, params)
+        else:
+            params, state = run(tx, params, [grads], state)
+            np.testing.assert_array_equal(eval_params(state, params)["b"], x["b"])
+
+
 def test_derivative_with_respect_to_interpolation() -> None:
     """At the μ_y that the state holds, too: x_2 = 5, z_2 = 2, and y_2 is 5 μ_y + 2 (1 −
     μ_y)."""

@@ -159,6 +159,7 @@ def test_what_is_behind_the_end_does_not_count(folder: Path) -> None:
     assert nnx.merge(graphdef, cast(params, jnp.bfloat16))(tokens).dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_learns_and_draws(folder: Path) -> None:
     """Three optimizers. At a rate of 1e-3 all of them find the word that counts."""

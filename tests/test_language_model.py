@@ -88,7 +88,7 @@ def test_it_is_evaluated_at_x(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["spa_adamw", long("adamw"), long("muon")])
+@pytest.mark.parametrize("optimizer", [long("spa_adamw"), long("adamw"), long("muon")])
 def test_every_optimizer_learns(
     optimizer: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -196,3 +196,23 @@ def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -
     np.testing.assert_allclose(
         params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8
     )
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda k: jnp.where(k < 0, 0.0, 0.1)])
+def test_an_injected_momentum_that_rises(rate: Any) -> None:
+    """Its rise is not foreseen, whether the rate is a number or a schedule.
+
+    The momentum m = (x − z)/w must not drown in the rounding of x.
+    """
+    betas = [1e-4, 1e-4, 0.9, 0.9, 0.9]
+    x, reference = jnp.linspace(0.5, 1.0, 100), jnp.linspace(0.5, 1.0, 100)
+    state, m = spa_from_sgdm(rate, 0.9).init(x), jnp.zeros(100)
+    for beta in betas:
+        g = jnp.cos(50 * reference)
+        tx = spa_from_sgdm(rate, jnp.array(beta))
+        updates, state = jax.jit(tx.update)(g, state, x)
+        x = optax.apply_updates(x, updates)
+        m = beta * m + g
+        reference = reference - 0.1 * m
+    # w ≥ α/100 leaves α m with 100 ulps of x, and β + β² + β³ = 2.5 of these add up.
+    np.testing.assert_allclose(x, reference, rtol=0, atol=2.5 * 100 * 2.0**-23)

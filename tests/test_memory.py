@@ -11,7 +11,6 @@ import memory
 import one_card
 import optax
 import pytest
-from helpers import long
 from test_compiled import for_tpus
 
 from spa_optax import spa_adamw
@@ -51,7 +50,8 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
 
 @for_tpus
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [long("ordinary"), "in the backward pass"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ordinary", "in the backward pass"])
 def test_no_gradient_of_the_model_in_memory(kind: str) -> None:
     """20 layers more take memory for inputs, and in an ordinary step for gradients."""
 

@@ -1,7 +1,7 @@
 """Wrappers around finished optimizers, against NumPy and Optax's Schedule-Free."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -139,6 +139,34 @@ def test_refused_at_z() -> None:
     match = '`base`.*`ScaleByLBFGSState`.*`params_of_base="params"`'
     with pytest.raises(ValueError, match=match):
         lbfgs.init(PARAMS)
+    sam = optax.contrib.sam(SGD, SGD, opaque_mode=True)
+    match = '`base`.*`SAMState`.*`params_of_base="params"`'
+    with pytest.raises(ValueError, match=match):
+        primal_averaging(sam, 0.1, params_of_base="z").init(PARAMS)
+
+
+class OtherScheduleFreeState(NamedTuple):
+    """As a copy of Schedule-Free in another package has it."""
+
+    b1: Any
+    weight_sum: Any
+    z: Any
+
+
+def test_schedule_free_of_another_package_is_refused() -> None:
+    other = optax.GradientTransformation(
+        lambda params: OtherScheduleFreeState(0.9, 0.0, params), optax.identity().update
+    )
+    for wrapped in (primal_averaging(other, 0.1), stochastic_rounding(other, KEY)):
+        with pytest.raises(ValueError, match=r"`base`.*`OtherScheduleFreeState`"):
+            wrapped.init(PARAMS)
+
+
+def test_a_key_in_the_state_of_a_base() -> None:
+    """It has no sharding of a parameter, also where that is a scalar like the key."""
+    tx = in_float32(optax.add_noise(0.1, 0.55, jax.random.key(0)))
+    for init in (tx.init, jax.jit(tx.init)):
+        assert init(jnp.ones([])).rng_key.shape == ()
 
 
 def test_sam_in_opaque_mode_is_not_refused() -> None:

@@ -75,6 +75,7 @@ def test_stopped_before_the_first_checkpoint(
     assert metrics(tmp_path) == whole[1]
 
 
+@pytest.mark.long
 def test_figures_2_3_and_4(tmp_path: Path, capsys: Any) -> None:
     """From runs whose numbers are known: 6 epochs of 200 steps, so that the drop is at
     step 600."""

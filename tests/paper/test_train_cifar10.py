@@ -49,6 +49,7 @@ def parts_of(run: Any) -> tuple[Any, ...]:
     return state.params, state.batch_stats, results
 
 
+@pytest.mark.long
 def test_other_ways_to_run_the_same() -> None:
     """Over both drops: as SPA, and on eight devices, whose sums are in another
     order."""

@@ -1,0 +1,118 @@
+"""A wrapper that raises where something else moves the params."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from spa_optax import _checks as checks
+from spa_optax._dtypes import Flag, as_dtype, wide_dtype
+from spa_optax._trees import by_path, check_kind, copy_arrays, map_trained
+
+
+class GuardParamsState(NamedTuple):
+    """State of `guard_params`."""
+
+    inner: PyTree
+    has_stepped: Flag  # else the params may be any
+    before: PyTree  # y_k
+    after: PyTree  # y_{k+1}, as the last update makes it
+
+
+def guard_params(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Raises if the params are not those that the last update of `inner` made.
+
+        y_{k+1} = y_k + u_k
+
+    A member of the family needs that, since z does not follow what else moves the
+    params: a transform behind it in a chain, a wrapper such as `optax.lookahead`, a
+    projection, pruning. Use it to look for such a mistake, not to train: it stores the
+    params twice.
+
+    Args:
+      inner: a transformation whose updates are added to the params as they are.
+
+    Returns:
+      A transformation with the updates of `inner`. `update` needs `params`. Outside
+      `jax.jit` it raises `ValueError`; in compiled code JAX raises
+      `jax.errors.JaxRuntimeError` with the same message. After `reanchor` the next step
+      is not checked.
+
+    Raises:
+      ValueError: if `inner` is not a transformation, or, in `update`, the params are
+        others by more than rounding.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from spa_optax import spa
+      >>> from spa_optax.diagnostics import guard_params
+      >>> tx = optax.chain(guard_params(spa(1.0)), optax.scale(0.5))
+      >>> params = jnp.ones(2)
+      >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+      >>> try:
+      ...     tx.update(jnp.ones(2), state, params + updates)
+      ... except ValueError as error:
+      ...     print(str(error)[:58])
+      `params` must be those that the last update made, got othe
+    """
+    checks.TRANSFORMATION.check(inner=inner)
+    tx = optax.with_extra_args_support(inner)
+
+    def init_fn(params: PyTree) -> GuardParamsState:
+        return GuardParamsState(
+            inner=inner.init(params),
+            has_stepped=jnp.zeros([], bool),
+            before=copy_arrays(params),
+            after=copy_arrays(params),
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
+        check_kind("state", state, GuardParamsState)
+        if params is None:
+            raise ValueError("`params` must be passed to `update`, got None")
+        _check_not_moved(state, params)
+        u, inner_state = tx.update(updates, state.inner, params, **extra)
+        return u, GuardParamsState(
+            inner=inner_state,
+            has_stepped=jnp.ones([], bool),
+            before=copy_arrays(params),
+            after=optax.apply_updates(params, u),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
+    """Raises, also in compiled code, where params are not those after the last step."""
+
+    def is_moved(y: Array, before: Array, after: Array) -> Flag:
+        eps = float(jnp.finfo(y.dtype).eps)
+        y, before, after = as_dtype((y, before, after), wide_dtype(y))
+        # The user's program and this one may round y + u differently.
+        rounding_error = 2 * eps * (jnp.abs(before) + jnp.abs(after))
+        return state.has_stepped & jnp.any(jnp.abs(y - after) > rounding_error)
+
+    moved = by_path(map_trained(is_moved, params, state.before, state.after))
+    if any(isinstance(flag, Tracer) for flag in moved.values()):
+        jax.debug.callback(_raise_if_moved, moved)
+    else:
+        _raise_if_moved(moved)
+
+
+def _raise_if_moved(moved: dict[str, Any]) -> None:
+    for path, flag in moved.items():
+        if flag:
+            raise ValueError(
+                "`params` must be those that the last update made, got others at "
+                f"{path or 'their root'}. Put the optimizer of this package last in "
+                "its chain, and in no wrapper that moves the params. After an edit of "
+                "the params call `reanchor`."
+            )
