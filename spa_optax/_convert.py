@@ -200,6 +200,7 @@ def convert(
     k = _steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
+        _check_injected(new_nodes if isinstance(old, SPAState) else nodes, other)
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
@@ -239,6 +240,22 @@ def _check_arguments(
         )
     for name, value in other._asdict().items():
         REQUIREMENTS[name].check(**{name: value})
+
+
+def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
+    """Raises ValueError if a state injects other numbers than `other` has."""
+    hyperparams = {} if other is None else other._asdict()
+    injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+    for node in filter(lambda node: isinstance(node, injecting), nodes):
+        for name, value in node.hyperparams.items():
+            given = hyperparams.get(name, value)
+            if callable(given) or jnp.shape(value):
+                continue
+            if not jnp.allclose(given, value, rtol=1e-2):  # it may be in bfloat16
+                raise ValueError(
+                    f"`other` must have the {name} that the state injects, {value:g}, "
+                    f"got {given}"
+                )
 
 
 def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:

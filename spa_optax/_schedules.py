@@ -37,6 +37,7 @@ def hyperparams_from_sgdm(
       learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
       momentum: β_k in [0, 1), as for `spa_from_sgdm`.
       horizon: as for `spa_from_sgdm`, but nothing makes up for one that is too short.
+        At the default w is off by some 1e-8 of itself.
 
     Returns:
       Numbers if both arguments are numbers, else schedules, with c_{k+1} = 0 where α_k

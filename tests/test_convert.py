@@ -422,6 +422,23 @@ def test_counts_that_differ_are_refused() -> None:
             convert(state, x, **given, count=8)
 
 
+def test_injected_hyperparameters_must_be_those_of_the_other_optimizer() -> None:
+    x = jnp.ones(2)
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.2, momentum=0.9)
+    _, state = run(sgd, x, [x])
+    tx = spa_from_sgdm(0.2, 0.9)
+    for other, name in (
+        (SGDM(0.1, 0.9), "learning_rate"),
+        (SGDM(0.2, 0.8), "momentum"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"`other`.*{name}.*0\\.[29].*got 0\\.[18]"
+        ):
+            convert(state, x, into=tx.init(x), other=other)
+    convert(state, x, into=tx.init(x), other=SGDM(0.2, 0.9))
+    convert(state, x, into=tx.init(x), other=SGDM(lambda k: 0.2, 0.9))
+
+
 # The family.
 
 
