@@ -181,7 +181,7 @@ def check_above_0(name: str, schedule: Any) -> None:
         )
 
 
-def check_fits_8_bits(state_dtype: Any, averaging: Any) -> None:
+def check_fits_8_bits(state_dtype: Any, name: str, averaging: Any) -> None:
     """Raises ValueError if z in 8 bits would be too coarse for an averaging.
 
     A longer average makes smaller steps of z − params, down to those of rounding.
@@ -194,7 +194,7 @@ def check_fits_8_bits(state_dtype: Any, averaging: Any) -> None:
     if is_bad.any():
         k = np.argmax(is_bad)
         raise ValueError(
-            f"`averaging` must be >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
+            f"`{name}` must be >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
             f"of 8 bits, got {values[k]:.3g} at count {counts[k]}. Use bfloat16."
         )
 
@@ -206,9 +206,9 @@ def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
     """
     later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
     counts = np.append(np.arange(10**4), later)
-    if is_plain_number(hyperparam):
-        return counts[:1], np.asarray([hyperparam], float)
     try:
+        if not callable(hyperparam):
+            return counts[:1], np.asarray([hyperparam], float)
         with jax.ensure_compile_time_eval():
             values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
         return counts, np.asarray(values, float).reshape(counts.shape)
@@ -218,9 +218,10 @@ def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user that called the package."""
+    """Warns at the line that called the package, perhaps through Optax or JAX."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals["__name__"].startswith("spa_optax."):
+    libraries = ("spa_optax.", "optax.", "jax.", "flax.")
+    while frame.f_back and frame.f_globals["__name__"].startswith(libraries):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

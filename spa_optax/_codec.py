@@ -26,7 +26,9 @@ from spa_optax._xla import select, sharded_like
 
 
 class Coefficients(NamedTuple):
-    """One step as an array makes it, of y and z, for gradients g. x is not stored.
+    """One step as an array makes it, of y and z, for gradients g.
+
+    It is that of `Scalars` in `_core.py` without x, which is not stored.
 
         z ← y + r (z − y)
         z ← z − η g
@@ -67,7 +69,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def z(self, y: Array, stored: Array, is_start: Flag) -> Array:
-        """The value of z, in the dtype to compute in."""
+        """The value of z, in the dtype to compute in. Before the first step it is y."""
 
     @abc.abstractmethod
     def z_minus_y(self, y: Array, stored: Array, is_start: Flag) -> Array:
@@ -114,14 +116,11 @@ class ZItself(Codec):
         return rounded(z, dtype, seed)
 
     def step(self, y, stored, g, coefficients, seed):
-        z = stored.astype(wide_dtype(y, stored))
+        z = self.z(y, stored, coefficients.is_start)
         wide_y, g, coefficients = as_dtype((y, g, coefficients), z.dtype)
-        eta, p, delta_y, r, is_start = coefficients
-        # Before the first step z is y, whatever is stored.
-        if r is None:
-            z = select(is_start, wide_y, z)
-        else:
-            z = _rescale(wide_y, z, jnp.where(is_start, 0, r))
+        eta, p, delta_y, r, _ = coefficients
+        if r is not None:
+            z = _rescale(wide_y, z, r)
         z = z - eta * g
         u = p * (z - wide_y)
         if delta_y is not None:

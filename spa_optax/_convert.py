@@ -1,7 +1,8 @@
 """Moves a run in the middle: from one optimizer's state into another's.
 
-A state is a tree of nodes. Those with momentum are read as an `SPAState`, and written
-from one. Counters count on from k. All other nodes are copied.
+A state is a tree of nodes. `convert` finds the node with the momentum in both states,
+reads the old one as an `SPAState` whose z is a dict of arrays by path, and writes the
+new one from it. Counters count on from k. All other nodes are copied by type and shape.
 """
 
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class Run(NamedTuple):
     y: ByPath  # the params with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
-    other: SGDM | AdamW | None  # of `convert`, as the next
+    other: SGDM | AdamW | None  # the argument of `convert`
     averaging: optax.ScalarOrSchedule | None
 
 

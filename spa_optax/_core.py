@@ -202,23 +202,23 @@ def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
     """The step of x and z as one of y and z, since x is not stored.
 
     If the params are x, p and δ_y are c and δ themselves. Otherwise let a prime mean
-    k + 1, and ρ = μ'/μ. Put the last three into the first, and collect terms:
+    k + 1, but c be c_{k+1}, and ρ = μ'/μ. With x = (y − (1 − μ) z)/μ and z = z' + η g
 
-        y' = μ' x' + (1 − μ') z'        x' = (1 − c) x + c z' − δ g
-        x = (y − (1 − μ) z)/μ           z = z' + η g
-
-        of y     ρ (1 − c) = 1 − p
-        of z'    1 − ρ (1 − c) = p
-        of g     −η (1 − c)(ρ − μ') − μ' δ = −δ_y        since ρ (1 − μ) = ρ − μ'
+        y' = μ' x' + (1 − μ') z'
+           = μ' (1 − c) x + (1 − μ' (1 − c)) z' − μ' δ g
+           = ρ (1 − c) y + (1 − ρ (1 − c)) z' − δ_y g
+           = y + p (z' − y) − δ_y g
+        p = 1 − ρ (1 − c) = c − (1 − c)(ρ − 1)
+        δ_y = η (1 − c)(ρ − μ') + μ' δ
     """
     eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
     is_start = has_taken_no_step(state)
     if mu_y is None:
         eta = _nan_if_params_are_not_x(eta, state.mu_y, is_start)
         return Coefficients(eta, c, scalars.delta, scalars.r, is_start)
-    change = _relative_change(state.mu_y, mu_y)  # ρ − 1
-    p = c - (1 - c) * change  # exactly c where ρ is 1
-    delta_y = eta * (1 - c) * (1 + change - mu_y)
+    rho_minus_1 = _relative_change(state.mu_y, mu_y)
+    p = c - (1 - c) * rho_minus_1  # exactly c where ρ is 1
+    delta_y = eta * (1 - c) * (1 + rho_minus_1 - mu_y)
     if scalars.delta is not None:
         delta_y += mu_y * scalars.delta
     return Coefficients(eta, p, delta_y, scalars.r, is_start)
@@ -241,8 +241,9 @@ def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scala
     x_is_lost = ~is_start & (mu_y != 1)
     if checks.is_surely(x_is_lost):
         raise ValueError(
-            "`interpolation` must be a schedule here, `lambda k: 1.0`, got 1: the last "
-            f"step had {mu_y:g}, so the params are not x yet"
+            "`state` must be of a run at an interpolation of 1, got one at "
+            f"{mu_y:g}, whose params are not x. Begin anew at `eval_params(state, "
+            "params)`, or pass the schedule `interpolation=lambda k: 1.0`."
         )
     return jnp.where(x_is_lost, jnp.nan, eta)
 

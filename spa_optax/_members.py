@@ -45,8 +45,8 @@ def spa(
     editing params call `reanchor`.
 
     Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. From SGD+M, α/(1 −
-        β).
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. In place of SGD
+        with momentum, pass α/(1 − β).
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count
         k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
@@ -95,7 +95,7 @@ def spa(
     checks.check_averaging(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_above_0("interpolation", interpolation)
-    checks.check_fits_8_bits(state_dtype, averaging)
+    checks.check_fits_8_bits(state_dtype, "averaging", averaging)
     eta_at = at_count("learning_rate", learning_rate)
     c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
@@ -114,7 +114,7 @@ def spa(
         state_dtype,
         rounding_key,
         c_is_1=checks.is_plain_number(averaging) and bool(averaging == 1),
-        mu_y_changes=callable(interpolation),
+        mu_y_changes=not checks.is_plain_number(interpolation),
     )
 
 
@@ -189,7 +189,7 @@ def spa_from_sgdm(
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if checks.is_plain_number(momentum):
-        checks.check_fits_8_bits(state_dtype, 1 - momentum)  # pyright: ignore[reportOperatorIssue]
+        checks.check_fits_8_bits(state_dtype, "1 - momentum", 1 - momentum)  # pyright: ignore[reportOperatorIssue]
 
     def rule(state: SPAState) -> Scalars:
         ahead = look_ahead(

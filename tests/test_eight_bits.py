@@ -471,6 +471,7 @@ def test_every_state_of_adams_type_in_optax_is_refused() -> None:
     "make",
     [
         lambda **options: spa(0.1, 0.01, **options),
+        lambda **options: spa(0.1, jnp.array(0.01), **options),
         lambda **options: spa(0.1, schedule_free_averaging(0.1), **options),
         lambda **options: spa_adamw(
             0.1, lambda k: 1 / (k + 1).astype(float), **options
@@ -480,7 +481,9 @@ def test_every_state_of_adams_type_in_optax_is_refused() -> None:
     ],
 )
 def test_an_average_too_long_for_8_bits_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"`averaging`.*0\.0125.*got 0\.01.*bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"`(averaging|1 - momentum)`.*0\.0125.*got 0\.01.*bfloat16"
+    ):
         make(state_dtype=E4M3, rounding_key=KEY)
     make(state_dtype=jnp.bfloat16, rounding_key=KEY)
 

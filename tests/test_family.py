@@ -165,7 +165,7 @@ def test_interpolation_may_change_unforeseen() -> None:
     chex.assert_trees_all_close((params, state), scheduled, rtol=1e-6)
     np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)  # not what the change makes
     for tx in (spa(0.1, 0.2), spa_from_sgdm(0.1)):  # to which x would be y
-        with pytest.raises(ValueError, match=r"`interpolation`.* got 1.*0\.5"):
+        with pytest.raises(ValueError, match=r"`state`.*interpolation of 1.*0\.5"):
             tx.update(GRADS, state, params)
         assert np.isnan(jax.jit(tx.update)(GRADS, state, params)[0]["w"]).all()
 

@@ -65,7 +65,9 @@ class Transform:
     quick: bool = False  # quick tests take one for each way through the code
     linear: bool = True  # in the gradients; and the state is an `SPAState` alone
     has_z: bool = True  # and takes a `state_dtype`
-    takes_none: bool = True  # as a gradient; Optax takes it only where params are None
+    # As a gradient. Optax takes it only where params are None, and a changing
+    # interpolation moves params without gradients.
+    takes_none: bool = True
     # Whether a compiled `init` shards the state like the params.
     keeps_sharding: bool = True
     num_sums: int = 0  # over a mesh
@@ -125,7 +127,9 @@ FACTORIES: dict[str, Transform] = {
     "sgdm, schedule": Transform(partial(spa_from_sgdm, COSINE, 0.9)),
     "sgdm, nesterov": Transform(partial(spa_from_sgdm, COSINE, 0.9, True), quick=True),
     "stochastic": Transform(partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY)),
-    "gpa": Transform(partial(spa, COSINE, mean_of_all, falling_mu_y), quick=True),
+    "gpa": Transform(
+        partial(spa, COSINE, mean_of_all, falling_mu_y), quick=True, takes_none=False
+    ),
     "tracked": Transform(tracked, num_sums=2),
     "around sgd at z": Transform(
         partial(primal_averaging, AT_Z, 0.1, params_of_base="z")

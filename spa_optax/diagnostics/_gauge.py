@@ -170,7 +170,7 @@ def _num_saturated(stored: Array) -> Scalar:
 
 def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     """The gauge after a step."""
-    sums, is_first = step.sums, sum(gauge.counts) == 0
+    sums, is_first = step.sums, gauge.counts.measured + gauge.counts.rounded == 0
     is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     is_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
