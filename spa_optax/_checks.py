@@ -189,13 +189,12 @@ def check_fits_8_bits(state_dtype: Any, name: str, averaging: Any) -> None:
     STATE_DTYPE.optional().check(state_dtype=state_dtype)
     if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
         return
-    counts, values = _sampled(averaging)
-    is_bad = (values > 0) & (values < LEAST_AVERAGING_OF_8_BITS)
-    if is_bad.any():
-        k = np.argmax(is_bad)
+    _, values = _sampled(averaging)
+    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
-            f"`{name}` must be >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
-            f"of 8 bits, got {values[k]:.3g} at count {counts[k]}. Use bfloat16."
+            f"`{name}` must stay >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
+            f"of 8 bits, got {at_last[0]:.4g} at last. Use bfloat16."
         )
 
 

@@ -168,9 +168,9 @@ def _next_w(ahead: LookAhead, w_old: Scalar, follows_params: bool) -> Scalar:
         # z, which keeps what x has lost by rounding.
         return jnp.where(ahead.momentum_ends, 0, nonzero_w(w, ahead.a, w_k))
     # z is stored, so m has the rounding error of x over w. While α or β may rise
-    # unforeseen, w does not fall, nor below α/100: then m has the error of 100 ulps of
-    # x over α.
-    large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha / 100))
+    # unforeseen, w does not fall, nor below α: then α m has an error of about an ulp of
+    # x, as if β had been 1/2.
+    large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha))
     return nonzero_w(jnp.where(ahead.is_foreseen, w, large_w), ahead.a, w_k)
 
 

@@ -7,7 +7,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of
 from spa_optax._core import Scalars, SPAState, transformation
-from spa_optax._hyperparams import at_count
+from spa_optax._hyperparams import Schedule, at_count
 from spa_optax._lookahead import look_ahead, sgdm_scalars
 
 
@@ -188,8 +188,8 @@ def spa_from_sgdm(
     checks.MOMENTUM.check(momentum=momentum)
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    if checks.is_plain_number(momentum):
-        checks.check_fits_8_bits(state_dtype, "1 - momentum", 1 - momentum)  # pyright: ignore[reportOperatorIssue]
+    c_of_constants = Schedule(lambda k: 1 - at_count("momentum", momentum)(k))
+    checks.check_fits_8_bits(state_dtype, "1 - momentum", c_of_constants)
 
     def rule(state: SPAState) -> Scalars:
         ahead = look_ahead(

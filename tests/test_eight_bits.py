@@ -478,20 +478,24 @@ def test_every_state_of_adams_type_in_optax_is_refused() -> None:
         ),
         lambda **options: primal_averaging(SGD, 0.012, **options),
         lambda **options: spa_from_sgdm(0.1, 0.99, **options),
+        lambda **options: spa_from_sgdm(0.1, jnp.array(0.99), **options),
+        lambda **options: spa_from_sgdm(0.1, optax.constant_schedule(0.99), **options),
     ],
 )
 def test_an_average_too_long_for_8_bits_is_refused(make: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"`(averaging|1 - momentum)`.*0\.0125.*got 0\.01.*bfloat16"
+        ValueError, match=r"`(averaging|1 - momentum)`.*0\.0125.*got .*bfloat16"
     ):
         make(state_dtype=E4M3, rounding_key=KEY)
     make(state_dtype=jnp.bfloat16, rounding_key=KEY)
 
 
 def test_an_average_that_8_bits_can_hold() -> None:
-    for averaging in (0.0125, 1, stagewise(0.1, 0.1, [100]).averaging):
+    warm_up = optax.linear_schedule(0.0, 0.1, 1_000)
+    for averaging in (0.0125, 1, stagewise(0.1, 0.1, [100]).averaging, warm_up):
         spa(0.1, averaging, state_dtype=E4M3, rounding_key=KEY)
-    spa_from_sgdm(0.1, 0.9, state_dtype=E4M3, rounding_key=KEY)
+    for momentum in (0.0, 0.9, 0.9875):
+        spa_from_sgdm(0.1, momentum, state_dtype=E4M3, rounding_key=KEY)
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "float64"])

@@ -151,3 +151,19 @@ def test_bad_arguments() -> None:
         tx.update(GRADS[0], tx.init(PARAMS))
     with pytest.raises(ValueError, match="`state` must be of type `GuardParamsState`"):
         tx.update(GRADS[0], spa(1.0).init(PARAMS), PARAMS)
+
+
+def test_params_that_become_nan_are_found_and_a_run_that_diverges_is_not() -> None:
+    tx, nan = guard_params(spa(0.5, 0.2)), jnp.array([jnp.nan, 1.0, 1.0])
+    params, state = run(tx, PARAMS, GRADS[:2])
+    with pytest.raises(ValueError, match="`params` must be"):
+        tx.update(GRADS[2], state, {**params, "b": params["b"].at[1].set(jnp.nan)})
+    run(tx, params, [{**GRADS[2], "b": nan}, *GRADS[3:6]], state)
+    jax.effects_barrier()
+
+
+def test_params_without_gradients_stay() -> None:
+    tx = guard_params(spa(0.5, 0.2))
+    params, _ = run(tx, PARAMS, [{**g, "b": None} for g in GRADS[:3]])
+    assert (params["b"] == PARAMS["b"]).all()
+    jax.effects_barrier()

@@ -214,5 +214,17 @@ def test_an_injected_momentum_that_rises(rate: Any) -> None:
         x = optax.apply_updates(x, updates)
         m = beta * m + g
         reference = reference - 0.1 * m
-    # w ≥ α/100 leaves α m with 100 ulps of x, and β + β² + β³ = 2.5 of these add up.
-    np.testing.assert_allclose(x, reference, rtol=0, atol=2.5 * 100 * 2.0**-23)
+    # w ≥ α leaves α m with two ulps of x, and β + β² + β³ = 2.5 of these add up. Each
+    # of five steps rounds x as well.
+    np.testing.assert_allclose(x, reference, rtol=0, atol=(2.5 * 2 + 5) * 2.0**-23)
+
+
+def test_an_injected_momentum_that_rises_from_0_does_not_restart() -> None:
+    """x = −α after a gradient of 1; then it coasts by −α β."""
+    injected = optax.inject_hyperparams(spa_from_sgdm, static_args="nesterov")
+    for beta in (0.9, 0.99, 0.999):
+        tx, x = injected(0.05, 0.0), jnp.zeros([])
+        x, state = run(tx, x, [jnp.ones([])])
+        state = optax.tree.set(state, momentum=jnp.array(beta))
+        x, _ = run(tx, x, [jnp.zeros([])], state)
+        np.testing.assert_allclose(x, -0.05 * (1 + beta), rtol=1e-5)

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._dtypes import Flag, as_dtype, wide_dtype
-from spa_optax._trees import by_path, check_kind, copy_arrays, map_trained
+from spa_optax._trees import by_path, check_kind, copy_arrays, is_none, map_trained
 
 
 class GuardParamsState(NamedTuple):
@@ -35,7 +35,9 @@ def guard_params(
     params twice.
 
     Args:
-      inner: a transformation whose updates are added to the params as they are.
+      inner: a transformation whose updates are added to the params as they are. Put
+        `guard_params` directly around a member of the family: it does not see what
+        changes the update inside.
 
     Returns:
       A transformation with the updates of `inner`. `update` needs `params`. Outside
@@ -45,7 +47,7 @@ def guard_params(
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the params are
-        others by more than rounding.
+        others by more than an ulp.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -84,10 +86,14 @@ def guard_params(
             inner=inner_state,
             has_stepped=jnp.ones([], bool),
             before=copy_arrays(params),
-            after=optax.apply_updates(params, u),
+            after=jax.tree.map(_add, params, u, is_leaf=is_none),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _add(x: Any, u: Any) -> Any:
+    return x if u is None else optax.apply_updates(x, u)
 
 
 def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
@@ -97,8 +103,10 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
         eps = float(jnp.finfo(y.dtype).eps)
         y, before, after = as_dtype((y, before, after), wide_dtype(y))
         # The user's program and this one may round y + u differently.
-        rounding_error = 2 * eps * (jnp.abs(before) + jnp.abs(after))
-        return state.has_stepped & jnp.any(jnp.abs(y - after) > rounding_error)
+        ulp = eps * jnp.maximum(jnp.abs(before), jnp.abs(after))
+        both_nan = jnp.isnan(y) & jnp.isnan(after)
+        is_same = (jnp.abs(y - after) <= ulp) | (y == after) | both_nan
+        return state.has_stepped & ~jnp.all(is_same)
 
     moved = by_path(map_trained(is_moved, params, state.before, state.after))
     if any(isinstance(flag, Tracer) for flag in moved.values()):
