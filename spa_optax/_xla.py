@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
@@ -66,6 +67,9 @@ def sharded_like(leaf: Any, x: Any) -> Any:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
         return leaf
+    if not isinstance(leaf, Tracer) and not isinstance(x, Tracer):
+        is_split = len(x.sharding.device_set) > 1
+        return jax.device_put(leaf, x.sharding) if is_split else leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
     return select(never, jnp.real(x).astype(leaf.dtype), leaf)
 

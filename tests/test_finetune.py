@@ -209,7 +209,7 @@ def test_the_benchmark_trains_as_the_example(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rows", [[*NUM_BYTES, "LoRA, float32"], long(list(finetune.ROWS))]
+    "rows", [long([*NUM_BYTES, "LoRA, float32"]), long(list(finetune.ROWS))]
 )
 def test_benchmark(
     rows: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch

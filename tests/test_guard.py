@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import run
+from helpers import run, unchecked
 
 from spa_optax import (
     convert,
@@ -145,7 +145,7 @@ def test_a_guarded_run_moves_to_another_state() -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="`inner` must be a gradient transformation"):
-        guard_params(0.1)  # pyright: ignore[reportArgumentType]
+        unchecked(guard_params)(0.1)
     tx = guard_params(spa(1.0))
     with pytest.raises(ValueError, match="`params` must be passed"):
         tx.update(GRADS[0], tx.init(PARAMS))

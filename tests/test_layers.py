@@ -104,7 +104,8 @@ def trained_ordinarily(make_tx: Any, noise: Any = None) -> tuple[Any, list[float
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make_tx", [gpa_at_4_bytes, long(adamw), long(lambda i: optax.contrib.muon(3e-3))]
+    "make_tx",
+    [long(gpa_at_4_bytes), long(adamw), long(lambda i: optax.contrib.muon(3e-3))],
 )
 def test_an_ordinary_step(make_tx: Any) -> None:
     """After 12 steps, also of a layer with `jax.checkpoint`, and over eight devices."""
