@@ -45,7 +45,8 @@ TESTS = {
     "xla": CORE,
     "lookahead": ["lookahead", "schedules", "scale", "equivalence"],
     "schedules": ["schedules", "methods", "checks"],
-    "convert": ["convert", "convert_moments"],
+    "convert": ["convert"],
+    "optax_states": ["wrappers", "eight_bits"],
 }
 # Operators that replace each other. Another would only raise.
 GROUPS = [
