@@ -162,6 +162,11 @@ def is_plain_number(value: object) -> bool:
     return not callable(value) and not isinstance(value, jax.Array)
 
 
+def is_number_1(value: Any) -> bool:
+    """Whether a hyper-parameter is known to be 1 when a transform is built."""
+    return is_plain_number(value) and bool(value == 1)
+
+
 def is_surely(condition: Any) -> bool:
     """Whether a scalar condition is true; False if it is traced."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
@@ -203,17 +208,17 @@ def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
 
     They are the counts below 10,000, and 700 from there to 10^7. A number has one.
     """
-    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-    counts = np.append(np.arange(10**4), later)
     try:
         if not callable(hyperparam):
-            return counts[:1], np.asarray([hyperparam], float)
+            return np.zeros(1, int), np.asarray([hyperparam], float)
+        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+        counts = np.append(np.arange(10**4), later)
         with jax.ensure_compile_time_eval():
             values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
         return counts, np.asarray(values, float).reshape(counts.shape)
     except Exception:
         # It depends on traced values, or has an error, which its first use raises.
-        return counts[:0], np.empty(0)
+        return np.empty(0, int), np.empty(0)
 
 
 def warn(message: str) -> None:

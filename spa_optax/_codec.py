@@ -125,7 +125,8 @@ class ZItself(Codec):
         u = p * (z - wide_y)
         if delta_y is not None:
             u = u - delta_y * g
-        return ArrayStep(round_update(u, y, seed), rounded(z, stored.dtype, seed))
+        u = round_update(u, y, seed)
+        return ArrayStep(u, self.store(z, y, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -247,7 +247,7 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
     """Raises ValueError if a state injects other numbers than `other` has."""
     hyperparams = {} if other is None else other._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in filter(lambda node: isinstance(node, injecting), nodes):
+    for node in _find(nodes, injecting):
         for name, value in node.hyperparams.items():
             given = hyperparams.get(name, value)
             if callable(given) or jnp.shape(value):
@@ -287,7 +287,7 @@ def _nodes_of(state: PyTree) -> list[Any]:
     return nodes
 
 
-def _find(nodes: list[Any], kind: type) -> list[Any]:
+def _find(nodes: list[Any], kind: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, kind)]
 
 

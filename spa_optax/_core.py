@@ -100,8 +100,9 @@ def transformation(
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
     def warn_of_rounding(params: PyTree, z: PyTree) -> None:
-        loses_digits = has_16_bits(z) or (has_16_bits(params) and not c_is_1)
-        if rounding_key is None and loses_digits:
+        if rounding_key is not None:
+            return
+        if has_16_bits(z) or (has_16_bits(params) and not c_is_1):
             checks.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "

@@ -1,9 +1,6 @@
 """What operates on the states of all members: `eval_params` and `reanchor`."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
@@ -25,7 +22,7 @@ from spa_optax._trees import (
     with_leaves,
 )
 from spa_optax._wrappers import StochasticRoundingState
-from spa_optax.diagnostics._guard import GuardParamsState
+from spa_optax.diagnostics._guard import forget_params
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -137,14 +134,8 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))
 
-    def shift_node(node: Any) -> Any:
-        if isinstance(node, SPAState):
-            return shift_state(node)
-        inner = replace_nodes(node.inner, (SPAState, GuardParamsState), shift_node)
-        return node._replace(inner=inner, has_stepped=jnp.zeros([], bool))
-
-    shifted = replace_nodes(opt_state, (SPAState, GuardParamsState), shift_node)
-    return copy_arrays(shifted)
+    shifted = replace_nodes(opt_state, SPAState, shift_state)
+    return copy_arrays(forget_params(shifted))
 
 
 def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:

@@ -99,7 +99,7 @@ def spa(
     eta_at = at_count("learning_rate", learning_rate)
     c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
-    params_are_x = checks.is_plain_number(interpolation) and interpolation == 1
+    params_are_x = checks.is_number_1(interpolation)
 
     def rule(state: SPAState) -> Scalars:
         eta, c = eta_at(state.count), c_at(state.count)
@@ -113,7 +113,7 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        c_is_1=checks.is_plain_number(averaging) and bool(averaging == 1),
+        c_is_1=checks.is_number_1(averaging),
         mu_y_changes=not checks.is_plain_number(interpolation),
     )
 

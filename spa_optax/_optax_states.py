@@ -94,10 +94,6 @@ UNFIT: Refusals = [
         "`base` must not move the params back, got a `{}`. Average instead.",
     ),
     (
-        (optax.contrib.SAMState,),
-        "`base` must not move the params aside, got a `{}`. Set `opaque_mode=True`.",
-    ),
-    (
         (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
         "`base` must not find its rate by how far the params went, got a `{}`. It "
         "cannot see z. Use another base.",
@@ -142,9 +138,17 @@ def refuse(state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
     for types, message in refusals:
         for node in find_nodes(state, types):
-            if is_opaque_sam(node) and "opaque_mode" in message:
-                continue  # it does what the message asks for
             raise ValueError(message.format(type(node).__name__))
+
+
+def refuse_sam_that_moves_params(state: PyTree) -> None:
+    """Raises ValueError where the state of a base holds a SAM that is not opaque."""
+    for node in find_nodes(state, optax.contrib.SAMState):
+        if not is_opaque_sam(node):
+            raise ValueError(
+                "`base` must not move the params aside, got a `SAMState`. Set "
+                "`opaque_mode=True`."
+            )
 
 
 def is_opaque_sam(node: Any) -> bool:

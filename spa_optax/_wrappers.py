@@ -18,6 +18,7 @@ from spa_optax._optax_states import (
     SKIPS_UPDATES,
     UNFIT,
     refuse,
+    refuse_sam_that_moves_params,
 )
 from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
 from spa_optax._trees import (
@@ -158,6 +159,7 @@ def primal_averaging(
 
     def init_fn(params: PyTree) -> PrimalAveragingState:
         base_state = tx.init(params)
+        refuse_sam_that_moves_params(base_state)
         refuse(base_state, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
         if find_nodes(base_state, StochasticRoundingState):
             raise ValueError(

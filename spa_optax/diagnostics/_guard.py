@@ -10,7 +10,14 @@ from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._dtypes import Flag, as_dtype, wide_dtype
-from spa_optax._trees import by_path, check_kind, copy_arrays, is_none, map_trained
+from spa_optax._trees import (
+    by_path,
+    check_kind,
+    copy_arrays,
+    is_none,
+    map_trained,
+    replace_nodes,
+)
 
 
 class GuardParamsState(NamedTuple):
@@ -90,6 +97,16 @@ def guard_params(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def forget_params(opt_state: PyTree) -> PyTree:
+    """A state whose guards do not check the params of the next step."""
+
+    def forget(guard: GuardParamsState) -> GuardParamsState:
+        inner = forget_params(guard.inner)
+        return guard._replace(inner=inner, has_stepped=jnp.zeros([], bool))
+
+    return replace_nodes(opt_state, GuardParamsState, forget)
 
 
 def _add(x: Any, u: Any) -> Any:
