@@ -29,6 +29,7 @@ from spa_optax._trees import (
     by_path,
     check_kind,
     check_params,
+    check_params_passed,
     check_same_tree,
     fill_none,
     is_none,
@@ -273,8 +274,7 @@ def has_taken_no_step(state: SPAState) -> Flag:
 
 def check_state(name: str, state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
-    if params is None:
-        raise ValueError("`params` must be passed to `update`, got None")
+    check_params_passed(params)
     check_scalars(name, state)
     check_same_tree(f"{name}.z", tree_of(state.z), "params", params)
     check_not_cast(f"{name}.z", state.z)

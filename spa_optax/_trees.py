@@ -206,6 +206,12 @@ def check_one_run(name: str, *counts: Any) -> None:
         )
 
 
+def check_params_passed(params: PyTree) -> None:
+    """Raises ValueError if an update has no params."""
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, got None")
+
+
 def check_params(params: PyTree) -> None:
     """Raises ValueError unless params are arrays; one alone must be floating-point."""
     for path, leaf in leaves_with_path(params):

@@ -23,6 +23,7 @@ from spa_optax._optax_states import (
 from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
 from spa_optax._trees import (
     check_kind,
+    check_params_passed,
     check_same_tree,
     fill_none,
     find_nodes,
@@ -231,8 +232,7 @@ def stochastic_rounding(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
-        if params is None:
-            raise ValueError("`params` must be passed to `update`, got None")
+        check_params_passed(params)
         check_kind("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)

@@ -13,6 +13,7 @@ from spa_optax._dtypes import Flag, as_dtype, wide_dtype
 from spa_optax._trees import (
     by_path,
     check_kind,
+    check_params_passed,
     copy_arrays,
     is_none,
     map_trained,
@@ -85,8 +86,7 @@ def guard_params(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
         check_kind("state", state, GuardParamsState)
-        if params is None:
-            raise ValueError("`params` must be passed to `update`, got None")
+        check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(
