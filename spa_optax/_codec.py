@@ -1,6 +1,6 @@
 """How a state stores z, and the recursion of primal averaging on one array.
 
-`Coefficients` has the recursion, and the `step` of two codecs computes it. The state
+`YZCoefficients` has the recursion, and the `step` of two codecs computes it. The state
 stores z itself where all params and the state have 32 bits or more, as in the paper:
 there a difference would only add rounding. In every other case it stores z − y,
 the difference from the params y. A difference keeps digits that a narrow z would lose,
@@ -25,21 +25,21 @@ from spa_optax._trees import by_path, is_trained
 from spa_optax._xla import select, sharded_like
 
 
-class Coefficients(NamedTuple):
+class YZCoefficients(NamedTuple):
     """One step as an array makes it, of y and z, for gradients g.
 
-    It is that of `Scalars` in `_core.py` without x, which is not stored.
+    It is that of `XZCoefficients` in `_core.py` without x, which is not stored.
 
         z ← y + r (z − y)
         z ← z − η g
-        y ← y + p (z − y) − δ_y g
+        y ← y + c_y (z − y) − δ_y g
 
-    If the params y are x, p is the paper's c: y ← (1 − c) y + c z. Without Nesterov
+    If the params y are x, c_y is the paper's c: y ← (1 − c) y + c z. Without Nesterov
     momentum δ_y is then 0. A field that is None leaves its term out of the program.
     """
 
     eta: Scalar
-    p: Scalar
+    c_y: Scalar
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
     is_start: Flag  # whether no step was taken: z is y then, even if y was replaced
@@ -85,10 +85,10 @@ class Codec(abc.ABC):
         y: Array,
         stored: Array,
         g: Array,
-        coefficients: Coefficients,
+        yz: YZCoefficients,
         seed: Seed | None,
     ) -> ArrayStep:
-        """One step of y and z, from `Coefficients`."""
+        """One step of y and z, from `YZCoefficients`."""
 
 
 class ZItself(Codec):
@@ -115,14 +115,14 @@ class ZItself(Codec):
     def store(self, z, y, dtype, seed):
         return rounded(z, dtype, seed)
 
-    def step(self, y, stored, g, coefficients, seed):
-        z = self.z(y, stored, coefficients.is_start)
-        wide_y, g, coefficients = as_dtype((y, g, coefficients), z.dtype)
-        eta, p, delta_y, r, _ = coefficients
+    def step(self, y, stored, g, yz, seed):
+        z = self.z(y, stored, yz.is_start)
+        wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
+        eta, c_y, delta_y, r, _ = yz
         if r is not None:
             z = _rescale(wide_y, z, r)
         z = z - eta * g
-        u = p * (z - wide_y)
+        u = c_y * (z - wide_y)
         if delta_y is not None:
             u = u - delta_y * g
         u = round_update(u, y, seed)
@@ -159,14 +159,14 @@ class Difference(Codec):
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
-    def step(self, y, stored, g, coefficients, seed):
-        d = self.z_minus_y(y, stored, coefficients.is_start)
-        g, coefficients = as_dtype((g, coefficients), d.dtype)
-        eta, p, delta_y, r, _ = coefficients
+    def step(self, y, stored, g, yz, seed):
+        d = self.z_minus_y(y, stored, yz.is_start)
+        g, yz = as_dtype((g, yz), d.dtype)
+        eta, c_y, delta_y, r, _ = yz
         if r is not None:
             d = r * d
         d = d - eta * g
-        u = p * d
+        u = c_y * d
         if delta_y is not None:
             u = u - delta_y * g
         # Params take the low bits of each random word, and z − y takes the high ones.
@@ -213,7 +213,7 @@ DIFFERENCE_IN_256THS = Difference(
 )
 
 
-def codec_for(params: PyTree, state_dtype: Any) -> Codec:
+def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     """How a state stores the z of params, with a `state_dtype` or None."""
     num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
     if num_bytes == 1:
@@ -228,7 +228,7 @@ def codec_of(z: PyTree) -> Codec:
     return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else Z_ITSELF
 
 
-def tree_of(z: PyTree) -> PyTree:
+def stored_tree(z: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
     if codec_of(z) is Z_ITSELF:
         return z
@@ -236,7 +236,7 @@ def tree_of(z: PyTree) -> PyTree:
     return tree
 
 
-def dtype_for(y: Any, state_dtype: Any) -> Any:
+def stored_dtype(y: Any, state_dtype: Any) -> Any:
     """The dtype in which a state stores the z of a parameter."""
     if state_dtype is None:
         return wide_dtype(y)
@@ -248,21 +248,21 @@ def dtype_for(y: Any, state_dtype: Any) -> Any:
 
 def init_z(params: PyTree, state_dtype: Any) -> PyTree:
     """What stands in a new state for z_0 = y_0."""
-    codec = codec_for(params, state_dtype)
+    codec = choose_codec(params, state_dtype)
 
     def start(y: Any) -> Array:
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
             y = jnp.zeros(y.shape, y.dtype)
         if not is_trained(y):
             return jnp.array(y)
-        return codec.start(y, dtype_for(y, state_dtype))
+        return codec.start(y, stored_dtype(y, state_dtype))
 
     return codec.node(jax.tree.map(start, params))
 
 
 def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would hold it beside params."""
-    found, expected = codec_of(z), codec_for(params, state_dtype)
+    found, expected = codec_of(z), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`{name}` must hold {expected.name}, for the dtypes of `params` and for "
@@ -271,11 +271,11 @@ def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(tree_of(z)).items():
+    for path, leaf in by_path(stored_tree(z)).items():
         y = params_by_path.get(path, leaf)
         if not is_trained(y):
             continue
-        dtype = jnp.result_type(dtype_for(y, state_dtype))
+        dtype = jnp.result_type(stored_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
         is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
         if leaf.dtype != dtype and not is_wider:

@@ -1,8 +1,8 @@
 """The state of the whole family, and one step of it.
 
-The members of the family differ only in the scalars of a step. A member is a rule, from
-the state to these `Scalars`; `transformation` makes an optimizer of it. The recursion
-itself is written on one array, in `_codec.py`.
+The members of the family differ only in the coefficients of a step. A member is a rule,
+from the state to its `XZCoefficients`, and `transformation` makes an optimizer of it.
+The recursion itself is written on one array, in `_codec.py`.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import (
     ArrayStep,
-    Coefficients,
+    YZCoefficients,
     check_codec,
     check_not_cast,
     codec_of,
     init_z,
-    tree_of,
+    stored_tree,
 )
 from spa_optax._dtypes import Flag, Scalar, as_dtype, has_16_bits, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -55,7 +55,7 @@ class SPAState(NamedTuple):
     mu_y: Scalar  # μ_y, of y_k
 
 
-class Scalars(NamedTuple):
+class XZCoefficients(NamedTuple):
     """One step as a member writes it, of x and z. g are the incoming updates.
 
         z_k     ← y_k + r (z_k − y_k)
@@ -74,7 +74,7 @@ class Scalars(NamedTuple):
     r: Scalar | None = None  # None: 1; with a μ_y below 1 it would move x
 
 
-Rule = Callable[[SPAState], Scalars]
+Rule = Callable[[SPAState], XZCoefficients]
 
 
 def transformation(
@@ -88,7 +88,7 @@ def transformation(
     """Makes an optimizer, a member of the family, of a rule.
 
     Args:
-      rule: from the state before a step to the `Scalars` of the step.
+      rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here, for all members.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       c_is_1: whether params are z, and so need no key where z has 32 bits.
@@ -96,7 +96,7 @@ def transformation(
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, a function that it
-      calls with (g, params, state, scalars) before the step, as `track_momentum` does.
+      calls with (g, params, state, xz) before the step, as `track_momentum` does.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
@@ -133,10 +133,10 @@ def transformation(
         _check_updates(updates, state, params, mu_y_changes)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
-        scalars = rule(state)
+        xz = rule(state)
         if observe := extra.get("observe"):
-            observe(updates, params, state, scalars)
-        return _step(updates, state, params, scalars, rounding_key)
+            observe(updates, params, state, xz)
+        return _step(updates, state, params, xz, rounding_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -157,15 +157,15 @@ def _step(
     updates: PyTree,
     state: SPAState,
     params: PyTree,
-    scalars: Scalars,
+    xz: XZCoefficients,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    mu_y = jnp.ones_like(scalars.eta) if scalars.mu_y is None else scalars.mu_y
-    last = {"eta": scalars.eta, "c": scalars.c, "w": scalars.w, "mu_y": mu_y}
+    mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
+    last = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
     # If XLA knew constants among them, it would not update z in place.
-    coefficients, last = hide_from_xla(_coefficients(scalars, state), last)
-    u, z = _step_arrays(updates, state, params, coefficients, rounding_key)
+    yz, last = hide_from_xla(_of_y_and_z(xz, state), last)
+    u, z = _step_arrays(updates, state, params, yz, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count=count, z=z, **as_dtype(last, state.w.dtype))
 
@@ -174,23 +174,21 @@ def _step_arrays(
     updates: PyTree,
     state: SPAState,
     params: PyTree,
-    coefficients: Coefficients,
+    yz: YZCoefficients,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
-    codec, stored_tree = codec_of(state.z), tree_of(state.z)
-    seeds = seeds_like(rounding_key, state.count, stored_tree, FOR_PARAMS_AND_Z)
+    codec, stored_z = codec_of(state.z), stored_tree(state.z)
+    seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
         if g is None or stored is None:
             return ArrayStep(None, stored)
         if not is_trained(y):  # integers stay
             return ArrayStep(jnp.zeros_like(y), stored)
-        return codec.step(jnp.asarray(y), stored, jnp.asarray(g), coefficients, seed)
+        return codec.step(jnp.asarray(y), stored, jnp.asarray(g), yz, seed)
 
-    steps = jax.tree.map(
-        step_array, params, stored_tree, updates, seeds, is_leaf=is_none
-    )
+    steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
     z = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
     return u, codec.node(z)
@@ -200,30 +198,30 @@ def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
 
 
-def _coefficients(scalars: Scalars, state: SPAState) -> Coefficients:
+def _of_y_and_z(xz: XZCoefficients, state: SPAState) -> YZCoefficients:
     """The step of x and z as one of y and z, since x is not stored.
 
-    If the params are x, p and δ_y are c and δ themselves. Otherwise let a prime mean
+    If the params are x, c_y and δ_y are c and δ themselves. Otherwise let a prime mean
     k + 1, but c be c_{k+1}, and ρ = μ'/μ. With x = (y − (1 − μ) z)/μ and z = z' + η g
 
         y' = μ' x' + (1 − μ') z'
            = μ' (1 − c) x + (1 − μ' (1 − c)) z' − μ' δ g
            = ρ (1 − c) y + (1 − ρ (1 − c)) z' − δ_y g
-           = y + p (z' − y) − δ_y g
-        p = 1 − ρ (1 − c) = c − (1 − c)(ρ − 1)
+           = y + c_y (z' − y) − δ_y g
+        c_y = 1 − ρ (1 − c) = c − (1 − c)(ρ − 1)
         δ_y = η (1 − c)(ρ − μ') + μ' δ
     """
-    eta, c, mu_y = scalars.eta, scalars.c, scalars.mu_y
+    eta, c, mu_y = xz.eta, xz.c, xz.mu_y
     is_start = has_taken_no_step(state)
     if mu_y is None:
         eta = _nan_if_params_are_not_x(eta, state.mu_y, is_start)
-        return Coefficients(eta, c, scalars.delta, scalars.r, is_start)
+        return YZCoefficients(eta, c, xz.delta, xz.r, is_start)
     rho_minus_1 = _relative_change(state.mu_y, mu_y)
-    p = c - (1 - c) * rho_minus_1  # exactly c where ρ is 1
+    c_y = c - (1 - c) * rho_minus_1  # exactly c where ρ is 1
     delta_y = eta * (1 - c) * (1 + rho_minus_1 - mu_y)
-    if scalars.delta is not None:
-        delta_y += mu_y * scalars.delta
-    return Coefficients(eta, p, delta_y, scalars.r, is_start)
+    if xz.delta is not None:
+        delta_y += mu_y * xz.delta
+    return YZCoefficients(eta, c_y, delta_y, xz.r, is_start)
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
@@ -259,7 +257,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     def value(y: Any, stored: Any) -> Array:
         return codec.z(jnp.asarray(y), jnp.asarray(stored), is_start)
 
-    return fill_none(map_trained(value, params, tree_of(state.z)), params)
+    return fill_none(map_trained(value, params, stored_tree(state.z)), params)
 
 
 def has_taken_no_step(state: SPAState) -> Flag:
@@ -276,7 +274,7 @@ def check_state(name: str, state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
     check_scalars(name, state)
-    check_same_tree(f"{name}.z", tree_of(state.z), "params", params)
+    check_same_tree(f"{name}.z", stored_tree(state.z), "params", params)
     check_not_cast(f"{name}.z", state.z)
 
 
@@ -297,7 +295,7 @@ def _check_updates(
 ) -> None:
     """Raises ValueError unless updates fit the params and what is stored of z."""
     check_same_tree("updates", updates, "params", params)
-    stored = by_path(tree_of(state.z))
+    stored = by_path(stored_tree(state.z))
     without_update = stored.keys() - by_path(updates).keys()
     if mu_y_changes and without_update:
         raise ValueError(

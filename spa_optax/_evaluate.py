@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._codec import check_not_cast, codec_of, tree_of
+from spa_optax._codec import check_not_cast, codec_of, stored_tree
 from spa_optax._core import SPAState, check_scalars, has_taken_no_step
 from spa_optax._dtypes import wide_dtype
 from spa_optax._optax_states import MOVES_PARAMS, is_opaque_sam
@@ -68,7 +68,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 "`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost"
             )
         codec, is_start = codec_of(state.z), has_taken_no_step(state)
-        for path, stored in by_path(tree_of(state.z)).items():
+        for path, stored in by_path(stored_tree(state.z)).items():
             y = x[path]
             if not is_trained(y):
                 continue
@@ -151,7 +151,7 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths(name, [tree_of(state.z) for state in states], tree)
+        check_paths(name, [stored_tree(state.z) for state in states], tree)
     for state in states:
         check_not_cast(f"{name}.z", state.z)
         check_scalars(name, state)

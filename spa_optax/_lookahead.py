@@ -26,7 +26,7 @@ import optax
 from jaxtyping import Array, Int
 
 from spa_optax._checks import is_plain_number
-from spa_optax._core import Scalars
+from spa_optax._core import XZCoefficients
 from spa_optax._dtypes import Flag, Scalar
 from spa_optax._hyperparams import at_count
 
@@ -37,7 +37,7 @@ class LookAhead(NamedTuple):
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
     a: Scalar  # a_k
-    w: Scalar  # w_{k+1}; 0 if all its terms are
+    next_w: Scalar  # w_{k+1}; 0 if all its terms are
     is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
     momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
 
@@ -62,17 +62,17 @@ def look_ahead(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        w, is_foreseen = _w_of_schedules(
+        next_w, is_foreseen = _w_of_schedules(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        w, is_foreseen = _tail(*_in_range(alpha, beta), nesterov=nesterov), True
+        next_w, is_foreseen = _tail(*_in_range(alpha, beta), nesterov=nesterov), True
     # An array is an injected number, which may change at any step.
     if isinstance(learning_rate, jax.Array) or isinstance(momentum, jax.Array):
         is_foreseen = False
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     momentum_ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
-    return LookAhead(alpha, beta, a, w, is_foreseen, momentum_ends)
+    return LookAhead(alpha, beta, a, next_w, is_foreseen, momentum_ends)
 
 
 def _w_of_schedules(
@@ -131,68 +131,72 @@ def _in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
 
 
 def eta_and_c(
-    ahead: LookAhead, w: Scalar, *, nesterov: bool = False
+    ahead: LookAhead, next_w: Scalar, *, nesterov: bool = False
 ) -> tuple[Scalar, Scalar]:
-    """η_k and c_{k+1}, with a w for w_{k+1}."""
-    total = ahead.a + w
+    """η_k and c_{k+1}, for a w_{k+1}."""
+    total = ahead.a + next_w
     c = ahead.a / jnp.where(total == 0, 1, total)
     return (total + ahead.alpha if nesterov else total), c
 
 
-def sgdm_scalars(
-    ahead: LookAhead, w_old: Scalar, *, follows_params: bool, nesterov: bool
-) -> Scalars:
-    """The scalars of a step. If z follows the params, z − x is stored, else z."""
-    w = _next_w(ahead, w_old, follows_params)
-    w = w.astype(w_old.dtype).astype(ahead.a.dtype)  # as stored
-    eta, c = eta_and_c(ahead, w, nesterov=nesterov)
-    c = jnp.where(w == 0, 1, c)  # x goes to z
-    return Scalars(
+def sgdm_coefficients(
+    ahead: LookAhead, w: Scalar, *, follows_params: bool, nesterov: bool
+) -> XZCoefficients:
+    """A step from w_k, that of the state.
+
+    If z follows the params, z − x is stored, else z.
+    """
+    next_w = _choose_next_w(ahead, w, follows_params)
+    next_w = next_w.astype(w.dtype).astype(ahead.a.dtype)  # as stored
+    eta, c = eta_and_c(ahead, next_w, nesterov=nesterov)
+    c = jnp.where(next_w == 0, 1, c)  # x goes to z
+    return XZCoefficients(
         eta=eta,
         c=c,
-        w=w,
+        w=next_w,
         delta=ahead.alpha * (1 - c) if nesterov else None,
-        r=_ratio(ahead, w, w_old),
+        r=_ratio(ahead, next_w, w),
     )
 
 
-def _next_w(ahead: LookAhead, w_old: Scalar, follows_params: bool) -> Scalar:
+def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
     """w_{k+1}: that of the look-ahead, or a larger one where m would drown in rounding.
 
     Any w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precise m = (x − z)/w is.
     """
-    w, w_k = ahead.w, w_old.astype(ahead.a.dtype)
+    next_w, w = ahead.next_w, w.astype(ahead.a.dtype)
     if follows_params:
         # z − x is stored, so any w will do. Where momentum ends it is 0, and x goes to
         # z, which keeps what x has lost by rounding.
-        return jnp.where(ahead.momentum_ends, 0, nonzero_w(w, ahead.a, w_k))
+        return jnp.where(ahead.momentum_ends, 0, nonzero_w(next_w, ahead.a, w))
     # z is stored, so m has the rounding error of x over w. While α or β may rise
     # unforeseen, w does not fall, nor below α: then α m has an error of about an ulp of
     # x, as if β had been 1/2.
-    large_w = jnp.maximum(w, jnp.maximum(w_k, ahead.alpha))
-    return nonzero_w(jnp.where(ahead.is_foreseen, w, large_w), ahead.a, w_k)
+    large_w = jnp.maximum(next_w, jnp.maximum(w, ahead.alpha))
+    return nonzero_w(jnp.where(ahead.is_foreseen, next_w, large_w), ahead.a, w)
 
 
-def _ratio(ahead: LookAhead, w: Scalar, w_old: Scalar) -> Scalar:
+def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
-    m_is_0 = w_old <= 0  # at the start, and after momentum has ended
-    w_k = jnp.where(m_is_0, 1, w_old).astype(w.dtype)
-    eps = float(jnp.finfo(w.dtype).eps)
+    m_is_0 = w <= 0  # at the start, and after momentum has ended
+    safe_w = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
+    eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
-    change = ((w - w_k) + (ahead.beta * ahead.a - (1 - ahead.beta) * w)) / w_k
+    a, beta = ahead.a, ahead.beta
+    change = ((next_w - safe_w) + (beta * a - (1 - beta) * next_w)) / safe_w
     # Rounding error is some tens of eps for sums over a horizon, (1 − β) eps for
     # unchanged traced numbers. Its derivative is not, and is kept.
-    rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - ahead.beta)) * eps
+    rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - beta)) * eps
     is_error = jnp.abs(change) <= rounding_error
     change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)
     r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
-    return jnp.where(r > float(jnp.finfo(w_old.dtype).eps) ** -0.5, 0, r)
+    return jnp.where(r > float(jnp.finfo(w.dtype).eps) ** -0.5, 0, r)
 
 
-def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:
+def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     """A w_{k+1} that is safe to divide by.
 
     If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2,
@@ -201,5 +205,5 @@ def nonzero_w(w: Scalar, a: Scalar, w_k: Scalar) -> Scalar:
     w_{k+1} in a_k + w_{k+1}.
     """
     zero = 1e-30
-    fallback = jnp.where(a > zero, a, jnp.where(w_k > zero, w_k, 1))
-    return jnp.maximum(jnp.where(w > zero, w, fallback), -2 * a)
+    fallback = jnp.where(a > zero, a, jnp.where(w > zero, w, 1))
+    return jnp.maximum(jnp.where(next_w > zero, next_w, fallback), -2 * a)

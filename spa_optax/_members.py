@@ -6,9 +6,9 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of
-from spa_optax._core import Scalars, SPAState, transformation
+from spa_optax._core import SPAState, XZCoefficients, transformation
 from spa_optax._hyperparams import Schedule, at_count
-from spa_optax._lookahead import look_ahead, sgdm_scalars
+from spa_optax._lookahead import look_ahead, sgdm_coefficients
 
 
 @checks.suggests(
@@ -101,13 +101,13 @@ def spa(
     mu_y_at = at_count("interpolation", interpolation)
     params_are_x = checks.is_number_1(interpolation)
 
-    def rule(state: SPAState) -> Scalars:
+    def rule(state: SPAState) -> XZCoefficients:
         eta, c = eta_at(state.count), c_at(state.count)
         # m = (x − z)/w. Where η is 0, z stays and x − z shrinks by 1 − c. If w does so
         # too, m stays.
         scale = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         mu_y = None if params_are_x else mu_y_at(state.count)
-        return Scalars(eta, c, w=(1 - c) * scale, mu_y=mu_y)
+        return XZCoefficients(eta, c, w=(1 - c) * scale, mu_y=mu_y)
 
     return transformation(
         rule,
@@ -191,12 +191,12 @@ def spa_from_sgdm(
     c_of_constants = Schedule(lambda k: 1 - at_count("momentum", momentum)(k))
     checks.check_fits_8_bits(state_dtype, "1 - momentum", c_of_constants)
 
-    def rule(state: SPAState) -> Scalars:
+    def rule(state: SPAState) -> XZCoefficients:
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         follows_params = codec_of(state.z).follows_params
-        return sgdm_scalars(
+        return sgdm_coefficients(
             ahead, state.w, follows_params=follows_params, nesterov=nesterov
         )
 

@@ -1,7 +1,8 @@
 """What is known of the states of Optax's optimizers, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-into a table here. The tables of what `convert` reads and writes are in `_convert.py`.
+into a table here. `convert` has its own in `_convert_nodes.py` and
+`_convert_momentum.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable

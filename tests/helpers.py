@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
 from spa_optax import SPAState
-from spa_optax._codec import codec_of, tree_of
+from spa_optax._codec import codec_of, stored_tree
 from spa_optax._trees import find_nodes, map_trained
 
 # Parameters of a test. XLA for CPUs converts them only if the processor does.
@@ -147,7 +147,7 @@ def z_of(state: Any, params: Any) -> Any:
     z = spa_state(state).z
     is_start = jnp.array(False)
     return map_trained(
-        lambda y, stored: codec_of(z).z(y, stored, is_start), params, tree_of(z)
+        lambda y, stored: codec_of(z).z(y, stored, is_start), params, stored_tree(z)
     )
 
 

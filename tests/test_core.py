@@ -12,7 +12,7 @@ import pytest
 from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_of
 
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
-from spa_optax._core import Scalars, transformation
+from spa_optax._core import XZCoefficients, transformation
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {
@@ -123,7 +123,7 @@ def test_a_step_as_it_is_observed(tx: Any) -> None:
 
 
 def test_all_terms_of_a_step() -> None:
-    """The equations of `Scalars`, in NumPy."""
+    """The equations of `XZCoefficients`, in NumPy."""
     rng = np.random.default_rng(0)
     values, gradients = rng.uniform(0.1, 0.9, (6, 4)), rng.normal(size=(6, 5))
     x = z = y = np.ones(5)
@@ -134,9 +134,9 @@ def test_all_terms_of_a_step() -> None:
     with x64():
         rows = jnp.asarray(values)
 
-        def rule(state: SPAState) -> Scalars:
+        def rule(state: SPAState) -> XZCoefficients:
             eta, c, mu_y, delta = rows[state.count]
-            return Scalars(eta, c, w=c, mu_y=mu_y, delta=delta)
+            return XZCoefficients(eta, c, w=c, mu_y=mu_y, delta=delta)
 
         tx = transformation(rule, None, None)
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))

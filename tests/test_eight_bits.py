@@ -35,7 +35,7 @@ from spa_optax import (
     stagewise,
     stochastic_rounding,
 )
-from spa_optax._codec import codec_for, codec_of, tree_of
+from spa_optax._codec import choose_codec, codec_of, stored_tree
 from spa_optax._float8 import Float8Array
 from spa_optax._optax_states import FLOAT8_FIELDS
 from spa_optax._trees import find_nodes
@@ -71,7 +71,7 @@ def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> 
     )
     z = spa_state(state).z
     assert codec_of(z).follows_params
-    assert tree_of(z)["w"].dtype == dtype
+    assert stored_tree(z)["w"].dtype == dtype
     assert jnp.all(z_of(state, found)["w"] != found["w"])
 
 
@@ -119,7 +119,7 @@ def variances(
 ) -> tuple[float, float]:
     """R of docs/method.md for normal d, and the variance that rounding adds to y."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
-    tiny = float(info.tiny) * codec_for(jnp.zeros(()), dtype).unit
+    tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).unit
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
     for _ in range(60):  # to the fixed point
         sq_d = (kept * (eta**2 + r) + p) / (1 - kept)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from spa_optax._codec import codec_of, tree_of
-from spa_optax._core import Scalars, SPAState, has_taken_no_step
+from spa_optax._codec import codec_of, stored_tree
+from spa_optax._core import SPAState, XZCoefficients, has_taken_no_step
 from spa_optax._dtypes import Flag, Scalar
 from spa_optax._trees import find_nodes, map_trained
 
@@ -71,16 +71,16 @@ class Counts(NamedTuple):
 class Gauge(NamedTuple):
     """The stored measurements.
 
-    The cross term of ‖u_k‖²/(η_k² c_{k+1}) is a_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
-    noise its mean is 0 given the steps before k, so the variance of Σ a_k is the mean
-    of Σ a_k².
+    The cross term of ‖u_k‖²/(η_k² c_{k+1}) is χ_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
+    noise its mean is 0 given the steps before k, so the variance of Σ χ_k is the mean
+    of Σ χ_k².
     """
 
     last_iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
     last_noise: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k
-    cross_sum: Scalar  # Σ a_k, with weights that fall
-    cross_error: Scalar  # √(Σ a_k²), with the same weights
+    cross_sum: Scalar  # Σ χ_k, with weights that fall
+    cross_error: Scalar  # √(Σ χ_k²), with the same weights
     means: Means
     counts: Counts
     num_saturated: Scalar  # the most elements of z in any step
@@ -108,11 +108,11 @@ def new_gauge() -> Gauge:
     )
 
 
-def measure(g: PyTree, params: PyTree, state: SPAState, scalars: Scalars) -> Step:
+def measure(g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients) -> Step:
     """The measurements of a step of a member, from the state before it."""
-    r = jnp.ones([]) if scalars.r is None else scalars.r
-    delta = jnp.zeros([]) if scalars.delta is None else scalars.delta
-    values = scalars.eta, scalars.c, delta, r, state.mu_y
+    r = jnp.ones([]) if xz.r is None else xz.r
+    delta = jnp.zeros([]) if xz.delta is None else xz.delta
+    values = xz.eta, xz.c, delta, r, state.mu_y
     eta, c, delta, r, mu_y = jax.tree.map(lambda x: x.astype(jnp.float32), values)
     # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k.
     sums, factor = _sums(g, params, state), r / mu_y
@@ -145,7 +145,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
             num_saturated=_num_saturated(stored),
         )
 
-    by_array = find_nodes(map_trained(of_array, params, tree_of(state.z), g), Sums)
+    by_array = find_nodes(map_trained(of_array, params, stored_tree(state.z), g), Sums)
     zeros = Sums(*jnp.zeros(5, jnp.float32))
     return functools.reduce(optax.tree.add, by_array, zeros)
 

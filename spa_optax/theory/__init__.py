@@ -2,7 +2,6 @@
 Averaging, arXiv:2010.00406.
 """
 
-from spa_optax.theory._audit import audit, audit_sgdm
-from spa_optax.theory._findings import Audit
+from spa_optax.theory._audit import Audit, audit, audit_sgdm
 
 __all__ = ["Audit", "audit", "audit_sgdm"]

@@ -1,19 +1,80 @@
-"""The audit of a schedule: its values as SPA and as SGD with momentum."""
+"""The audit of a schedule: its values as SPA and as SGD with momentum, and what is
+found in them.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import at_count
 from spa_optax._lookahead import eta_and_c, look_ahead
 from spa_optax._schedules import hyperparams_to_sgdm
-from spa_optax.theory._findings import Audit, Values
+
+Values = Float[np.ndarray, " n"]
+Steps = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
+
+
+class Finding(NamedTuple):
+    """An observation on a schedule: where, how large, and the remedy.
+
+    A rise or a drop needs no change, if it is meant.
+    """
+
+    kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
+    steps: list[int]
+    text: str
+
+
+class Audit(NamedTuple):
+    """A schedule as SPA and as SGD+M, in float64, for k = 0, …, n − 1."""
+
+    eta: Values  # η_k
+    c: Values  # c_{k+1}, which step k uses
+    alpha: Values  # α_k of SGD+M
+    beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
+
+    def report(self) -> str:
+        """The audit in words, the verdict first."""
+        findings = self.findings()
+        lines = [finding.text for finding in findings]
+        if not lines:
+            name, _ = self.total_effect()
+            lines = [f"neither α nor {name} jumps (by a factor of 1.5 or more)."]
+        if all(finding.kind == "drop" for finding in findings):
+            lines[0] = f"Nothing to change: {lines[0]}"
+        eta, c = _interval(self.eta), _interval(self.c)
+        alpha, beta = _interval(self.alpha), _interval(self.beta)
+        lines.append(f"{len(self.eta):,} steps as SPA: η {eta}, c {c}")
+        lines.append(f"and as SGD+M: α {alpha}, β {beta}")
+        return "\n".join(lines)
+
+    def findings(self) -> list[Finding]:
+        """The findings. Those that need a change come first."""
+        first = _out_of_range(self) or _standstill(self)
+        if first:  # other findings would be its consequences
+            return [first]
+        found = [_long_average(self), _high_beta(self), _spikes(self)]
+        return [*filter(None, found), *_jumps(self)]
+
+    def is_from_sgdm(self) -> bool:
+        """Whether the schedule was given as SGD+M, so that β_0 is known."""
+        return not np.isnan(self.beta[0])
+
+    def total_effect(self) -> tuple[str, Values]:
+        """How far a gradient moves the params in the end; at once it moves them by α.
+
+        This is η, or α/(1 − β) of a schedule that was given as SGD+M.
+        """
+        if not self.is_from_sgdm():
+            return "η", self.eta
+        with np.errstate(divide="ignore"):
+            return "α/(1 − β)", self.alpha / (1 - self.beta)
 
 
 def audit(
@@ -99,9 +160,9 @@ def audit_sgdm(
 
     def at(k: Array) -> tuple[Array, ...]:
         ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(ahead, ahead.w, nesterov=nesterov)
+        eta, c = eta_and_c(ahead, ahead.next_w, nesterov=nesterov)
         # Without any momentum x goes where z goes.
-        c = jnp.where((ahead.a + ahead.w == 0) & (ahead.alpha > 0), 1, c)
+        c = jnp.where((ahead.a + ahead.next_w == 0) & (ahead.alpha > 0), 1, c)
         return eta, c, ahead.alpha, ahead.beta
 
     return Audit(*_values(at, num_steps))
@@ -112,3 +173,142 @@ def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
     counts = jnp.arange(num_steps, dtype=jnp.int32)
     values = jax.jit(lambda counts: jax.lax.map(at, counts))(counts)
     return [np.array(v, float) for v in values]
+
+
+def _is_in_range(audit: Audit) -> Steps:
+    """Whether 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not."""
+    eta, c, beta = audit.eta, audit.c, audit.beta
+    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm() else ~(beta < 0)
+    return (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits
+
+
+def _is_spike(alpha: Values) -> Steps:
+    """Whether α is over twice both neighbours. The first and last never are."""
+    padded = np.pad(alpha, 1, constant_values=np.inf)
+    return alpha > 2 * np.maximum(padded[:-2], padded[2:])
+
+
+def _out_of_range(audit: Audit) -> Finding | None:
+    out = ~_is_in_range(audit)
+    if not out.any():
+        return None
+    text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
+    return Finding("range", _list(out), text)
+
+
+def _standstill(audit: Audit) -> Finding | None:
+    if audit.alpha.any():
+        return None
+    text = "α is 0 at every step: params stay."
+    return Finding("range", _list(audit.alpha == 0), text)
+
+
+def _long_average(audit: Audit) -> Finding | None:
+    n, share = len(audit.c), np.prod(1 - audit.c)  # of x_0 in x_n
+    if share <= 0.01:
+        return None
+    text = (
+        f"Averages over 1/c steps are too long for {n:,}: x ends with "
+        f"{100 * share:.2g} % of x_0. With a constant c of {min(5 / n, 1):.2g} it "
+        "would be less than 1 %."
+    )
+    return Finding("average", [n - 1], text)
+
+
+def _high_beta(audit: Audit) -> Finding | None:
+    """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
+    eta, c, beta = audit.eta, audit.c, audit.beta
+    # It is harmless where η does not jump, and at c = 0, where x stands still.
+    is_high = (beta >= 1) & (_jump_signs(eta) < 0)
+    is_high[1:] &= c[:-1] > 0
+    if not is_high.any():
+        return None
+    k = is_high.argmax()
+    text = (
+        f"β is {beta[k]:.3g} {_in_words(is_high)}: no SGD+M has that. η falls by "
+        f"{100 * (1 - eta[k] / eta[k - 1]):.3g} % there, where c is "
+        f"{100 * c[k - 1]:.3g} %. Let η fall by less than c per step (the "
+        "`step_factor` of `stagewise`), or give the recipe as SGD+M, to "
+        "`spa_from_sgdm`."
+    )
+    return Finding("beta", _list(is_high), text)
+
+
+def _spikes(audit: Audit) -> Finding | None:
+    eta, c, is_spike = audit.eta, audit.c, _is_spike(audit.alpha)
+    if not is_spike.any():
+        return None
+    k = is_spike.argmax()
+    change = _change_in_words(audit.alpha, is_spike)
+    c_is_early = c[k] > c[k - 1] and eta[k + 1] < eta[k]
+    if c_is_early and not audit.is_from_sgdm():
+        text = (
+            f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. Let "
+            "η fall by less than c per step (the `step_factor` of `stagewise`), or "
+            "give the recipe as SGD+M, to `spa_from_sgdm`."
+        )
+    else:
+        text = f"α spikes {change}. Make the change gradual."
+    return Finding("spike", _list(is_spike), text)
+
+
+def _jumps(audit: Audit) -> list[Finding]:
+    """Jumps of α and of the total effect; first those up, then those down."""
+    (name, total), is_spike = audit.total_effect(), _is_spike(audit.alpha)
+    alpha_signs, total_signs = _jump_signs(audit.alpha), _jump_signs(total)
+    total_signs[total_signs == alpha_signs] = 0  # one event
+    alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
+    found = [
+        _jump("rise", "α", audit.alpha, alpha_signs > 0),
+        _jump("rise", name, total, total_signs > 0),
+        _jump("drop", "α", audit.alpha, alpha_signs < 0),
+        _jump("drop", name, total, total_signs < 0),
+    ]
+    return [finding for finding in found if finding.steps]
+
+
+def _jump(
+    kind: Literal["rise", "drop"], name: str, values: Values, steps: Steps
+) -> Finding:
+    text = f"{name} {kind}s {_change_in_words(values, steps)}."
+    if kind == "rise":
+        text += " Check that it is meant, as in a restart."
+    return Finding(kind, _list(steps), text)
+
+
+def _jump_signs(values: Values) -> Values:
+    """1 where a value jumps up, −1 where it jumps down, else 0; see `audit`."""
+    before = np.append(values[:1], values[:-1])
+    low, high = np.minimum(values, before), np.maximum(values, before)
+    size = high - low
+    # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
+    nearby = np.convolve(size, np.ones(9))[4:-4]
+    is_abrupt = size > 0.22 * nearby
+    is_large = (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
+    return np.sign(values - before) * (is_abrupt & is_large)
+
+
+def _list(steps: Steps) -> list[int]:
+    return np.flatnonzero(steps).tolist()
+
+
+def _in_words(steps: Steps) -> str:
+    text = f"at step {steps.argmax():,}"
+    num_others = steps.sum() - 1
+    if num_others == 0:
+        return text
+    return f"{text} and at {num_others:,} other{'s' if num_others > 1 else ''}"
+
+
+def _change_in_words(values: Values, steps: Steps) -> str:
+    """The change at the first of some steps, and where the others are."""
+    k = steps.argmax()
+    return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_in_words(steps)}"
+
+
+def _interval(values: Values) -> str:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return "undefined"
+    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,217 @@
+"""The momentum of a run: read from one optimizer's state, written into another's.
+
+`Momentum` is what lies between them, as the family has it: z, and the last step. A new
+optimizer whose momentum `convert` should know belongs into `MOMENTUM_FIELDS`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, ArrayLike, PyTree
+
+from spa_optax import _checks as checks
+from spa_optax._codec import codec_of, stored_tree
+from spa_optax._core import SPAState, has_taken_no_step
+from spa_optax._dtypes import Scalar, wide_dtype
+from spa_optax._hyperparams import at_count
+from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
+from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
+
+ByPath = dict[str, Array]  # an array for each parameter, by its path
+# The states with a momentum, and its field. Beside one of the family others are copied.
+MOMENTUM_FIELDS: dict[type, str] = {
+    SPAState: "z",
+    optax.ScaleByAdamState: "mu",
+    optax.TraceState: "trace",
+}
+
+
+class SGDM(NamedTuple):
+    """The hyper-parameters of `optax.sgd` with momentum, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # α_k
+    momentum: optax.ScalarOrSchedule  # β_k
+    nesterov: bool = False
+
+
+class AdamW(NamedTuple):
+    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
+
+
+class Run(NamedTuple):
+    """What is known of a run, apart from its momentum."""
+
+    count: Array  # k
+    y: ByPath  # the params with momentum, in 32 bits or more
+    new_params: ByPath  # those to go on with
+    nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
+    other: SGDM | AdamW | None  # the argument of `convert`
+    averaging: optax.ScalarOrSchedule | None
+
+
+class Momentum(NamedTuple):
+    """The momentum of a run as the family has it."""
+
+    z: ByPath  # z_k, in the dtype to compute in
+    eta: Scalar  # those of the last step, as in `SPAState`
+    c: Scalar
+    w: Scalar
+    mu_y: Scalar
+
+
+class MomentumScale(NamedTuple):
+    """How Optax's momentum m says where z is: x − z = scale · m / divisor."""
+
+    eta: Array  # η, c and w of the step
+    c: Array
+    w: Array
+    scale: Array
+    divisors: ByPath  # none for SGD
+
+
+def momentum_tree(momentum: Any) -> PyTree:
+    """The tree of a momentum, with a leaf for each parameter."""
+    return stored_tree(getattr(momentum, MOMENTUM_FIELDS[type(momentum)]))
+
+
+def trained_params(momentum: Any, params: ByPath) -> ByPath:
+    """The params that have a momentum, in 32 bits or more."""
+    found = {path: params[path] for path in by_path(momentum_tree(momentum))}
+    return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_trained(x)}
+
+
+def _scale_of_sgdm(run: Run) -> MomentumScale:
+    """x − z = w m, with the scalars of step k − 1."""
+    if not isinstance(run.other, SGDM):
+        raise ValueError(
+            "`other` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
+            f"hyper-parameters of `optax.sgd`, got {run.other!r}"
+        )
+    alpha, beta, nesterov = run.other
+    last = jnp.maximum(run.count - 1, 0)
+    ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(ahead.next_w, ahead.a, w=jnp.zeros_like(ahead.a))
+    eta, c = eta_and_c(ahead, w, nesterov=nesterov)
+    return MomentumScale(eta, c, w, scale=w, divisors={})
+
+
+def _scale_of_adamw(run: Run) -> MomentumScale:
+    """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k.
+
+    m is divided as step k will divide it. ν is that of step k − 1, and so is its bias.
+    """
+    k, other = run.count, run.other
+    if not isinstance(other, AdamW):
+        raise ValueError(
+            "`other` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
+            "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
+            f"{other!r}"
+        )
+    averaging: Any = 1 - other.b1 if run.averaging is None else run.averaging
+    eta = at_count("learning_rate", other.learning_rate)(k)
+    c = at_count("averaging", averaging)(k)
+    if c <= 0 or (eta <= 0 and k > 0):
+        raise ValueError(
+            "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
+            f"distance, got {c} and {eta}"
+        )
+
+    def divisor(nu: Array) -> Array:
+        nu = nu.astype(wide_dtype(nu))
+        nu_hat = nu / _bias(other.b2, jnp.maximum(k, 1), nu.dtype)
+        return _bias(other.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + other.eps)
+
+    w = eta * (1 - c)
+    divisors = {path: divisor(nu) for path, nu in run.nu.items()}
+    return MomentumScale(eta, c, w, scale=w / c, divisors=divisors)
+
+
+def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
+    """1 − decay^k, by which Adam divides a moment."""
+    return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
+
+
+def read_momentum(old: Any, run: Run) -> Momentum:
+    """That of a node of the family, or of Optax."""
+    return _read_spa(old, run) if isinstance(old, SPAState) else _read_optax(old, run)
+
+
+def write_momentum(new: Any, momentum: Momentum, run: Run) -> Any:
+    """A new node, of the family or of Optax, with the momentum."""
+    write = _write_spa if isinstance(new, SPAState) else _write_optax
+    return write(new, momentum, run)
+
+
+def _read_spa(old: SPAState, run: Run) -> Momentum:
+    codec, stored = codec_of(old.z), by_path(stored_tree(old.z))
+    is_start = has_taken_no_step(old)
+    z = {path: codec.z(x, stored[path], is_start) for path, x in run.y.items()}
+    return Momentum(z, old.eta, old.c, old.w, old.mu_y)
+
+
+def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
+    codec, stored = codec_of(new.z), by_path(stored_tree(new.z))
+    for path in stored.keys() & momentum.z.keys():
+        y, dtype = run.new_params[path], stored[path].dtype
+        stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)
+        largest = float(jnp.finfo(dtype).max)
+        if jnp.any(jnp.abs(stored[path].astype(wide_dtype(y))) >= largest):
+            checks.warn(
+                "`into` should hold z in bfloat16 or wider: z − params is clipped at "
+                f"{path or 'its root'}"
+            )
+    scalars = {
+        field: with_leaves(getattr(new, field), getattr(momentum, field))
+        for field in ("eta", "c", "w", "mu_y")
+    }
+    count = with_leaves(new.count, run.count)
+    z = with_leaves(new.z, list(stored.values()))
+    return new._replace(count=count, z=z, **scalars)
+
+
+def _read_optax(old: Any, run: Run) -> Momentum:
+    """z = x − scale · m / divisor."""
+    is_sgdm = isinstance(old, optax.TraceState)
+    eta, c, w, scale, divisors = (
+        _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
+    )
+    stored, z = by_path(momentum_tree(old)), {}
+    for path, x in run.y.items():
+        m = stored[path].astype(x.dtype) / divisors.get(path, 1)
+        z[path] = x - scale.astype(x.dtype) * m
+    if run.count == 0:
+        if any(jnp.any(m != 0) for m in stored.values()):
+            raise ValueError(
+                "`count` must be >= 1 where `old_state` holds momentum, got 0"
+            )
+        eta = c = w = jnp.zeros([])  # as `init` makes them
+    return Momentum(z, eta, c, w, mu_y=jnp.ones([]))
+
+
+def _write_optax(new: Any, momentum: Momentum, run: Run) -> Any:
+    """m = (x − z) / scale · divisor, or 0 if the scale is 0."""
+    is_adamw = isinstance(new, optax.ScaleByAdamState)
+    if is_adamw:
+        *_, scale, divisors = _scale_of_adamw(run)
+    else:  # the state's w need not be that of `spa_from_sgdm`
+        scale, divisors = scalar_of(momentum.w), {}
+    stored = by_path(momentum_tree(new))
+    inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+    for path in stored.keys() & run.y.keys():
+        x, z = run.y[path], momentum.z[path]
+        dtype = wide_dtype(x, z)
+        m = inverse.astype(dtype) * (x.astype(dtype) - z.astype(dtype))
+        stored[path] = m * divisors.get(path, 1)
+    m = with_leaves(momentum_tree(new), list(stored.values()))
+    if not is_adamw:
+        return optax.TraceState(m)
+    nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+    return new._replace(
+        count=with_leaves(new.count, run.count), mu=m, nu=with_leaves(new.nu, nu)
+    )
