@@ -20,6 +20,7 @@ import common
 import jax
 import jax.numpy as jnp
 import language_model
+import language_rows
 import low_precision
 import nanogpt
 import numpy as np
@@ -36,7 +37,7 @@ Tx = optax.GradientTransformation
 
 def gauged_adamw(rate: optax.Schedule, key: jax.Array) -> Tx:
     del key
-    return track_momentum(spa_adamw(rate, 0.2, **language_model.recipe), DECAY)
+    return track_momentum(spa_adamw(rate, 0.2, **language_rows.recipe), DECAY)
 
 
 def gauged_spa(alpha: optax.Schedule, beta: float, key: jax.Array) -> Tx:
@@ -57,9 +58,10 @@ def measure(task: str, seed: int, arguments: argparse.Namespace) -> dict[str, An
 
     rate = TASKS[task]
     if task == "text":
-        row = language_model.Row(rate, gauged_adamw)
+        row = language_rows.Row(gauged_adamw, {"rate": rate})
         texts = nanogpt.read(arguments.data_dir)
-        run = language_model.train(row, rate, arguments.steps, seed, texts, watch)
+        settings, num_steps = row.settings, arguments.steps
+        run = language_model.train(row, settings, num_steps, seed, texts, watch)
         loss = language_model.best(run)
     else:
         of_task = low_precision.make_task(task, arguments.data_dir, arguments.epochs)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import language_model
 import nanogpt
 import numpy as np
+from language_rows import ROWS
 
 URL, COMMIT = (
     "https://github.com/karpathy/nanoGPT",
@@ -67,8 +68,10 @@ def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
     model = GPT(GPTConfig(length, vocabulary, *network, dropout=0.0, bias=False))
     rate, betas = nanogpt.RATE, (nanogpt.B1, nanogpt.B2)
     optimizer = model.configure_optimizers(nanogpt.DECAY, rate, betas, "cpu")
-    row = language_model.ROWS["AdamW, as published"]
-    start, step = language_model.make_steps(row, rate, nanogpt.STEPS, jax.random.key(0))
+    row = ROWS["AdamW, as published"]
+    start, step = language_model.make_steps(
+        row, row.settings, nanogpt.STEPS, jax.random.key(0)
+    )
     carry, found = start(params_of(model)), []
     with tempfile.TemporaryDirectory() as folder:
         nanogpt.read(data_dir)[0].astype(np.uint16).tofile(Path(folder) / "train.bin")

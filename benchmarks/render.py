@@ -16,6 +16,7 @@ from typing import Any
 import common
 import language_model
 import memory
+from language_rows import LADDERS
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "python benchmarks/render.py"
@@ -34,13 +35,21 @@ def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
 
 
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """For each length of the runs: seed 0, by which rates are chosen, and the other
-    seeds.
-    """
+    """For each length of the runs: the best settings, ladders, and the search."""
     for num_steps, runs in sorted(groups(records, "steps").items()):
-        for title, of_title in (("seeds from 1", True), ("seed 0", False)):
-            if chosen := [run for run in runs if bool(run["seed"]) == of_title]:
-                yield f"{num_steps:,} steps, {title}", language_model.table(chosen)
+        search = [run for run in runs if run["seed"] in language_model.SEARCH]
+        others = [run for run in runs if run["seed"] not in language_model.SEARCH]
+        best = language_model.best_settings(others)
+        title = f"{num_steps:,} steps"
+        if best:
+            yield f"{title}: the best settings, other seeds", language_model.table(best)
+        for name, names in LADDERS.items():
+            if {run["optimizer"] for run in best} >= set(names):
+                ladder = language_model.ladder(best, names)
+                yield f"{title}: from AdamW to 3 bytes by {name}", ladder
+        if search:
+            table = language_model.table(search)
+            yield f"{title}: the search, seeds 0 and 6", table
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:

@@ -46,6 +46,8 @@ TESTS = {
     "lookahead": ["lookahead", "schedules", "scale", "equivalence"],
     "schedules": ["schedules", "methods", "checks"],
     "convert": ["convert"],
+    "convert_momentum": ["convert"],
+    "convert_nodes": ["convert"],
     "optax_states": ["wrappers", "eight_bits"],
 }
 # Operators that replace each other. Another would only raise.

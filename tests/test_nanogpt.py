@@ -2,6 +2,7 @@
 every row."""
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import render
 import rivals
 from helpers import long
+from language_rows import ROWS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SMALL = nanogpt.Sizes(vocabulary=4, length=8, layers=1, heads=2, width=64)
@@ -144,26 +146,44 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its
     loss."""
     out = tmp_path / "runs"
-    arguments = ["--optimizers", "AdamW", "SGD+M", "spa_from_sgdm", "--seeds", "0", "1"]
-    arguments += ["--rates", "0.004", "--steps", "40", "--json", str(out)]
+    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seeds", "0", "1"]
+    arguments += ["--settings", "momentum=0.8,0.9", "rate=0.1"]
+    arguments += ["--steps", "40", "--json", str(out)]
     text = language_model.main(arguments)
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    ends = {(r["optimizer"], r["seed"]): r["curve"][-1][1:] for r in records}
-    assert len(ends) == 3 * 2
-    for seed in (0, 1):
-        weights, ema = ends["AdamW", seed]
-        assert weights < ema < math.log(4)
-        assert ends["spa_from_sgdm", seed][0] == pytest.approx(
-            ends["SGD+M", seed][0], rel=1e-5
-        )
+    ends = {
+        (r["optimizer"], r["settings"]["momentum"], r["seed"]): r["curve"][-1]
+        for r in records
+    }
+    assert len(ends) == 2 * 2 * 2
+    for momentum, seed in itertools.product((0.8, 0.9), (0, 1)):
+        found = ends["spa_from_sgdm", momentum, seed]
+        expected = ends["SGD+M", momentum, seed]
+        assert found["step"] == 40
+        for name in ("weights", "EMA 0.99", language_model.SCHEDULE_FREE):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+        assert found["weights"] < math.log(4)
     rows = [
         [cell.strip() for cell in line.split("|")[1:5]]
         for line in text.splitlines()[2:]
     ]
-    num_bytes = {"AdamW": "12.0", "SGD+M": "8.0", "spa_from_sgdm": "8.0"}
-    assert rows == [[name, size, "0.004", "2"] for name, size in num_bytes.items()]
+    assert rows == [
+        [name, "8.0", f"rate=0.1 momentum={momentum}", "2"]
+        for name in ("SGD+M", "spa_from_sgdm")
+        for momentum in (0.8, 0.9)
+    ]
     lines = out.read_text()
     assert (language_model.main(arguments), out.read_text()) == (text, lines)
+
+
+def test_settings_that_a_row_lacks(small: Any) -> None:
+    with pytest.raises(SystemExit):
+        language_model.common.command_line.run(
+            functools.partial(
+                language_model.main,
+                ["--optimizers", "Lion", "--settings", "momentum=0.9"],
+            )
+        )
 
 
 @pytest.mark.slow
@@ -171,49 +191,66 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     "name",
     [
         name if name in ("spa_adamw, 8-bit z", "Muon, 8-bit m, linear") else long(name)
-        for name in language_model.ROWS
+        for name in ROWS
     ],
 )
 def test_rows(name: str, small: Any) -> None:
-    row = language_model.ROWS[name]
-    losses = language_model.train(row, row.rate, 40, 0, small)["curve"][-1][1:]
-    assert min(losses) < math.log(4) / 2
-    assert len(losses) == 2 + any(part in name for part in ("spa", "averaged"))
+    row = ROWS[name]
+    losses = language_model.train(row, row.settings, 40, 0, small)["curve"][-1]
+    assert min(losses["weights"], losses["EMA 0.99"]) < math.log(4) / 2
+    has_x = any(part in name for part in ("spa", "averaged"))
+    assert ("x" in losses) == has_x
+
+
+def test_averages_of_the_weights(small: Any) -> None:
+    """At a constant rate Schedule-Free's mean weighs all steps after warm-up alike, and
+    an EMA that is younger than its length is a mean."""
+    row = ROWS["AdamW"]._replace(floor=1.0)
+    start, step = language_model.make_steps(row, row.settings, 9, jax.random.key(0))
+    carry, seen = start(nanogpt.init(jax.random.key(0))), []
+    for k in range(9):
+        batch = nanogpt.batch(jnp.asarray(small[0]), jax.random.key(k))
+        carry, _ = step(carry, k, *batch)
+        seen.append(np.float64(carry[0]["wte"]))
+    averages = {name: np.float64(tree["wte"]) for name, tree in carry[2].items()}
+    np.testing.assert_allclose(averages["EMA 0.99"], np.mean(seen, 0), atol=1e-7)
+    # Rates grow linearly for WARM_UP steps, and weights are their squares.
+    rates = np.minimum((np.arange(9) + 1) / (nanogpt.WARM_UP + 1), 1)
+    expected = np.average(seen, axis=0, weights=rates**2)
+    found = averages[language_model.SCHEDULE_FREE]
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+
+
+def records_of(name: str, ends: list[dict[str, float | None]]) -> list[dict[str, Any]]:
+    """A run for each seed, at the settings of its row."""
+    settings = {
+        "AdamW": ROWS["AdamW"].settings,
+        "spa_adamw": ROWS["spa_adamw"].settings,
+    }
+    return [
+        {"optimizer": name, "settings": settings[name], "steps": 9, "seed": seed}
+        | {"bytes": 12.0, "curve": [{"step": 9, **end}], "seconds": 1}
+        for seed, end in enumerate(ends)
+    ]
 
 
 def test_table_of_runs() -> None:
     """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2
     degrees."""
-    record = {
-        "rate": 0.004,
-        "average": [],
-        "steps": 9,
-        "bytes": 12.0,
-        "of EMA": 4.0,
-        "seconds": 1,
-    }
-    ends = {"AdamW": [[2.0, 3.0], [2.1, 3.0], [2.2, 3.0]]}
-    ends["spa_adamw"] = [[3.0, 3.0, loss] for loss in (1.9, 1.9, 2.2)]
-    records = [
-        record
-        | {"optimizer": name, "seed": seed}
-        | {"curve": [[1, 9.0, 9.0, 9.0], [3 + seed, *losses], [9, *losses]]}
-        for name, of_seeds in ends.items()
-        for seed, losses in enumerate(of_seeds)
-    ]
+    adamw = records_of(
+        "AdamW", [{"weights": w, "EMA 0.99": 3.0} for w in (2.0, 2.1, 2.2)]
+    )
+    spa = records_of("spa_adamw", [{"weights": 3.0, "x": x} for x in (1.9, 1.9, 2.2)])
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
-    row = (
-        f"| spa_adamw | 12.0 | 0.004 | 3 | 3.0000 | 3.0000 (16.0) | 2.0000 | "
-        f"{difference} |"
-    )
-    assert f"{row} 4 |" in language_model.table(records)
-    records[-1]["curve"][1][3] = 2.3  # does not reach AdamW's loss
-    assert f"{row}  |" in language_model.table(records)
-    records[0]["curve"] = [[9, None, None]]
-    assert "| AdamW | 12.0 | 0.004 | 3 | – | – (16.0) |" in language_model.table(
-        records
-    )
+    table = language_model.table(adamw + spa)
+    settings = "rate=0.004 c=0.1 mu_y=0.9"
+    assert f"| {settings} | 3 | 3.0000 |  | 2.0000 | {difference} |" in table
+    assert "| 3 | 2.1000 | 3.0000 (EMA 0.99) |  |  |" in table
+    ladder = language_model.ladder(adamw + spa, ("AdamW", "spa_adamw"))
+    assert f"| 3 | 2.0000 | {difference} | {difference} |" in ladder
+    adamw[0]["curve"][-1]["weights"] = None  # not finite
+    assert "| 3 | – | 3.0000 (EMA 0.99) |  |  |" in language_model.table(adamw)
 
 
 def test_results_are_those_of_the_records() -> None:

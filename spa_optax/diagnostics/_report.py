@@ -20,7 +20,7 @@ class MomentumReport(NamedTuple):
 
     gain: Scalar  # iterate_term / gradient_term: the ratio of the paper's Figure 2
     noise_level: Scalar  # the gain in pure noise; NaN beside other momentum
-    t: Scalar  # Σ a_k in standard errors; > 0: steps add up, < 0: they oppose
+    t: Scalar  # Σ χ_k in standard errors; > 0: steps add up, < 0: they oppose
     iterate_term: Scalar  # the moving average of ‖x_k − x_{k−1}‖²/(η² c)
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
     average_length: Scalar  # 1/c of the last step
@@ -97,7 +97,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     """Reports the measurements of `track_momentum`: whether steps add up.
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²
-        t = Σ a_k / √(Σ a_k²)  with  a_k = −2 b_k ⟨g_k, z_k − x_k⟩/η_k²
+        t = Σ χ_k / √(Σ χ_k²)  with  χ_k = −2 b_k ⟨g_k, z_k − x_k⟩/η_k²
         b_k = c_{k+1} η_k, with Nesterov momentum + δ_k
 
     Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for

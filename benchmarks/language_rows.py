@@ -1,0 +1,282 @@
+"""The optimizers that language_model.py compares, each with its best settings.
+
+`nanogpt.B2`, weight decay of matrices alone, clipping and the schedule's shape are the
+same for all. The settings are the best of a search: of `--settings` that
+results/language_model.md lists, on seeds 0 and 6.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import nanogpt
+import optax
+from nanogpt import B2, DECAY
+from optax.contrib import MuonDimensionNumbers
+from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes
+
+from spa_optax import (
+    float8_momentum,
+    primal_averaging,
+    schedule_free_averaging,
+    spa_adamw,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
+
+# From the schedule of the rate, a key and the other settings by name.
+Make = Callable[..., Tx]
+E4M3 = jnp.float8_e4m3fn
+
+
+class Row(NamedTuple):
+    """An optimizer, and its best settings by name."""
+
+    make: Make
+    settings: dict[str, float]  # "rate" is its peak
+    dtype: Any = F32  # of the params
+    floor: float = 0.1  # the last rate over the peak
+
+
+matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
+recipe: dict[str, Any] = {"b2": B2, "weight_decay": DECAY, **matrices}
+
+
+def adamw(rate: optax.Schedule, key: jax.Array, b1: float, **options: Any) -> Tx:
+    return optax.adamw(rate, b1, **recipe, **options)
+
+
+def nadamw(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
+    return optax.adamw(rate, b1, nesterov=True, **recipe)
+
+
+def spa_of_adam(
+    rate: optax.Schedule, key: jax.Array, c: Any, mu_y: float, **options: Any
+) -> Tx:
+    return spa_adamw(rate, c, mu_y, **recipe, **options)
+
+
+def spa_in_bfloat16(
+    rate: optax.Schedule, key: jax.Array, c: Any, mu_y: float, state_dtype: Any
+) -> Tx:
+    return spa_of_adam(
+        rate,
+        key,
+        c,
+        mu_y,
+        second_moment="factored",
+        state_dtype=state_dtype,
+        rounding_key=key,
+    )
+
+
+def schedule_free_adamw(rate: optax.Schedule, key: jax.Array, mu_y: float) -> Tx:
+    return spa_of_adam(rate, key, schedule_free(rate), mu_y)
+
+
+def schedule_free(rate: optax.Schedule) -> optax.Schedule:
+    return schedule_free_averaging(rate, num_warmup_steps=nanogpt.WARM_UP)
+
+
+def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:
+    of_matrices = optax.add_decayed_weights(decay, **matrices)
+    return optax.chain(direction, of_matrices, optax.scale_by_learning_rate(rate))
+
+
+def factored_nadamw(
+    rate: optax.Schedule,
+    key: jax.Array,
+    b1: float,
+    dtype: Any = F32,
+    in_8_bits: bool = False,
+) -> Tx:
+    """What `spa_adamw` does with a factored ν, as Nesterov momentum of directions."""
+    momentum = optax.trace(b1, nesterov=True, accumulator_dtype=dtype)
+    if in_8_bits:
+        momentum = in_codes(momentum, {"trace": DYNAMIC["mu"]})
+    direction = optax.chain(factored_rms(), momentum, optax.scale(1 - b1))
+    return with_decay(direction, rate)
+
+
+def factored_rms() -> Tx:
+    """Adafactor's ν, with Adam's β₂ and bias correction."""
+
+    def decay_at(count: Any, b2: Any) -> Any:
+        k = jnp.asarray(count, F32)
+        return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
+
+    return optax.scale_by_factored_rms(
+        decay_rate=B2, decay_rate_fn=decay_at, epsilon=1e-16
+    )
+
+
+def adafactor(rate: optax.Schedule, key: jax.Array, **options: Any) -> Tx:
+    options |= {"multiply_by_parameter_scale": False}  # with Adam's rates
+    descent = optax.adafactor(None, **options)
+    return with_decay(optax.chain(descent, optax.scale(-1.0)), rate)
+
+
+def muon(
+    rate: optax.Schedule, key: jax.Array, momentum: float, dtype: Any = None
+) -> Tx:
+    """With steps of Adam's size, and NAdam for what is no matrix of a layer."""
+
+    def axes(path: Any, x: jax.Array) -> MuonDimensionNumbers | None:
+        return MuonDimensionNumbers() if x.ndim == 2 and path[0].key == "h" else None
+
+    direction = optax.contrib.muon(
+        -1.0,
+        beta=momentum,
+        adam_b2=B2,
+        mu_dtype=dtype,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=functools.partial(
+            jax.tree_util.tree_map_with_path, axes
+        ),
+    )
+    return with_decay(direction, rate)
+
+
+def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
+    return float8_momentum(muon(rate, key, momentum), key)
+
+
+def muon_in_codes(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
+    return in_codes(muon(rate, key, momentum), LINEAR)
+
+
+def averaged_adamw(
+    rate: optax.Schedule, key: jax.Array, b1: float, c: float, mu_y: float
+) -> Tx:
+    return primal_averaging(adamw(rate, key, b1), c, mu_y)
+
+
+def averaged_muon(
+    rate: optax.Schedule, key: jax.Array, momentum: float, c: float, mu_y: float
+) -> Tx:
+    return primal_averaging(muon(rate, key, momentum), c, mu_y)
+
+
+def averaged_muon_in_8_bits(
+    rate: optax.Schedule, key: jax.Array, momentum: float, c: float, mu_y: float
+) -> Tx:
+    base = muon_in_8_bits(rate, key, momentum)
+    return primal_averaging(base, c, mu_y, state_dtype=E4M3, rounding_key=key)
+
+
+def rounded(make: Make, **options: Any) -> Make:
+    def make_rounded(rate: optax.Schedule, key: jax.Array, **settings: float) -> Tx:
+        return stochastic_rounding(make(rate, key, **settings, **options), key)
+
+    return make_rounded
+
+
+def coded_adamw(codecs: Any) -> Make:
+    def make_coded(rate: optax.Schedule, key: jax.Array, **settings: float) -> Tx:
+        return in_codes(adamw(rate, key, **settings), codecs)
+
+    return make_coded
+
+
+def sgdm(momentum: Tx) -> Tx:
+    """Rates are far larger than Adam's, so the decay is smaller."""
+    return optax.chain(optax.add_decayed_weights(DECAY / 1_000, **matrices), momentum)
+
+
+def sgd(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
+    return sgdm(optax.sgd(rate, momentum))
+
+
+def spa_of_sgd(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
+    return sgdm(spa_from_sgdm(rate, momentum))
+
+
+def lion(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
+    return with_decay(optax.scale_by_lion(b1, B2), rate, 5 * DECAY)
+
+
+def with_z(dtype: Any) -> Make:
+    return functools.partial(spa_in_bfloat16, state_dtype=dtype)
+
+
+def in_bfloat16(name: str, make: Make) -> Row:
+    """A row with the settings of another, beside bfloat16 params."""
+    return Row(make, ROWS[name].settings, BF16)
+
+
+ROWS = {
+    "AdamW, as published": Row(adamw, {"rate": nanogpt.RATE, "b1": 0.9}),
+    "AdamW": Row(adamw, {"rate": 4e-3, "b1": 0.9}),
+    "NAdamW": Row(nadamw, {"rate": 4e-3, "b1": 0.9}),
+    "factored NAdamW": Row(factored_nadamw, {"rate": 4e-3, "b1": 0.9}),
+    "spa_adamw": Row(spa_of_adam, {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
+    "AdamW averaged": Row(
+        averaged_adamw, {"rate": 4e-3, "b1": 0.9, "c": 0.00625, "mu_y": 0.4}
+    ),
+    "Muon": Row(muon, {"rate": 8e-3, "momentum": 0.95}),
+    "Muon averaged": Row(
+        averaged_muon, {"rate": 8e-3, "momentum": 0.95, "c": 0.003125, "mu_y": 0.4}
+    ),
+    "Adafactor": Row(adafactor, {"rate": 4e-3}),
+    "Adafactor with momentum": Row(adafactor, {"rate": 4e-3, "momentum": 0.9}),
+    "Lion": Row(lion, {"rate": 1e-3, "b1": 0.9}),
+    "SGD+M": Row(sgd, {"rate": 0.25, "momentum": 0.9}),
+    "spa_from_sgdm": Row(spa_of_sgd, {"rate": 0.25, "momentum": 0.9}),
+}
+ROWS |= {
+    "AdamW, bfloat16 m": in_bfloat16("AdamW", rounded(adamw, mu_dtype=BF16)),
+    "AdamW, 8-bit moments": in_bfloat16("AdamW", rounded(coded_adamw(DYNAMIC))),
+    "AdamW, companded moments": in_bfloat16("AdamW", rounded(coded_adamw(COMPANDED))),
+    "factored NAdamW, bfloat16 params": in_bfloat16(
+        "factored NAdamW", rounded(factored_nadamw)
+    ),
+    "factored NAdamW, bfloat16 m": in_bfloat16(
+        "factored NAdamW", rounded(factored_nadamw, dtype=BF16)
+    ),
+    "factored NAdamW, 8-bit m": in_bfloat16(
+        "factored NAdamW", rounded(factored_nadamw, in_8_bits=True)
+    ),
+    "spa_adamw, factored ν": Row(
+        functools.partial(spa_of_adam, second_moment="factored"),
+        ROWS["spa_adamw"].settings,
+    ),
+    "spa_adamw, bfloat16 params": in_bfloat16("spa_adamw", with_z(F32)),
+    "spa_adamw, bfloat16 z": in_bfloat16("spa_adamw", with_z(BF16)),
+    "spa_adamw, 8-bit z": in_bfloat16("spa_adamw", with_z(E4M3)),
+    "Muon, 8-bit m": in_bfloat16("Muon", rounded(muon_in_8_bits)),
+    "Muon, 8-bit m, linear": in_bfloat16("Muon", rounded(muon_in_codes)),
+    "Muon averaged, 8-bit m and z": Row(
+        averaged_muon_in_8_bits,
+        {"rate": 8e-3, "momentum": 0.95, "c": 0.0125, "mu_y": 0.4},
+        BF16,
+    ),
+    "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
+}
+ROWS |= {
+    f"{name}, constant": ROWS[name]._replace(floor=1.0)
+    for name in ("AdamW", "spa_adamw", "Muon", "Muon averaged")
+}
+ROWS["spa_adamw, Schedule-Free, constant"] = Row(
+    schedule_free_adamw, {"rate": 4e-3, "mu_y": 0.9}, floor=1.0
+)
+# From AdamW to 3 bytes, one change a row: by z, and by momentum.
+LADDERS = {
+    "z": (
+        "AdamW",
+        "spa_adamw",
+        "spa_adamw, factored ν",
+        "spa_adamw, bfloat16 params",
+        "spa_adamw, bfloat16 z",
+        "spa_adamw, 8-bit z",
+    ),
+    "momentum": (
+        "AdamW",
+        "NAdamW",
+        "factored NAdamW",
+        "factored NAdamW, bfloat16 params",
+        "factored NAdamW, bfloat16 m",
+        "factored NAdamW, 8-bit m",
+    ),
+}
