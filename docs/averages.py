@@ -1,58 +1,61 @@
-"""Draws what averages are for: validation loss during a run, with and without lr decay.
+"""Draws what averages are for: validation loss during a run, of the params, of the best
+average of them that training does not see, and of x.
 
-python docs/averages.py benchmarks/results docs/averages.png
+    python docs/averages.py benchmarks/results/language_model.jsonl docs/averages.png
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
-LABELS = ("AdamW", "EMA of its weights", "spa_adamw")
-# Of each row: the records, the steps, the columns of a curve with the losses of the
-# three, and the last point: nanoGPT's is by all of the text, those before by an eighth.
-ROWS = [
-    ("language_model.jsonl", "optimizer", 2_000, (1, 2, 3), -1),
-    ("finetune.jsonl", "row", 500, (2, 4, 2), None),
-]
-# Of each panel: its title, and the names of AdamW and of a form of `spa_adamw`.
+NUM_STEPS = 2_000
+# Of each panel: its title, and the row with and without primal averaging.
 PANELS = [
-    ("nanoGPT, the rate falls to a tenth", "AdamW", "spa_adamw"),
-    ("nanoGPT, constant rate", "AdamW, constant", "spa_adamw, Schedule-Free, constant"),
-    ("MiniLM, the rate falls to 0", "float32", "z in float8, c = 0.05, μ_y = 0.9"),
-    (
-        "MiniLM, constant rate",
-        "float32, constant",
-        "z in bfloat16, Schedule-Free, constant",
-    ),
+    ("Adam's direction", "spa_adamw", "spa_adamw"),
+    ("AdamW", "AdamW averaged", "AdamW"),
+    ("Muon", "Muon averaged", "Muon"),
 ]
+Curve = dict[int, float]  # from the step to the mean loss over seeds
 
 
-def main(folder: str, path: str) -> None:
-    """Draws to a file; seed 0, and the lowest loss of those rates that were tried."""
+def curves_of(runs: list[dict[str, Any]]) -> dict[str, Curve]:
+    """By point. The last one is left out, since it is by all of the text."""
+    result: dict[str, Curve] = {}
+    points = [run["curve"][:-1] for run in runs]
+    for of_step in zip(*points, strict=True):
+        for name in of_step[0].keys() - {"step"}:
+            mean = statistics.mean(point[name] for point in of_step)
+            result.setdefault(name, {})[of_step[0]["step"]] = mean
+    return result
+
+
+def main(records: str, picture: str) -> None:
+    """Seeds from 1 to 5, at the settings that the most of them have."""
+    runs = [json.loads(line) for line in Path(records).read_text().splitlines()]
+    runs = [r for r in runs if r["steps"] == NUM_STEPS and 1 <= r["seed"] <= 5]
     figure, all_axes = plt.subplots(
-        2, 2, figsize=(7.5, 6), sharey="row", layout="constrained"
+        1, len(PANELS), figsize=(10, 3.5), layout="constrained"
     )
-    for i, (axes, (title, adamw, averaged)) in enumerate(
-        zip(all_axes.flat, PANELS, strict=True)
-    ):
-        name, key, num_steps, columns, last = ROWS[i // 2]
-        records = map(json.loads, Path(folder, name).read_text().splitlines())
-        runs = [run for run in records if (run["seed"], run["steps"]) == (0, num_steps)]
-        lines = zip(LABELS, (adamw, adamw, averaged), columns, strict=True)
-        for label, optimizer, column in lines:
-            curves = [run["curve"] for run in runs if run[key] == optimizer]
-            curve = min(curves, key=lambda curve: curve[-1][column])
-            points = [(point[0], point[column]) for point in curve[:last]]
-            axes.plot(*zip(*points, strict=True), label=label)
+    for axes, (title, averaged, plain) in zip(all_axes, PANELS, strict=True):
+        with_x = curves_of([r for r in runs if r["optimizer"] == averaged])
+        without = curves_of([r for r in runs if r["optimizer"] == plain])
+        averages = [name for name in without if name not in ("weights", "x")]
+        best = {
+            step: min(without[name][step] for name in averages)
+            for step in without["weights"]
+        }
+        lines = {"params": without["weights"], "best average": best, "x": with_x["x"]}
+        for label, curve in lines.items():
+            axes.plot(list(curve), list(curve.values()), label=label)
         axes.set(title=title, xlabel="step")
         axes.spines[["top", "right"]].set_visible(False)
-    for left in all_axes[:, 0]:
-        left.set_ylabel("validation loss")
-    all_axes[0, 0].set_ylim(1.7, 2.5)
-    all_axes[0, 0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    all_axes[0].set_ylabel("validation loss")
+    all_axes[0].legend(frameon=False)
+    figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":
