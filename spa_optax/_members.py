@@ -190,6 +190,7 @@ def spa_from_sgdm(
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     c_of_constants = Schedule(lambda k: 1 - at_count("momentum", momentum)(k))
     checks.check_fits_8_bits(state_dtype, "1 - momentum", c_of_constants)
+    has_no_momentum = checks.is_plain_number(momentum) and bool(momentum == 0)
 
     def rule(state: SPAState) -> XZCoefficients:
         ahead = look_ahead(
@@ -200,4 +201,4 @@ def spa_from_sgdm(
             ahead, state.w, follows_params=follows_params, nesterov=nesterov
         )
 
-    return transformation(rule, state_dtype, rounding_key)
+    return transformation(rule, state_dtype, rounding_key, c_is_1=has_no_momentum)

@@ -432,6 +432,7 @@ def test_when_a_rounding_key_is_missed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spa(0.1, 1).init(PARAMS16)
+        spa_from_sgdm(0.1, 0.0).init(PARAMS16)
         wide = spa(0.1, 0.5)
         state = wide.init(jnp.ones(3))
     with pytest.warns(UserWarning, match="`rounding_key` should be given"):
