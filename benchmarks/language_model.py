@@ -136,14 +136,16 @@ def train(
                 break
     params, state, _ = carry
     return {
-        "bytes": round(num_bytes((params, state)) / optax.tree.size(params), 4),
+        "bytes": bytes_of(params, state),
         "curve": curve,
         "seconds": round(time.perf_counter() - begin),
     }
 
 
-def num_bytes(tree: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+def bytes_of(params: Any, state: Any) -> float:
+    """Of both, a parameter."""
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves((params, state)))
+    return round(num_bytes / optax.tree.size(params), 4)
 
 
 def best(record: Record) -> float:

@@ -15,7 +15,7 @@ import nanogpt
 import optax
 from nanogpt import B2, DECAY
 from optax.contrib import MuonDimensionNumbers
-from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes
+from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low_half
 
 from spa_optax import (
     float8_momentum,
@@ -180,6 +180,23 @@ def coded_adamw(codecs: Any) -> Make:
     return make_coded
 
 
+def with_copy(make: Make, dtype: Any) -> Make:
+    """Around any optimizer, z at c = 1: a master copy of the params in few bits."""
+
+    def make_with_copy(rate: optax.Schedule, key: jax.Array, **settings: float) -> Tx:
+        base = make(rate, key, **settings)
+        return primal_averaging(base, 1.0, state_dtype=dtype, rounding_key=key)
+
+    return make_with_copy
+
+
+def low_half(make: Make) -> Make:
+    def make_low_half(rate: optax.Schedule, key: jax.Array, **settings: float) -> Tx:
+        return with_low_half(make(rate, key, **settings))
+
+    return make_low_half
+
+
 def sgdm(momentum: Tx) -> Tx:
     """Rates are far larger than Adam's, so the decay is smaller."""
     return optax.chain(optax.add_decayed_weights(DECAY / 1_000, **matrices), momentum)
@@ -254,6 +271,13 @@ ROWS |= {
     ),
     "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
 }
+for name, make in (("AdamW", adamw), ("Muon", muon)):
+    ROWS |= {
+        f"{name}, rounded": in_bfloat16(name, rounded(make)),
+        f"{name}, bfloat16 copy": in_bfloat16(name, with_copy(make, BF16)),
+        f"{name}, 8-bit copy": in_bfloat16(name, with_copy(make, E4M3)),
+        f"{name}, low half": in_bfloat16(name, low_half(make)),
+    }
 ROWS |= {
     f"{name}, constant": ROWS[name]._replace(floor=1.0)
     for name in ("AdamW", "spa_adamw", "Muon", "Muon averaged")

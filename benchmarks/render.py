@@ -1,4 +1,4 @@
-"""Writes the tables of results/*.jsonl as results/*.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -7,6 +7,7 @@ With --check it writes nothing, and fails if a page is not that of its records.
 
 import json
 import operator
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,35 @@ import memory
 from language_rows import LADDERS
 
 RESULTS = Path(__file__).parent / "results"
+GUIDE = Path(__file__).parent.parent / "docs/results.md"
+# What users type for a row, in docs/results.md.
+TYPED = {
+    "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
+    "spa_adamw, 8-bit z": "spa_adamw(…, state_dtype=float8_e4m3fn)",
+    "spa_adamw, bfloat16 z": "spa_adamw(…, state_dtype=bfloat16)",
+    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m (not built in)",
+    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
+    "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
+    "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…), key)",
+    "AdamW": "optax.adamw(…)",
+    "NAdamW": "optax.adamw(…, nesterov=True)",
+    "spa_adamw": "spa_adamw(…)",
+    "Muon, 8-bit m": "stochastic_rounding(float8_momentum(muon, key), key)",
+    "Muon, 8-bit m, linear": "Muon with 8-bit Muon's momentum",
+    "Muon averaged, 8-bit m and z": "primal_averaging(float8_momentum(muon, key), …)",
+    "Muon": "optax.contrib.muon(…)",
+    "Muon averaged": "primal_averaging(muon, …)",
+}
+FINE_TUNED = {
+    "float32": "optax.adamw(…), float32 params",
+    "bfloat16": "optax.adamw(…), bfloat16 params",
+    "bfloat16, low half": "AdamW on params split into halves (Split-SGD)",
+    "stochastic_rounding": "stochastic_rounding(optax.adamw(…), key)",
+    "z in bfloat16": "spa_adamw(…, state_dtype=bfloat16)",
+    "z in float8": "spa_adamw(…, state_dtype=float8_e4m3fn)",
+    "Lion, stochastic_rounding": "stochastic_rounding(optax.lion(…), key)",
+    "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
+}
 SOURCE = "python benchmarks/render.py"
 Record = dict[str, Any]
 
@@ -121,14 +151,76 @@ def pages() -> dict[str, str]:
     return result
 
 
+def of_pretraining(records: list[Record]) -> str:
+    """The rows of docs/results.md at their best settings, by bytes and loss."""
+    best = language_model.best_settings(records)
+    chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
+    of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
+
+    def loss(name: str) -> float:
+        return statistics.mean(map(language_model.best, of_row[name]))
+
+    rows = []
+    known = [name for name in TYPED if name in of_row]
+    for name in sorted(
+        known, key=lambda name: (round(of_row[name][0]["bytes"]), loss(name))
+    ):
+        runs = of_row[name]
+        settings = language_model.in_words(runs[0]["settings"])
+        row = [f"{runs[0]['bytes']:.1f}", typed(TYPED[name]), settings]
+        difference = language_model.minus(runs, of_row["AdamW"])
+        rows.append([*row, f"{loss(name):.4f}", difference])
+    header = ["bytes", "optimizer", "settings", "loss", "− AdamW"]
+    return common.markdown(header, rows)
+
+
+def of_fine_tuning(records: list[Record]) -> str:
+    """The rows of docs/results.md: accuracy on SST-2 by rate, after 150 steps."""
+    runs = [r for r in records if (r["task"], r["steps"]) == ("sst2", 150)]
+    rates = sorted({run["rate"] for run in runs if run["row"] in FINE_TUNED})
+    rows = []
+    for name, of_row in groups(runs, "row").items():
+        if name not in FINE_TUNED:
+            continue
+        by_rate = groups(of_row, "rate")
+        cells = [
+            f"{statistics.mean(run['accuracy'] for run in by_rate[rate]):.3f}"
+            if rate in by_rate
+            else ""
+            for rate in rates
+        ]
+        rows.append([f"{of_row[0]['bytes']:.1f}", typed(FINE_TUNED[name]), *cells])
+    rows.sort(key=lambda row: -float(row[0]))
+    return common.markdown(["bytes", "optimizer", *(f"{r:g}" for r in rates)], rows)
+
+
+def typed(text: str) -> str:
+    """As code, where it is code."""
+    return f"`{text}`" if "(…" in text and " (" not in text else text
+
+
+def guide() -> str:
+    """docs/results.md with its tables, each behind a comment with its name."""
+    tables = {
+        "pretraining": of_pretraining(read("language_model.jsonl")),
+        "fine-tuning": of_fine_tuning(read("finetune.jsonl")),
+    }
+    text = GUIDE.read_text()
+    for name, table in tables.items():
+        before, comment, after = text.partition(f"<!-- {name} -->\n\n")
+        after = re.sub(r"\A(\|.*\n)*", "", after)
+        text = f"{before}{comment}{table}\n{after}"
+    return text
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = common.command_line.make_parser(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="whether the pages are up to date"
     )
     check = parser.parse_args(argv).check
-    for name, text in pages().items():
-        path = RESULTS / f"{name}.md"
+    texts = {RESULTS / f"{name}.md": text for name, text in pages().items()}
+    for path, text in (texts | {GUIDE: guide()}).items():
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

@@ -21,6 +21,8 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
         ("../examples/", "examples/"),
     ):
         markdown = markdown.replace(f"]({link}", f"]({on_site}")
+    if page.file.src_uri == "index.md":  # a link to the README
+        markdown = markdown.replace("](docs/", "](")
     return markdown.replace("](../docs/", "](../")
 
 

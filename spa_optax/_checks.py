@@ -225,7 +225,8 @@ def warn(message: str) -> None:
     """Warns at the line that called the package, perhaps through Optax or JAX."""
     frame, level = sys._getframe(1), 2
     libraries = ("spa_optax.", "optax.", "jax.", "flax.")
-    while frame.f_back and frame.f_globals["__name__"].startswith(libraries):
+    # Code that `exec` runs may have no name.
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -427,6 +427,11 @@ def test_warnings_point_to_the_line_of_the_user(make: Any) -> None:
     assert name in (Path(__file__).name, "_decorator.py")  # that of the type checker
 
 
+def test_a_warning_in_code_without_a_module() -> None:
+    with pytest.warns(UserWarning, match="`averaging` should be 1 − momentum"):
+        exec("spa(0.1, 0.9)", {"spa": spa})
+
+
 def test_when_a_rounding_key_is_missed() -> None:
     """Not where the params are z, of which 32 bits are kept; but after a cast too."""
     with warnings.catch_warnings():

@@ -52,6 +52,7 @@ def test_one_card(
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_cost, "TREES", {"two": lambda: [(64, 64, 3, 3)] * 2})
@@ -67,6 +68,7 @@ def test_update_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cost[name]["must_move"] == pytest.approx(num_bytes, abs=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_low_precision(tmp_path: Path) -> None:
     arguments = ["--task", "digits", "--momentum", "0.9", "--schedule", "constant"]

@@ -36,6 +36,7 @@ def run(text: Path, out: Path, *options: str) -> list[dict[str, float]]:
     return language_model.read_log(out / "log.csv")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_stopped_run_goes_on_to_the_same_numbers(

@@ -88,6 +88,7 @@ def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> N
     assert "step/s" not in capsys.readouterr().err  # nothing is trained again
 
 
+@pytest.mark.long
 def test_killed_and_resumed(data_options: list[str], tmp_path: Path) -> None:
     """SIGKILL at any moment: the params in the end are the same, to the bit."""
     arguments = [*paper.CIFAR10, *data_options, "--epochs", "8", "--out"]

@@ -1,0 +1,155 @@
+"""How far bfloat16 training departs from the same optimizer in float32.
+
+    python benchmarks/fidelity.py --json benchmarks/results/fidelity.jsonl
+
+On the task of language_model.py, with its rows. All of a group begin with the same
+params, rounded to bfloat16, and see the same batches. The distance is that of x, or of
+the params without an average, relative to the length of the float32 run's update so
+far. Logits are compared on a batch of the validation text: the root mean square of
+their difference over that of the float32 run's change.
+"""
+
+import functools
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import language_model
+import nanogpt
+import numpy as np
+import optax
+from language_rows import ROWS
+
+from spa_optax import eval_params
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+AT = (10, 30, 100, 300, 1_000, 2_000)  # the steps after which runs are compared
+# The float32 run of each group, and those that are compared with it. The first has the
+# same arrays, and differs by rounding alone at the start.
+GROUPS = {
+    "spa_adamw": (
+        "spa_adamw, factored ν",
+        ("spa_adamw, bfloat16 params", "spa_adamw, bfloat16 z", "spa_adamw, 8-bit z"),
+    ),
+    "factored NAdamW": (
+        "factored NAdamW",
+        (
+            "factored NAdamW, bfloat16 params",
+            "factored NAdamW, bfloat16 m",
+            "factored NAdamW, 8-bit m",
+        ),
+    ),
+    **{
+        name: (
+            name,
+            (
+                f"{name}, rounded",
+                f"{name}, 8-bit copy",
+                f"{name}, bfloat16 copy",
+                f"{name}, low half",
+            ),
+        )
+        for name in ("AdamW", "Muon")
+    },
+}
+CONTROL = "float32, one ulp off"  # what chaos alone does
+Record = dict[str, Any]
+
+
+@jax.jit
+def compared(x: Any, reference: Any, first: Any, tokens: jax.Array) -> Any:
+    """The distances of params and of logits."""
+    heads, norm = nanogpt.SIZES.heads, optax.tree.norm
+    x, reference, first = (optax.tree.cast(p, F32) for p in (x, reference, first))
+    of_x, of_reference, of_first = (
+        nanogpt.logits(params, tokens, heads) for params in (x, reference, first)
+    )
+    params = norm(optax.tree.sub(x, reference)) / norm(optax.tree.sub(reference, first))
+    logits = norm(of_x - of_reference) / norm(of_reference - of_first)
+    return params, logits
+
+
+def point(carry: Any) -> Any:
+    """x, or the params."""
+    params, state, _ = carry
+    has_x = optax.tree.get(state, "mu_y", 0) > 0
+    return eval_params(state, params) if has_x else params
+
+
+def train(group: str, num_steps: int, seed: int, texts: Any) -> Record:
+    """The record of a group, whose runs go on side by side."""
+    reference, others = GROUPS[group]
+    keys = [jax.random.fold_in(jax.random.key(seed), i) for i in range(3)]
+    first = optax.tree.cast(nanogpt.init(keys[0]), BF16)
+    off_by_an_ulp = jax.tree.map(lambda x: x.astype(F32) * (1 + 2**-23), first)
+    rows = {name: ROWS[name] for name in (reference, *others)}
+    rows[CONTROL] = rows[reference]
+    carries, steps = {}, {}
+    for name, row in rows.items():
+        start, steps[name] = language_model.make_steps(
+            row, row.settings, num_steps, keys[2]
+        )
+        params = off_by_an_ulp if name == CONTROL else first
+        carries[name] = start(jax.tree.map(jnp.copy, params))
+    seen = jnp.asarray(texts[0])
+    tokens = jnp.asarray(nanogpt.windows(texts[1])[0][0])
+    batch = jax.jit(lambda k: nanogpt.batch(seen, jax.random.fold_in(keys[1], k)))
+    begin, curves = time.perf_counter(), {name: [] for name in (*others, CONTROL)}
+    for k in range(num_steps):
+        for name in rows:
+            carries[name], _ = steps[name](carries[name], k, *batch(k))
+        if k + 1 in AT or k + 1 == num_steps:
+            of_reference = point(carries[reference])
+            for name, curve in curves.items():
+                found = compared(point(carries[name]), of_reference, first, tokens)
+                curve.append([k + 1, *(round(float(value), 5) for value in found)])
+    of_rows = {
+        name: {
+            "bytes": language_model.bytes_of(*carries[name][:2]),
+            "settings": rows[name].settings,
+            "curve": curve,
+        }
+        for name, curve in curves.items()
+    }
+    return {"rows": of_rows, "seconds": round(time.perf_counter() - begin)}
+
+
+def table(records: list[Record]) -> str:
+    """Distances of params and of logits after each step that is compared: means."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        for name, of_row in record["rows"].items():
+            found.setdefault((record["group"], name), []).append(of_row)
+    rows, counts = [], []
+    for (group, name), runs in found.items():
+        means = np.mean([run["curve"] for run in runs], axis=0)
+        counts = [f"{count:,.0f}" for count in means[:, 0]]
+        cells = [f"{params:.3f}; {logits:.3f}" for _, params, logits in means]
+        rows.append([group, name, f"{runs[0]['bytes']:.1f}", str(len(runs)), *cells])
+    return common.markdown(["group", "row", "bytes", "seeds", *counts], rows)
+
+
+def main(argv: list[str] | None = None) -> str:
+    parser = common.parser(__doc__)
+    add = parser.add_argument
+    add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="to compare")
+    add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="as language_model.py")
+    add("--steps", type=int, default=nanogpt.STEPS, help="of each run")
+    add("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
+    arguments = common.parse(parser, argv, "steps")
+    records = common.Records(arguments.json, ("group", "steps", "seed"))
+    texts, chosen = nanogpt.read(arguments.data_dir), []
+    for seed, group in itertools.product(arguments.seeds, arguments.groups):
+        run = functools.partial(train, group, arguments.steps, seed, texts)
+        chosen.append(records.get((group, arguments.steps, seed), run))
+        print(f"{group}, seed {seed}", flush=True)
+    print(f"\n{common.device()}\n\n{table(chosen)}")
+    return table(chosen)
+
+
+if __name__ == "__main__":
+    common.command_line.run(main)
