@@ -285,7 +285,7 @@ def test_the_remedy_helps() -> None:
 
 
 def test_the_reports_of_the_docs() -> None:
-    docs = (Path(__file__).parent.parent / "docs/schedules.md").read_text(
+    docs = (Path(__file__).parent.parent / "docs/momentum.md").read_text(
         encoding="utf-8"
     )
     for audit in (

@@ -136,12 +136,12 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
             if not (target / "index.html" if target.is_dir() else target).exists():
                 dead.append(f"{page.relative_to(tmp_path)}: {link}")
     assert not dead
-    optimizers, method = (
+    optimizers, momentum = (
         (tmp_path / page / "index.html").read_text()
-        for page in ("api/optimizers", "method")
+        for page in ("api/optimizers", "momentum")
     )
     assert "x<sub>k+1</sub> = (1 − c<sub>k+1</sub>)" in optimizers
-    assert '<a href="../look_ahead.png"><img' in method
+    assert '<a href="../look_ahead.png"><img' in momentum
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 )
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """Though `nnx.clone` shares arrays with the model."""
-    page, _ = run_blocks("docs/export.md")
+    page, _ = run_blocks("docs/averages.md")
     model, batch = page["Network"](nnx.Rngs(0)), jnp.ones((8, 3))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -171,7 +171,7 @@ def test_x_outlives_a_donated_step(tx: Any) -> None:
 @standard_promotion
 def test_muon_trains_kernels_alone() -> None:
     """The function of the page needed two names, which a position embedding has not."""
-    page, _ = run_blocks("docs/any-optimizer.md")
+    page, _ = run_blocks("docs/averages.md")
     kernels, name_rule = page["kernels"], page["name_rule"]
     params = {
         "position": jnp.ones((4, 8)),
@@ -193,7 +193,7 @@ def test_muon_trains_kernels_alone() -> None:
 @standard_promotion
 def test_fine_tuning() -> None:
     """Params of any container freeze, and a group starts anew."""
-    page, _ = run_blocks("docs/finetuning.md")
+    page, _ = run_blocks("docs/memory.md")
     params, label = page["params"], page["label"]
     counts = optax.tree.get_all_with_path(page["state"], "count")
     assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
@@ -208,7 +208,7 @@ def test_fine_tuning() -> None:
 @pytest.mark.slow
 @standard_promotion
 def test_the_rate_to_log() -> None:
-    """Each row of the table in docs/recipes.md, after five steps."""
+    """Each row of the table in docs/resume.md, after five steps."""
     rate = optax.cosine_decay_schedule(1e-2, 100)
     base = optax.inject_hyperparams(optax.adamw)(rate)
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
