@@ -143,3 +143,10 @@ def test_all_terms_of_a_step() -> None:
         np.testing.assert_allclose(
             (params, eval_params(state, params)), (y, x), rtol=1e-12
         )
+
+
+def test_z_is_an_array_of_its_own() -> None:
+    """Otherwise a step could not donate both the params and the state."""
+    x = jnp.ones(3)
+    z = spa(0.1).init(x).z
+    assert z.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
