@@ -91,11 +91,6 @@ def spa_adamw(
     else:
         scale = _scale_by_factored_rms(b2, eps)
     add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
-    params_are_x = checks.is_number_1(interpolation)
-    if params_are_x and second_moment == "full" and rounding_key is not None:
-        # An array of 1 keeps the terms of μ_y in the program, unlike the number. With
-        # them XLA for TPU v7x makes one kernel beside bfloat16 params, else two.
-        interpolation = jnp.ones([])
     average = spa(
         learning_rate,
         averaging,

@@ -208,17 +208,18 @@ def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
 
     They are the counts below 10,000, and 700 from there to 10^7. A number has one.
     """
+    none = np.empty(0, int), np.empty(0)
+    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+    counts = np.append(np.arange(10**4), later)
     try:
         if not callable(hyperparam):
-            return np.zeros(1, int), np.asarray([hyperparam], float)
-        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-        counts = np.append(np.arange(10**4), later)
+            return counts[:1], np.asarray([hyperparam], float)
         with jax.ensure_compile_time_eval():
             values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
-        return counts, np.asarray(values, float).reshape(counts.shape)
-    except Exception:
-        # It depends on traced values, or has an error, which its first use raises.
-        return np.empty(0, int), np.empty(0)
+        values = np.asarray(values, float)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        return none  # it depends on traced values, or cannot be traced
+    return (counts, values) if values.shape == counts.shape else none
 
 
 def warn(message: str) -> None:

@@ -35,12 +35,12 @@ class YZCoefficients(NamedTuple):
         y ← y + c_y (z − y) − δ_y g
 
     If the params y are x, c_y is the paper's c: y ← (1 − c) y + c z. Without Nesterov
-    momentum δ_y is then 0. A field that is None leaves its term out of the program.
+    momentum δ_y is then 0.
     """
 
     eta: Scalar
     c_y: Scalar
-    delta_y: Scalar | None  # None: 0
+    delta_y: Scalar
     r: Scalar | None  # None: 1
     is_start: Flag  # whether no step was taken: z is y then, even if y was replaced
 
@@ -118,13 +118,10 @@ class ZItself(Codec):
     def step(self, y, stored, g, yz, seed):
         z = self.z(y, stored, yz.is_start)
         wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
-        eta, c_y, delta_y, r, _ = yz
-        if r is not None:
-            z = _rescale(wide_y, z, r)
-        z = z - eta * g
-        u = c_y * (z - wide_y)
-        if delta_y is not None:
-            u = u - delta_y * g
+        if yz.r is not None:
+            z = _rescale(wide_y, z, yz.r)
+        z = z - yz.eta * g
+        u = yz.c_y * (z - wide_y) - yz.delta_y * g
         u = round_update(u, y, seed)
         return ArrayStep(u, self.store(z, y, stored.dtype, seed))
 
@@ -162,13 +159,10 @@ class Difference(Codec):
     def step(self, y, stored, g, yz, seed):
         d = self.z_minus_y(y, stored, yz.is_start)
         g, yz = as_dtype((g, yz), d.dtype)
-        eta, c_y, delta_y, r, _ = yz
-        if r is not None:
-            d = r * d
-        d = d - eta * g
-        u = c_y * d
-        if delta_y is not None:
-            u = u - delta_y * g
+        if yz.r is not None:
+            d = yz.r * d
+        d = d - yz.eta * g
+        u = yz.c_y * d - yz.delta_y * g
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
         # The new difference is from the params as they are rounded, so z keeps what

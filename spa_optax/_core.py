@@ -63,15 +63,15 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    A field that is None leaves its term out of the program.
+    The new state keeps η, c, w and μ_y.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
     w: Scalar  # w_{k+1}, for the state
-    mu_y: Scalar | None = None  # that of y_{k+1}, where the state has y_k's; None: 1
-    delta: Scalar | None = None  # None: 0
-    r: Scalar | None = None  # None: 1; with a μ_y below 1 it would move x
+    mu_y: Scalar | float = 1.0  # that of y_{k+1}; the state has that of y_k
+    delta: Scalar | float = 0.0
+    r: Scalar | None = None  # None: 1, which costs no operation. Only where y is x
 
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -161,7 +161,7 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
+    mu_y = jnp.asarray(xz.mu_y, xz.eta.dtype)
     last = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
     # If XLA knew constants among them, it would not update z in place.
     yz, last = hide_from_xla(_of_y_and_z(xz, state), last)
@@ -201,8 +201,8 @@ def _is_step(node: Any) -> bool:
 def _of_y_and_z(xz: XZCoefficients, state: SPAState) -> YZCoefficients:
     """The step of x and z as one of y and z, since x is not stored.
 
-    If the params are x, c_y and δ_y are c and δ themselves. Otherwise let a prime mean
-    k + 1, but c be c_{k+1}, and ρ = μ'/μ. With x = (y − (1 − μ) z)/μ and z = z' + η g
+    Let a prime mean k + 1, but c be c_{k+1}, and ρ = μ'/μ. With
+    x = (y − (1 − μ) z)/μ and z = z' + η g
 
         y' = μ' x' + (1 − μ') z'
            = μ' (1 − c) x + (1 − μ' (1 − c)) z' − μ' δ g
@@ -210,17 +210,17 @@ def _of_y_and_z(xz: XZCoefficients, state: SPAState) -> YZCoefficients:
            = y + c_y (z' − y) − δ_y g
         c_y = 1 − ρ (1 − c) = c − (1 − c)(ρ − 1)
         δ_y = η (1 − c)(ρ − μ') + μ' δ
+
+    If the params are x, they are c and δ themselves.
     """
-    eta, c, mu_y = xz.eta, xz.c, xz.mu_y
+    eta, c = xz.eta, xz.c
+    mu_y = jnp.asarray(xz.mu_y, eta.dtype)
     is_start = has_taken_no_step(state)
-    if mu_y is None:
+    if xz.r is not None:
         eta = _nan_if_params_are_not_x(eta, state.mu_y, is_start)
-        return YZCoefficients(eta, c, xz.delta, xz.r, is_start)
     rho_minus_1 = _relative_change(state.mu_y, mu_y)
     c_y = c - (1 - c) * rho_minus_1  # exactly c where ρ is 1
-    delta_y = eta * (1 - c) * (1 + rho_minus_1 - mu_y)
-    if xz.delta is not None:
-        delta_y += mu_y * xz.delta
+    delta_y = eta * (1 - c) * (1 + rho_minus_1 - mu_y) + mu_y * xz.delta
     return YZCoefficients(eta, c_y, delta_y, xz.r, is_start)
 
 
@@ -235,15 +235,15 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
 def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, is_start: Flag) -> Scalar:
     """η, or NaN if the params are not x, because the last step had a μ_y below 1.
 
-    With the number 1 as interpolation, a step takes the params for x. If it is only
-    known when the program runs that they are not, NaN is better than a wrong x.
+    A step that rescales z − x takes the params for x. If it is only known when the
+    program runs that they are not, NaN is better than a wrong x.
     """
     x_is_lost = ~is_start & (mu_y != 1)
     if checks.is_surely(x_is_lost):
         raise ValueError(
             "`state` must be of a run at an interpolation of 1, got one at "
             f"{mu_y:g}, whose params are not x. Begin anew at `eval_params(state, "
-            "params)`, or pass the schedule `interpolation=lambda k: 1.0`."
+            "params)`, or go on with `spa`."
         )
     return jnp.where(x_is_lost, jnp.nan, eta)
 
@@ -296,15 +296,17 @@ def _check_updates(
     """Raises ValueError unless updates fit the params and what is stored of z."""
     check_same_tree("updates", updates, "params", params)
     stored = by_path(stored_tree(state.z))
-    without_update = stored.keys() - by_path(updates).keys()
+    trained = {path for path, leaf in stored.items() if is_trained(leaf)}
+    without_update = trained - by_path(updates).keys()
     if mu_y_changes and without_update:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
             f"the params, got None at {min(without_update) or 'its root'}"
         )
-    without_z = by_path(updates).keys() - stored.keys()
-    if without_z:
-        path = min(without_z) or "its root"
-        raise ValueError(
-            f"`updates` must be None where `state.z` is, got a gradient at {path}"
-        )
+    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+        without_leaf = by_path(updates).keys() - leaves.keys()
+        if without_leaf:
+            path = min(without_leaf) or "its root"
+            raise ValueError(
+                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+            )

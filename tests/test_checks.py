@@ -330,6 +330,20 @@ def test_interpolation_that_cannot_be_seen() -> None:
         eval_params(state, x)
 
 
+def test_a_mistake_in_a_schedule_is_raised_at_once() -> None:
+    def mistaken(k: Any) -> Any:
+        raise RuntimeError("a mistake")
+
+    for name in ("interpolation", "averaging"):
+        with pytest.raises(RuntimeError, match="a mistake"):
+            spa(
+                0.1,
+                **{name: mistaken},
+                state_dtype=jnp.float8_e4m3fn,
+                rounding_key=jax.random.key(0),
+            )
+
+
 PARAMS = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 LAYER = PARAMS["layer"]
 SHORT = {"layer": LAYER | {"bias": jnp.ones(1)}}
@@ -361,6 +375,7 @@ WITHOUT_BIAS = {"layer": LAYER | {"bias": None}}
         (spa(0.1).init(PARAMS), None, "`params`.*None"),
         (spa(0.1).init(SMALL), PARAMS, r"`state\.z`.*\(1, 3\).*'kernel'"),
         (spa(0.1).init(WITHOUT_BIAS), PARAMS, r"`updates`.*`state\.z`.*'bias'"),
+        (spa(0.1).init(PARAMS), WITHOUT_BIAS, r"`updates`.*`params`.*'bias'"),
         (SGD_STATE, PARAMS, "`state`.*`SPAState`.*tuple"),
     ],
 )

@@ -164,10 +164,12 @@ def test_interpolation_may_change_unforeseen() -> None:
     params, state = run(spa(0.1, 0.2, 0.5), params, grads, state)
     chex.assert_trees_all_close((params, state), scheduled, rtol=1e-6)
     np.testing.assert_allclose(state.c, 0.2, rtol=1e-6)  # not what the change makes
-    for tx in (spa(0.1, 0.2), spa_from_sgdm(0.1)):  # to which x would be y
-        with pytest.raises(ValueError, match=r"`state`.*interpolation of 1.*0\.5"):
-            tx.update(GRADS, state, params)
-        assert np.isnan(jax.jit(tx.update)(GRADS, state, params)[0]["w"]).all()
+    scheduled = run(spa(0.1, 0.2, lambda k: 1.0), params, [GRADS], state)
+    chex.assert_trees_all_equal(run(spa(0.1, 0.2), params, [GRADS], state), scheduled)
+    tx = spa_from_sgdm(0.1)  # which takes the params for x
+    with pytest.raises(ValueError, match=r"`state`.*interpolation of 1.*0\.5"):
+        tx.update(GRADS, state, params)
+    assert np.isnan(jax.jit(tx.update)(GRADS, state, params)[0]["w"]).all()
 
 
 def test_no_gradient_while_interpolation_changes() -> None:
@@ -187,6 +189,31 @@ def test_no_gradient_while_interpolation_changes() -> None:
         else:
             params, state = run(tx, params, [grads], state)
             np.testing.assert_array_equal(eval_params(state, params)["b"], x["b"])
+
+
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
+def test_integers_need_no_gradient(state_dtype: Any) -> None:
+    """They do not move, so they need no update while the interpolation changes."""
+    params = {"w": jnp.ones(2), "steps": jnp.arange(3)}
+    grads = {"w": jnp.ones(2), "steps": None}
+    for mu_y in (1.0, lambda k: 0.9 / (k + 1).astype(float)):
+        tx = spa_adamw(
+            0.1, 0.2, mu_y, state_dtype=state_dtype, rounding_key=jax.random.key(0)
+        )
+        new, state = run(tx, params, [grads] * 2)
+        zeros = grads | {"steps": jnp.zeros(3, int)}
+        expected, _ = run(tx, params, [zeros] * 2)
+        np.testing.assert_array_equal(new["w"], expected["w"])
+        np.testing.assert_array_equal(eval_params(state, new)["steps"], params["steps"])
+
+
+def test_a_frozen_param_at_an_interpolation_of_1() -> None:
+    """With a `rounding_key`, too, the number 1 cannot change."""
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    grads = {"w": jnp.ones(2), "b": None}
+    for options in ({}, {"rounding_key": jax.random.key(0)}):
+        new, _ = run(spa_adamw(0.1, **options), params, [grads] * 2)
+        np.testing.assert_array_equal(new["b"], params["b"])
 
 
 def test_derivative_with_respect_to_interpolation() -> None:

@@ -167,3 +167,13 @@ def test_params_without_gradients_stay() -> None:
     params, _ = run(tx, PARAMS, [{**g, "b": None} for g in GRADS[:3]])
     assert (params["b"] == PARAMS["b"]).all()
     jax.effects_barrier()
+
+
+def test_params_may_be_numbers() -> None:
+    tx = guard_params(spa(0.5))
+    params = {"w": 1.0}
+    updates, state = tx.update({"w": jnp.ones([])}, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    tx.update({"w": jnp.ones([])}, state, params)
+    with pytest.raises(ValueError, match=r"`params` .* \['w'\]"):
+        tx.update({"w": jnp.ones([])}, state, {"w": 2.0})

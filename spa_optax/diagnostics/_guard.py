@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import ArrayLike, PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._dtypes import Flag, as_dtype, wide_dtype
@@ -116,7 +116,8 @@ def _add(x: Any, u: Any) -> Any:
 def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
     """Raises, also in compiled code, where params are not those after the last step."""
 
-    def is_moved(y: Array, before: Array, after: Array) -> Flag:
+    def is_moved(*leaves: ArrayLike) -> Flag:
+        y, before, after = map(jnp.asarray, leaves)
         eps = float(jnp.finfo(y.dtype).eps)
         y, before, after = as_dtype((y, before, after), wide_dtype(y))
         # The user's program and this one may round y + u differently.

@@ -30,11 +30,11 @@ def track_momentum(
 
     It measures each step u_k = x_{k+1} − x_k, beside what it would be in pure noise:
 
-        u_k = c_{k+1} (z_k − x_k − η_k g_k)
+        u_k = c_{k+1} (z_k − x_k − η_k g_k) − δ_k g_k
 
-    g_k is the update that reaches the member of the family: the gradient after clipping
-    and decay, or Adam's direction. Only numbers are stored. A step does not count if
-    more than a tenth of ‖u_k‖² may be rounding.
+    δ_k is 0 without Nesterov momentum. g_k is the update that reaches the member of
+    the family: the gradient after clipping and decay, or Adam's direction. Only numbers
+    are stored. A step does not count if more than a tenth of ‖u_k‖² may be rounding.
 
     Args:
       inner: a transformation with one member of the family, such as `spa_adamw(1e-3)`
