@@ -120,7 +120,7 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
     def trained_only(run: Run) -> Optimizer:
         dtype, tx = make(run._replace(rate=10 * run.rate))
         return dtype, optax.partition(
-            {True: tx, False: optax.set_to_zero()}, is_trained
+            {True: tx, False: optax.set_to_zero()}, is_inexact
         )
 
     return Row(trained_only, is_lora=True)
@@ -173,7 +173,7 @@ def with_lora(params: Any, seed: int) -> Any:
     return {"base": params, "lora": pairs}
 
 
-def is_trained(params: Any) -> Any:
+def is_inexact(params: Any) -> Any:
     def leaf(path: Any, _: Any) -> bool:
         return not {"lora", "head"}.isdisjoint(entry.key for entry in path)
 
@@ -187,7 +187,7 @@ def merged(params: Any) -> Any:
     params = jax.tree.map(
         lambda leaf, trained: leaf if trained else jax.lax.stop_gradient(leaf),
         params,
-        is_trained(params),
+        is_inexact(params),
     )
     layers = dict(params["base"]["layers"])
     for name, pair in params["lora"].items():

@@ -2,17 +2,18 @@
 
 from spa_optax import diagnostics, theory
 from spa_optax._adamw import spa_adamw
-from spa_optax._convert import SGDM, AdamW, convert
-from spa_optax._core import SPAState
+from spa_optax._convert import convert
+from spa_optax._convert_momentum import SGDM, AdamW
 from spa_optax._evaluate import eval_params, reanchor
 from spa_optax._float8 import float8_momentum
-from spa_optax._members import spa, spa_from_sgdm
 from spa_optax._schedules import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
     stagewise,
 )
+from spa_optax._spa import spa, spa_from_sgdm
+from spa_optax._state import SPAState
 from spa_optax._wrappers import (
     in_float32,
     primal_averaging,

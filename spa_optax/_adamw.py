@@ -9,10 +9,9 @@ import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._members import spa
+from spa_optax._spa import spa
+from spa_optax._types import Mask
 from spa_optax._wrappers import in_float32
-
-Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
 @checks.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
@@ -90,7 +89,7 @@ def spa_adamw(
         )
     else:
         scale = _scale_by_factored_rms(b2, eps)
-    add_decay = optax.add_decayed_weights(weight_decay, _checked(mask))  # pyright: ignore[reportArgumentType]
+    add_decay = optax.add_decayed_weights(weight_decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
     average = spa(
         learning_rate,
         averaging,
@@ -123,7 +122,7 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
     )
 
 
-def _checked(mask: Mask) -> Callable[[PyTree], Any] | None:
+def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
     """A mask as a function of the params that raises ValueError unless it fits them."""
     leaves = jax.tree.leaves(mask)
     # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.

@@ -1,10 +1,10 @@
 """How a state stores z, and the recursion of primal averaging on one array.
 
-`YZCoefficients` has the recursion, and the `step` of two codecs computes it. The state
-stores z itself where all params and the state have 32 bits or more, as in the paper:
-there a difference would only add rounding. In every other case it stores z − y,
-the difference from the params y. A difference keeps digits that a narrow z would lose,
-and it follows params that something else moves.
+Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItself`
+stores z, as in the paper. It serves where all params and the state have 32 bits or
+more: there a difference would only add rounding. In every other case `Difference`
+stores z − y, the difference from the params y. It keeps digits that a narrow z would
+lose, and it follows params that something else moves.
 
 The type of a node says which of the two a state stores. So a cast of the state, as when
 a checkpoint is restored into another dtype, cannot change what its numbers mean.
@@ -19,30 +19,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from spa_optax._dtypes import Flag, Scalar, as_dtype, has_16_bits, wide_dtype
-from spa_optax._rounding import Seed, round_update, rounded
-from spa_optax._trees import by_path, is_trained
-from spa_optax._xla import select, sharded_like
-
-
-class YZCoefficients(NamedTuple):
-    """One step as an array makes it, of y and z, for gradients g.
-
-    It is that of `XZCoefficients` in `_core.py` without x, which is not stored.
-
-        z ← y + r (z − y)
-        z ← z − η g
-        y ← y + c_y (z − y) − δ_y g
-
-    If the params y are x, c_y is the paper's c: y ← (1 − c) y + c z. Without Nesterov
-    momentum δ_y is then 0.
-    """
-
-    eta: Scalar
-    c_y: Scalar
-    delta_y: Scalar
-    r: Scalar | None  # None: 1
-    is_start: Flag  # whether no step was taken: z is y then, even if y was replaced
+from spa_optax._coefficients import YZCoefficients
+from spa_optax._dtypes import as_dtype, has_16_bits, wide_dtype
+from spa_optax._rounding import round_update, rounded
+from spa_optax._sharding import select, sharded_like
+from spa_optax._trees import is_inexact
+from spa_optax._types import Flag, Seed
 
 
 class ArrayStep(NamedTuple):
@@ -60,19 +42,19 @@ class Codec(abc.ABC):
     follows_params: bool  # whether z moves along if something else moves y
 
     @abc.abstractmethod
-    def node(self, tree: PyTree) -> PyTree:
+    def wrap(self, tree: PyTree) -> PyTree:
         """What stands in the state for a tree of stored arrays."""
 
     @abc.abstractmethod
-    def start(self, y: Any, dtype: Any) -> Array:
+    def init(self, y: Any, dtype: Any) -> Array:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
 
     @abc.abstractmethod
-    def z(self, y: Array, stored: Array, is_start: Flag) -> Array:
+    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
         """The value of z, in the dtype to compute in. Before the first step it is y."""
 
     @abc.abstractmethod
-    def z_minus_y(self, y: Array, stored: Array, is_start: Flag) -> Array:
+    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
         """The value of z − y, in the dtype to compute in."""
 
     @abc.abstractmethod
@@ -98,25 +80,25 @@ class ZItself(Codec):
     unit = 1.0
     follows_params = False
 
-    def node(self, tree):
+    def wrap(self, tree):
         return tree
 
-    def start(self, y, dtype):
+    def init(self, y, dtype):
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def z(self, y, stored, is_start):
+    def z(self, y, stored, z_is_y):
         dtype = wide_dtype(y, stored)
-        return select(is_start, y.astype(dtype), stored.astype(dtype))
+        return select(z_is_y, y.astype(dtype), stored.astype(dtype))
 
-    def z_minus_y(self, y, stored, is_start):
-        z = self.z(y, stored, is_start)
+    def z_minus_y(self, y, stored, z_is_y):
+        z = self.z(y, stored, z_is_y)
         return z - y.astype(z.dtype)
 
     def store(self, z, y, dtype, seed):
         return rounded(z, dtype, seed)
 
     def step(self, y, stored, g, yz, seed):
-        z = self.z(y, stored, yz.is_start)
+        z = self.z(y, stored, yz.z_is_y)
         wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
@@ -138,17 +120,17 @@ class Difference(Codec):
     unit: float
     follows_params = True
 
-    def node(self, tree):
+    def wrap(self, tree):
         return self.node_type(tree)
 
-    def start(self, y, dtype):
+    def init(self, y, dtype):
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def z(self, y, stored, is_start):
-        d = self.z_minus_y(y, stored, is_start)
+    def z(self, y, stored, z_is_y):
+        d = self.z_minus_y(y, stored, z_is_y)
         return y.astype(d.dtype) + d
 
-    def z_minus_y(self, y, stored, is_start):
+    def z_minus_y(self, y, stored, z_is_y):
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z, y, dtype, seed):
@@ -157,7 +139,7 @@ class Difference(Codec):
         return rounded(units, dtype, seed, saturates=True)
 
     def step(self, y, stored, g, yz, seed):
-        d = self.z_minus_y(y, stored, yz.is_start)
+        d = self.z_minus_y(y, stored, yz.z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d
@@ -222,7 +204,7 @@ def codec_of(z: PyTree) -> Codec:
     return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else Z_ITSELF
 
 
-def stored_tree(z: PyTree) -> PyTree:
+def unwrap(z: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
     if codec_of(z) is Z_ITSELF:
         return z
@@ -247,43 +229,8 @@ def init_z(params: PyTree, state_dtype: Any) -> PyTree:
     def start(y: Any) -> Array:
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
             y = jnp.zeros(y.shape, y.dtype)
-        if not is_trained(y):
+        if not is_inexact(y):
             return jnp.array(y)
-        return codec.start(y, stored_dtype(y, state_dtype))
+        return codec.init(y, stored_dtype(y, state_dtype))
 
-    return codec.node(jax.tree.map(start, params))
-
-
-def check_codec(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
-    """Raises ValueError unless z is stored as `init` would hold it beside params."""
-    found, expected = codec_of(z), choose_codec(params, state_dtype)
-    if found is not expected:
-        raise ValueError(
-            f"`{name}` must hold {expected.name}, for the dtypes of `params` and for "
-            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
-            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
-            "are those that the state was made for."
-        )
-    params_by_path = by_path(params)
-    for path, leaf in by_path(stored_tree(z)).items():
-        y = params_by_path.get(path, leaf)
-        if not is_trained(y):
-            continue
-        dtype = jnp.result_type(stored_dtype(y, state_dtype))
-        # Without a `state_dtype` params may have been cast to fewer bits afterwards.
-        is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
-        if leaf.dtype != dtype and not is_wider:
-            raise ValueError(
-                f"`{name}` must be in {dtype}, for `state_dtype={state_dtype}`, got "
-                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
-                "into=tx.init(params))`."
-            )
-
-
-def check_not_cast(name: str, z: PyTree) -> None:
-    """Raises ValueError if z itself was cast to 16 bits."""
-    if codec_of(z) is Z_ITSELF and has_16_bits(z):
-        raise ValueError(
-            f"`{name}` must hold z in 32 bits or more, got 16 or fewer. Use "
-            "`convert(state, params, into=tx.init(params))`."
-        )
+    return codec.wrap(jax.tree.map(start, params))

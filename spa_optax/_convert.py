@@ -18,11 +18,10 @@ from spa_optax._convert_momentum import (
     MOMENTUM_FIELDS,
     SGDM,
     AdamW,
-    ByPath,
     Run,
+    inexact_params,
     momentum_tree,
     read_momentum,
-    trained_params,
     write_momentum,
 )
 from spa_optax._convert_nodes import (
@@ -32,17 +31,11 @@ from spa_optax._convert_nodes import (
     nodes_of_type,
     steps_taken,
 )
-from spa_optax._core import SPAState
 from spa_optax._dtypes import has_16_bits
-from spa_optax._trees import (
-    by_path,
-    check_one_run,
-    check_paths,
-    check_same_tree,
-    copy_arrays,
-    kinds_of,
-    scalar_of,
-)
+from spa_optax._state import SPAState
+from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
+from spa_optax._trees import by_path, copy_arrays, kinds_of, scalar_of
+from spa_optax._types import ByPath
 from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
 
 REQUIREMENTS = {
@@ -138,7 +131,7 @@ def convert(
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
-            y=trained_params(old, by_path(params)),
+            y=inexact_params(old, by_path(params)),
             new_params=by_path(new_params),
             nu=_nu_of(old, new, nodes, new_nodes),
             other=other,
@@ -239,7 +232,7 @@ def _momentum_of(
                 "each group of `optax.partition` by itself: `state.inner_states[label]`"
             )
         if found:
-            check_one_run(name, found[0]._asdict().get("count", ()))
+            check_not_batched(name, found[0]._asdict().get("count", ()))
             check_paths(name, [momentum_tree(found[0])], params)
             return found[0]
     raise ValueError(

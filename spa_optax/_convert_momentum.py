@@ -11,14 +11,14 @@ import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._codec import codec_of, stored_tree
-from spa_optax._core import SPAState, has_taken_no_step
-from spa_optax._dtypes import Scalar, wide_dtype
+from spa_optax._codec import codec_of, unwrap
+from spa_optax._dtypes import wide_dtype
 from spa_optax._hyperparams import at_count
-from spa_optax._lookahead import eta_and_c, look_ahead, nonzero_w
-from spa_optax._trees import by_path, is_trained, scalar_of, with_leaves
+from spa_optax._sgdm import eta_and_c, look_ahead, nonzero_w
+from spa_optax._state import SPAState, z_is_still_y
+from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
+from spa_optax._types import ByPath, Scalar
 
-ByPath = dict[str, Array]  # an array for each parameter, by its path
 # The states with a momentum, and its field. Beside one of the family others are copied.
 MOMENTUM_FIELDS: dict[type, str] = {
     SPAState: "z",
@@ -77,13 +77,13 @@ class MomentumScale(NamedTuple):
 
 def momentum_tree(momentum: Any) -> PyTree:
     """The tree of a momentum, with a leaf for each parameter."""
-    return stored_tree(getattr(momentum, MOMENTUM_FIELDS[type(momentum)]))
+    return unwrap(getattr(momentum, MOMENTUM_FIELDS[type(momentum)]))
 
 
-def trained_params(momentum: Any, params: ByPath) -> ByPath:
+def inexact_params(momentum: Any, params: ByPath) -> ByPath:
     """The params that have a momentum, in 32 bits or more."""
     found = {path: params[path] for path in by_path(momentum_tree(momentum))}
-    return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_trained(x)}
+    return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
 
 
 def _scale_of_sgdm(run: Run) -> MomentumScale:
@@ -149,14 +149,14 @@ def write_momentum(new: Any, momentum: Momentum, run: Run) -> Any:
 
 
 def _read_spa(old: SPAState, run: Run) -> Momentum:
-    codec, stored = codec_of(old.z), by_path(stored_tree(old.z))
-    is_start = has_taken_no_step(old)
-    z = {path: codec.z(x, stored[path], is_start) for path, x in run.y.items()}
+    codec, stored = codec_of(old.z), by_path(unwrap(old.z))
+    z_is_y = z_is_still_y(old)
+    z = {path: codec.z(x, stored[path], z_is_y) for path, x in run.y.items()}
     return Momentum(z, old.eta, old.c, old.w, old.mu_y)
 
 
 def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
-    codec, stored = codec_of(new.z), by_path(stored_tree(new.z))
+    codec, stored = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored.keys() & momentum.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)

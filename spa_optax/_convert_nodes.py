@@ -14,11 +14,12 @@ import optax
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._core import SPAState
 from spa_optax._float8 import Float8MomentumState
-from spa_optax._trees import by_path, check_one_run, kinds_of, scalar_of, with_leaves
+from spa_optax._guard import GuardParamsState
+from spa_optax._state import SPAState
+from spa_optax._tree_checks import check_not_batched
+from spa_optax._trees import by_path, kinds_of, scalar_of, with_leaves
 from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
-from spa_optax.diagnostics._guard import GuardParamsState
 from spa_optax.diagnostics._track import TrackMomentumState
 
 # Optax does not export it. (To call `init` here would start JAX at import.)
@@ -100,7 +101,7 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
         field = _count_field(node)
         if field is not None:
             counts.append(getattr(node, field))
-    check_one_run("old_state", counts)
+    check_not_batched("old_state", counts)
     values = sorted({int(scalar_of(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(

@@ -5,17 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import PyTree
 
-from spa_optax._trees import is_trained, map_trained
-
-Scalar = Float[Array, ""]
-Flag = Bool[Array, ""]
+from spa_optax._trees import is_inexact, map_inexact
 
 
 def has_16_bits(tree: PyTree) -> bool:
     """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
-    trained = filter(is_trained, jax.tree.leaves(tree))
+    trained = filter(is_inexact, jax.tree.leaves(tree))
     return any(
         jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in trained
     )
@@ -23,7 +20,7 @@ def has_16_bits(tree: PyTree) -> bool:
 
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
-    trained = filter(is_trained, jax.tree.leaves(params))
+    trained = filter(is_inexact, jax.tree.leaves(params))
     has_64_bits = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in trained)
     return jnp.dtype(jnp.float64 if has_64_bits else jnp.float32)
 
@@ -43,7 +40,7 @@ def widen(tree: PyTree) -> PyTree:
             return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
         return jnp.asarray(x, wide_dtype(x))
 
-    return map_trained(widen_leaf, tree)
+    return map_inexact(widen_leaf, tree)
 
 
 def as_dtype(tree: PyTree, dtype: Any) -> PyTree:

@@ -4,25 +4,23 @@ import jax
 from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._codec import check_not_cast, codec_of, stored_tree
-from spa_optax._core import SPAState, check_scalars, has_taken_no_step
+from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
-from spa_optax._optax_states import MOVES_PARAMS, is_opaque_sam
+from spa_optax._guard import forget_params
+from spa_optax._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
+from spa_optax._state import SPAState, check_not_cast, check_scalars, z_is_still_y
+from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
 from spa_optax._trees import (
     by_path,
-    check_one_run,
-    check_paths,
-    check_same_tree,
     copy_arrays,
     find_nodes,
-    is_trained,
+    is_inexact,
     kinds_of,
     replace_nodes,
     scalar_of,
     with_leaves,
 )
 from spa_optax._wrappers import StochasticRoundingState
-from spa_optax.diagnostics._guard import forget_params
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -59,7 +57,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     x = by_path(params)
     for state in _states("opt_state", opt_state, params):
-        check_one_run("opt_state", state.count, state.mu_y)
+        check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
         if checks.is_surely(mu_y == 1):
             continue
@@ -67,12 +65,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 "`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost"
             )
-        codec, is_start = codec_of(state.z), has_taken_no_step(state)
-        for path, stored in by_path(stored_tree(state.z)).items():
+        codec, z_is_y = codec_of(state.z), z_is_still_y(state)
+        for path, stored in by_path(unwrap(state.z)).items():
             y = x[path]
-            if not is_trained(y):
+            if not is_inexact(y):
                 continue
-            d = codec.z_minus_y(y, stored, is_start)  # z − y
+            d = codec.z_minus_y(y, stored, z_is_y)  # z − y
             average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             x[path] = average.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), x.values())
@@ -117,9 +115,9 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     old, new = by_path(old_params), by_path(new_params)
 
     def shift(path: str, z: Array) -> Array:
-        if not is_trained(z):
+        if not is_inexact(z):
             return new[path]
-        if not is_trained(new[path]):
+        if not is_inexact(new[path]):
             raise ValueError(
                 "`new_params` must be floating-point where z is, got "
                 f"{new[path].dtype} at {path or 'its root'}"
@@ -144,14 +142,14 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     holders = (SPAState, StochasticRoundingState)
     if not find_nodes(opt_state, holders):
         raise ValueError(f"`{name}` must hold an `SPAState`, got {kinds_of(opt_state)}")
-    for outer in find_nodes(opt_state, MOVES_PARAMS):
+    for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
         if find_nodes(outer, holders) and not is_opaque_sam(outer):
             raise ValueError(
                 f"`{name}` must hold a state of `params`, got one in a "
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths(name, [stored_tree(state.z) for state in states], tree)
+        check_paths(name, [unwrap(state.z) for state in states], tree)
     for state in states:
         check_not_cast(f"{name}.z", state.z)
         check_scalars(name, state)

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._optax_states import AVERAGES, FLOAT8_FIELDS, refuse
+from spa_optax._optax_states import FLOAT8_FIELDS, REFUSE_AVERAGING, refuse
 from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
-from spa_optax._trees import check_kind, find_nodes, kinds_of, replace_nodes
-from spa_optax._xla import with_shardings
+from spa_optax._sharding import with_shardings
+from spa_optax._tree_checks import check_kind
+from spa_optax._trees import find_nodes, kinds_of, replace_nodes
+from spa_optax._types import Count
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -27,7 +29,7 @@ class Float8Array(NamedTuple):
 class Float8MomentumState(NamedTuple):
     """State of `float8_momentum`."""
 
-    count: Int[Array, ""]  # the random bits depend on it
+    count: Count  # the random bits depend on it
     base: PyTree  # with a `Float8Array` for each array of its momentum
 
 
@@ -76,7 +78,7 @@ def float8_momentum(
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         base_state = with_shardings(tx.init(params), params)
-        refuse(base_state, AVERAGES)
+        refuse(base_state, REFUSE_AVERAGING)
         if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "

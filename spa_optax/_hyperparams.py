@@ -7,7 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike
+
+from spa_optax._types import Count, Scalar
 
 
 class SPAHyperparams(NamedTuple):
@@ -38,7 +40,7 @@ class Schedule:
 def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array], Array]:
     """A hyper-parameter as a function of the count, in the default floating dtype."""
 
-    def at(count: Int[Array, ""]) -> Float[Array, ""]:
+    def at(count: Count) -> Scalar:
         try:
             value = hyperparam(count) if callable(hyperparam) else hyperparam
             value = jnp.asarray(value)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import optax
 from jaxtyping import PyTree
 
-from spa_optax._core import SPAState
+from spa_optax._state import SPAState
 from spa_optax._trees import find_nodes
 
 
@@ -33,7 +33,7 @@ SKIPPING_STATES = (
     optax.ConditionallyMaskState,
 )
 # Wrappers that move the params apart from those of what they wrap.
-MOVES_PARAMS = (
+PARAMS_MOVING_STATES = (
     optax.LookaheadState,
     optax.contrib.MechanicState,
     optax.contrib.SAMState,  # unless it is opaque
@@ -41,7 +41,7 @@ MOVES_PARAMS = (
 )
 # Other momentum, in which noise adds up too. Inside `track_momentum` it hides what
 # pure noise would do.
-HAS_MOMENTUM = (
+MOMENTUM_STATES = (
     optax.ApplyEvery,
     optax.EmaState,
     optax.ScaleByAdamState,
@@ -64,14 +64,14 @@ FLOAT8_FIELDS: dict[type, str] = {
     optax.contrib.MuonState: "mu",
 }
 # What a base must not do inside a wrapper, and what to do instead.
-AVERAGES: Refusals = [
+REFUSE_AVERAGING: Refusals = [
     (
         (SPAState, ScheduleFreeState),
         "`base` must not average, got a `{}`. Average once, and pass `rounding_key` "
         "there.",
     ),
 ]
-SKIPS_UPDATES: Refusals = [
+REFUSE_SKIPPING: Refusals = [
     (
         SKIPPING_STATES,
         "`base` must not skip updates, got a `{}`. Put that wrapper around this one.",
@@ -82,7 +82,7 @@ SKIPS_UPDATES: Refusals = [
     ),
 ]
 # Only `primal_averaging` refuses these.
-UNFIT: Refusals = [
+REFUSE_UNFIT: Refusals = [
     (
         (
             optax.ScaleByBacktrackingLinesearchState,
@@ -105,7 +105,7 @@ UNFIT: Refusals = [
         "`base` must not average, got a `{}`. Use it alone.",
     ),
 ]
-NEEDS_FIRST_PARAMS: Refusals = [
+REFUSE_FIRST_PARAMS: Refusals = [
     (
         (
             optax.contrib.COCOBState,
@@ -117,7 +117,7 @@ NEEDS_FIRST_PARAMS: Refusals = [
         '`params_of_base="z"`.',
     ),
 ]
-NEEDS_GRADIENTS_OF_ITS_PARAMS: Refusals = [
+REFUSE_GRADIENTS_OF_Z: Refusals = [
     (
         (
             optax.ScaleByLBFGSState,

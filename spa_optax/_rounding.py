@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
 from spa_optax._dtypes import wide_dtype
+from spa_optax._types import Seed
 
-Seed = UInt32[Array, ""]
 # What random words are for: the same key at the same count may serve both.
 FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 

@@ -15,7 +15,7 @@ from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
-from spa_optax._lookahead import eta_and_c, look_ahead
+from spa_optax._sgdm import eta_and_c, look_ahead
 
 
 def hyperparams_from_sgdm(

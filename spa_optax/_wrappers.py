@@ -5,39 +5,32 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._core import SPAState, current_z
 from spa_optax._dtypes import widen
-from spa_optax._members import spa
 from spa_optax._optax_states import (
-    AVERAGES,
-    NEEDS_FIRST_PARAMS,
-    NEEDS_GRADIENTS_OF_ITS_PARAMS,
-    SKIPS_UPDATES,
-    UNFIT,
+    REFUSE_AVERAGING,
+    REFUSE_FIRST_PARAMS,
+    REFUSE_GRADIENTS_OF_Z,
+    REFUSE_SKIPPING,
+    REFUSE_UNFIT,
     refuse,
     refuse_sam_that_moves_params,
 )
 from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
-from spa_optax._trees import (
-    check_kind,
-    check_params_passed,
-    check_same_tree,
-    fill_none,
-    find_nodes,
-    is_none,
-    is_trained,
-    map_trained,
-)
-from spa_optax._xla import with_shardings
+from spa_optax._sharding import with_shardings
+from spa_optax._spa import spa
+from spa_optax._state import SPAState, current_z
+from spa_optax._tree_checks import check_kind, check_params_passed, check_same_tree
+from spa_optax._trees import fill_none, find_nodes, is_inexact, is_none, map_inexact
+from spa_optax._types import Count
 
 
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`."""
 
-    count: Int[Array, ""]  # the random bits depend on it
+    count: Count  # the random bits depend on it
     base: PyTree
 
 
@@ -147,9 +140,9 @@ def primal_averaging(
     checks.TRANSFORMATION.check(base=base)
     checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    refused_there = NEEDS_FIRST_PARAMS
+    refused_there = REFUSE_FIRST_PARAMS
     if params_of_base == "z":
-        refused_there = NEEDS_GRADIENTS_OF_ITS_PARAMS
+        refused_there = REFUSE_GRADIENTS_OF_Z
     average = spa(
         1.0,
         averaging,
@@ -161,7 +154,10 @@ def primal_averaging(
     def init_fn(params: PyTree) -> PrimalAveragingState:
         base_state = tx.init(params)
         refuse_sam_that_moves_params(base_state)
-        refuse(base_state, AVERAGES + SKIPS_UPDATES + UNFIT + refused_there)
+        refuse(
+            base_state,
+            REFUSE_AVERAGING + REFUSE_SKIPPING + REFUSE_UNFIT + refused_there,
+        )
         if find_nodes(base_state, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
@@ -177,7 +173,7 @@ def primal_averaging(
         observe = extra.pop("observe", None)  # a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
-        minus_u = fill_none(map_trained(jnp.negative, u), u)
+        minus_u = fill_none(map_inexact(jnp.negative, u), u)
         u, of_average = average.update(minus_u, state.average, params, observe=observe)
         return u, PrimalAveragingState(base_state, of_average)  # pyright: ignore[reportArgumentType]
 
@@ -226,7 +222,7 @@ def stochastic_rounding(
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
         base_state = tx.init(params)
-        refuse(base_state, AVERAGES)
+        refuse(base_state, REFUSE_AVERAGING)
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(
@@ -241,7 +237,7 @@ def stochastic_rounding(
         def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
             if u is None or x is None:
                 return None
-            if not is_trained(x):
+            if not is_inexact(x):
                 return jnp.zeros_like(x)
             return round_update(jnp.asarray(u), jnp.asarray(x), seed)
 

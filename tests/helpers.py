@@ -21,8 +21,8 @@ from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
 from spa_optax import SPAState
-from spa_optax._codec import codec_of, stored_tree
-from spa_optax._trees import find_nodes, map_trained
+from spa_optax._codec import codec_of, unwrap
+from spa_optax._trees import find_nodes, map_inexact
 
 # Parameters of a test. XLA for CPUs converts them only if the processor does.
 FLOAT16 = pytest.param(jnp.float16, marks=pytest.mark.float16)
@@ -145,9 +145,9 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    is_start = jnp.array(False)
-    return map_trained(
-        lambda y, stored: codec_of(z).z(y, stored, is_start), params, stored_tree(z)
+    z_is_y = jnp.array(False)
+    return map_inexact(
+        lambda y, stored: codec_of(z).z(y, stored, z_is_y), params, unwrap(z)
     )
 
 

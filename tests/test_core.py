@@ -12,7 +12,8 @@ import pytest
 from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_of
 
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
-from spa_optax._core import XZCoefficients, transformation
+from spa_optax._coefficients import XZCoefficients
+from spa_optax._core import transformation
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {

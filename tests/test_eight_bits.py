@@ -36,7 +36,7 @@ from spa_optax import (
     stagewise,
     stochastic_rounding,
 )
-from spa_optax._codec import choose_codec, codec_of, stored_tree
+from spa_optax._codec import choose_codec, codec_of, unwrap
 from spa_optax._float8 import Float8Array
 from spa_optax._optax_states import FLOAT8_FIELDS
 from spa_optax._trees import find_nodes
@@ -72,7 +72,7 @@ def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> 
     )
     z = spa_state(state).z
     assert codec_of(z).follows_params
-    assert stored_tree(z)["w"].dtype == dtype
+    assert unwrap(z)["w"].dtype == dtype
     assert jnp.all(z_of(state, found)["w"] != found["w"])
 
 

@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
-from spa_optax._codec import codec_of, stored_tree
-from spa_optax._core import SPAState, XZCoefficients, has_taken_no_step
-from spa_optax._dtypes import Flag, Scalar
-from spa_optax._trees import find_nodes, map_trained
-
-Count = Int[Array, ""]
+from spa_optax._codec import codec_of, unwrap
+from spa_optax._coefficients import XZCoefficients
+from spa_optax._state import SPAState, z_is_still_y
+from spa_optax._trees import find_nodes, map_inexact
+from spa_optax._types import Count, Flag, Scalar
 
 
 class Sums(NamedTuple):
@@ -125,11 +124,11 @@ def measure(g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients) -> S
 
 def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
     """The sums with z_k − y_k for d_k, as the state holds it."""
-    codec, is_start = codec_of(state.z), has_taken_no_step(state)
+    codec, z_is_y = codec_of(state.z), z_is_still_y(state)
 
     def of_array(y: Any, stored: Array, g: Any) -> Sums:
         y = jnp.asarray(y)
-        d = codec.z_minus_y(y, stored, is_start)
+        d = codec.z_minus_y(y, stored, z_is_y)
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
         rounding = jnp.maximum(
@@ -144,7 +143,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
             num_saturated=_num_saturated(stored),
         )
 
-    by_array = find_nodes(map_trained(of_array, params, stored_tree(state.z), g), Sums)
+    by_array = find_nodes(map_inexact(of_array, params, unwrap(state.z), g), Sums)
     zeros = Sums(*jnp.zeros(5, jnp.float32))
     return functools.reduce(optax.tree.add, by_array, zeros)
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from spa_optax._core import SPAState
-from spa_optax._dtypes import Scalar
-from spa_optax._optax_states import HAS_MOMENTUM
-from spa_optax._trees import check_one_run, find_node, find_nodes, scalar_of
-from spa_optax.diagnostics._gauge import Count, new_gauge
+from spa_optax._optax_states import MOMENTUM_STATES
+from spa_optax._state import SPAState
+from spa_optax._tree_checks import check_not_batched
+from spa_optax._trees import find_node, find_nodes, scalar_of
+from spa_optax._types import Count, Scalar
+from spa_optax.diagnostics._gauge import new_gauge
 from spa_optax.diagnostics._track import TrackMomentumState
 
 
@@ -128,14 +129,14 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Steps add up: the gain is 19
     """
     state = find_node(opt_state, "opt_state", TrackMomentumState)
-    check_one_run("opt_state", state.gauge)
+    check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means, counts = gauge.means, gauge.counts
     cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # z = x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise / means.gradient
-    if find_nodes(state.inner, HAS_MOMENTUM):
+    if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
     member = find_node(state.inner, "opt_state", SPAState)
     return MomentumReport(

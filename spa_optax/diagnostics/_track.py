@@ -7,10 +7,11 @@ import optax
 from jaxtyping import PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._codec import stored_tree
-from spa_optax._core import SPAState
+from spa_optax._codec import unwrap
 from spa_optax._optax_states import SKIPPING_STATES
-from spa_optax._trees import check_kind, find_nodes, kinds_of
+from spa_optax._state import SPAState
+from spa_optax._tree_checks import check_kind
+from spa_optax._trees import find_nodes, kinds_of
 from spa_optax._xla import behind_a_barrier
 from spa_optax.diagnostics._gauge import Gauge, Step, measure, new_gauge, update_gauge
 
@@ -143,7 +144,7 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
-    num_measured = len(jax.tree.leaves(stored_tree(members[0].z)))
+    num_measured = len(jax.tree.leaves(unwrap(members[0].z)))
     if num_measured != num_params:
         raise ValueError(
             f"`inner` must hold a momentum of all {num_params} arrays, got "

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float
 
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import at_count
-from spa_optax._lookahead import eta_and_c, look_ahead
 from spa_optax._schedules import hyperparams_to_sgdm
+from spa_optax._sgdm import eta_and_c, look_ahead
 
 Values = Float[np.ndarray, " n"]
 Steps = Bool[np.ndarray, " n"]  # whether a step is meant, for each step

@@ -9,16 +9,10 @@ from jax.core import Tracer
 from jaxtyping import ArrayLike, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._dtypes import Flag, as_dtype, wide_dtype
-from spa_optax._trees import (
-    by_path,
-    check_kind,
-    check_params_passed,
-    copy_arrays,
-    is_none,
-    map_trained,
-    replace_nodes,
-)
+from spa_optax._dtypes import as_dtype, wide_dtype
+from spa_optax._tree_checks import check_kind, check_params_passed
+from spa_optax._trees import by_path, copy_arrays, is_none, map_inexact, replace_nodes
+from spa_optax._types import Flag
 
 
 class GuardParamsState(NamedTuple):
@@ -126,7 +120,7 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
         is_same = (jnp.abs(y - after) <= ulp) | (y == after) | both_nan
         return state.has_stepped & ~jnp.all(is_same)
 
-    moved = by_path(map_trained(is_moved, params, state.before, state.after))
+    moved = by_path(map_inexact(is_moved, params, state.before, state.after))
     if any(isinstance(flag, Tracer) for flag in moved.values()):
         jax.debug.callback(_raise_if_moved, moved)
     else:

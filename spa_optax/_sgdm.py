@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from spa_optax._checks import is_plain_number
-from spa_optax._core import XZCoefficients
-from spa_optax._dtypes import Flag, Scalar
+from spa_optax._coefficients import XZCoefficients
 from spa_optax._hyperparams import at_count
+from spa_optax._types import Count, Flag, Scalar
 
 
-class LookAhead(NamedTuple):
+class SGDMStep(NamedTuple):
     """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
 
     alpha: Scalar  # α_k
@@ -45,11 +45,11 @@ class LookAhead(NamedTuple):
 def look_ahead(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule,
-    count: Int[Array, ""],
+    count: Count,
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> LookAhead:
+) -> SGDMStep:
     """The hyper-parameters of step k, the count, and w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
@@ -72,13 +72,13 @@ def look_ahead(
         is_foreseen = False
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     momentum_ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
-    return LookAhead(alpha, beta, a, next_w, is_foreseen, momentum_ends)
+    return SGDMStep(alpha, beta, a, next_w, is_foreseen, momentum_ends)
 
 
 def _w_of_schedules(
     alpha_at: Callable[[Array], Array],
     beta_at: Callable[[Array], Array],
-    count: Int[Array, ""],
+    count: Count,
     momentum: optax.ScalarOrSchedule,
     *,
     nesterov: bool,
@@ -131,7 +131,7 @@ def _in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
 
 
 def eta_and_c(
-    ahead: LookAhead, next_w: Scalar, *, nesterov: bool = False
+    ahead: SGDMStep, next_w: Scalar, *, nesterov: bool = False
 ) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}."""
     total = ahead.a + next_w
@@ -140,7 +140,7 @@ def eta_and_c(
 
 
 def sgdm_coefficients(
-    ahead: LookAhead, w: Scalar, *, follows_params: bool, nesterov: bool
+    ahead: SGDMStep, w: Scalar, *, follows_params: bool, nesterov: bool
 ) -> XZCoefficients:
     """A step from w_k, that of the state.
 
@@ -159,7 +159,7 @@ def sgdm_coefficients(
     )
 
 
-def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
+def _choose_next_w(ahead: SGDMStep, w: Scalar, follows_params: bool) -> Scalar:
     """w_{k+1}: that of the look-ahead, or a larger one where m would drown in rounding.
 
     Any w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
@@ -177,7 +177,7 @@ def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
     return nonzero_w(jnp.where(ahead.is_foreseen, next_w, large_w), ahead.a, w)
 
 
-def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
+def _ratio(ahead: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     safe_w = jnp.where(m_is_0, 1, w).astype(next_w.dtype)

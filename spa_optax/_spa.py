@@ -6,9 +6,11 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of
-from spa_optax._core import SPAState, XZCoefficients, transformation
+from spa_optax._coefficients import XZCoefficients
+from spa_optax._core import transformation
 from spa_optax._hyperparams import Schedule, at_count
-from spa_optax._lookahead import look_ahead, sgdm_coefficients
+from spa_optax._sgdm import look_ahead, sgdm_coefficients
+from spa_optax._state import SPAState
 
 
 @checks.suggests(
@@ -111,7 +113,7 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        c_is_1=checks.is_number_1(averaging),
+        params_are_z=checks.is_number_1(averaging),
         mu_y_changes=not checks.is_plain_number(interpolation),
     )
 
@@ -199,4 +201,4 @@ def spa_from_sgdm(
             ahead, state.w, follows_params=follows_params, nesterov=nesterov
         )
 
-    return transformation(rule, state_dtype, rounding_key, c_is_1=has_no_momentum)
+    return transformation(rule, state_dtype, rounding_key, params_are_z=has_no_momentum)

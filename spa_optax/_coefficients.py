@@ -1,0 +1,101 @@
+"""The coefficients of a step: of x and z, as a member writes it, and of y and z."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spa_optax import _checks as checks
+from spa_optax._types import Flag, Scalar
+
+
+class XZCoefficients(NamedTuple):
+    """One step as a member writes it, of x and z. g are the incoming updates.
+
+        z_k     ← y_k + r (z_k − y_k)
+        z_{k+1} = z_k − η g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
+
+    The new state keeps η, c, w and μ_y.
+    """
+
+    eta: Scalar  # η_k
+    c: Scalar  # c_{k+1}
+    w: Scalar  # w_{k+1}: the momentum of SGD is m = (x − z)/w
+    mu_y: Scalar | float = 1.0  # that of y_{k+1}; the state has that of y_k
+    delta: Scalar | float = 0.0
+    r: Scalar | None = None  # only where y is x; None: 1, and no rescaling to compute
+
+
+class YZCoefficients(NamedTuple):
+    """The same step as an array makes it, of y and z, since x is not stored.
+
+    z ← y + r (z − y)
+    z ← z − η g
+    y ← y + c_y (z − y) − δ_y g
+    """
+
+    eta: Scalar
+    c_y: Scalar
+    delta_y: Scalar
+    r: Scalar | None
+    z_is_y: Flag  # no step was taken yet: z is y, even if y was replaced
+
+
+def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
+    """A step of x and z as one of y and z.
+
+    Let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
+
+        x_k = (y_k − (1 − μ) z_k) / μ        z_k = z_{k+1} + η g_k
+
+    into the equations of `XZCoefficients`. Then
+
+        y_{k+1} = y_k + c_y (z_{k+1} − y_k) − δ_y g_k
+        c_y = 1 − (1 − c) μ'/μ
+        δ_y = η (1 − c)(μ'/μ − μ') + μ' δ
+
+    If the params are x, μ = μ' = 1, they are the paper's c, and δ.
+
+    Args:
+      xz: the step of x and z.
+      mu_y: μ, the interpolation of the current params.
+      z_is_y: whether no step was taken yet.
+    """
+    eta, c = xz.eta, xz.c
+    if xz.r is not None:
+        eta = _nan_if_params_are_not_x(eta, mu_y, z_is_y)
+    next_mu_y = jnp.asarray(xz.mu_y, eta.dtype)
+    change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
+    return YZCoefficients(
+        eta=eta,
+        c_y=c - (1 - c) * change,  # exactly c where μ' is μ
+        delta_y=eta * (1 - c) * (1 + change - next_mu_y) + next_mu_y * xz.delta,
+        r=xz.r,
+        z_is_y=z_is_y,
+    )
+
+
+def _relative_change(old: Scalar, new: Scalar) -> Scalar:
+    """new / old − 1, or 0, with its derivative, if both are stored as one number."""
+    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
+    change = new / divisor - 1
+    is_unchanged = new.astype(old.dtype) == old
+    return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
+
+
+def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
+    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
+
+    A step that rescales z − x takes the params for x. If it is only known when the
+    program runs that they are not, NaN is better than a wrong x.
+    """
+    x_is_lost = ~z_is_y & (mu_y != 1)
+    if checks.is_surely(x_is_lost):
+        raise ValueError(
+            "`state` must be of a run at an interpolation of 1, got one at "
+            f"{mu_y:g}, whose params are not x. Begin anew at `eval_params(state, "
+            "params)`, or go on with `spa`."
+        )
+    return jnp.where(x_is_lost, jnp.nan, eta)

@@ -1,0 +1,126 @@
+"""The state of the whole family, what it says of z, and whether it fits the params."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from spa_optax._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
+from spa_optax._dtypes import has_16_bits
+from spa_optax._tree_checks import check_kind, check_params_passed, check_same_tree
+from spa_optax._trees import by_path, fill_none, is_inexact, map_inexact, scalar_of
+from spa_optax._types import Count, Flag, Scalar
+
+
+class SPAState(NamedTuple):
+    """State of the whole family.
+
+    The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
+    interpolation of 1. Scalars are float32, or float64 if a parameter has 64 bits.
+    """
+
+    count: Count  # k, the number of steps taken
+    z: PyTree[Array]  # z_k, shaped like the params, or a node that holds z_k − y_k
+    eta: Scalar  # η_{k−1}, of the last step
+    c: Scalar  # c_k, of the last step
+    w: Scalar  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k
+    mu_y: Scalar  # μ_y, of y_k
+
+
+def z_is_still_y(state: SPAState) -> Flag:
+    """Whether z is y, as before the first step.
+
+    The count does not tell, since users set it to shift a schedule. η, c and w are
+    those of the last step, and all 0 only if no step moved z.
+    """
+    eta, c, w = scalar_of(state.eta), scalar_of(state.c), scalar_of(state.w)
+    return (eta == 0) & (c == 0) & (w == 0)
+
+
+def current_z(state: SPAState, params: PyTree) -> PyTree:
+    """z_k in the dtype to compute in; before the first step it is the params."""
+    check_state("state", state, params)
+    codec = codec_of(state.z)
+    z_is_y = z_is_still_y(state)
+
+    def value(y: Any, stored: Any) -> Array:
+        return codec.z(jnp.asarray(y), jnp.asarray(stored), z_is_y)
+
+    return fill_none(map_inexact(value, params, unwrap(state.z)), params)
+
+
+def check_state(name: str, state: Any, params: PyTree | None) -> None:
+    """Raises ValueError unless a state is of the family and fits the params."""
+    check_params_passed(params)
+    check_scalars(name, state)
+    check_same_tree(f"{name}.z", unwrap(state.z), "params", params)
+    check_not_cast(f"{name}.z", state.z)
+
+
+def check_scalars(name: str, state: Any) -> None:
+    """Raises ValueError if a state is of another type, or its scalars were cast."""
+    check_kind(name, state, SPAState)
+    for field in ("eta", "c", "w", "mu_y"):
+        dtype = scalar_of(getattr(state, field)).dtype
+        if dtype not in (jnp.float32, jnp.float64):
+            raise ValueError(
+                f"`{name}.{field}` must be float32 or float64, whatever the params, "
+                f"got {dtype}"
+            )
+
+
+def check_not_cast(name: str, z: PyTree) -> None:
+    """Raises ValueError if z itself was cast to 16 bits."""
+    if codec_of(z) is Z_ITSELF and has_16_bits(z):
+        raise ValueError(
+            f"`{name}` must hold z in 32 bits or more, got 16 or fewer. Use "
+            "`convert(state, params, into=tx.init(params))`."
+        )
+
+
+def check_storage(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
+    """Raises ValueError unless z is stored as `init` would store it beside params."""
+    found, expected = codec_of(z), choose_codec(params, state_dtype)
+    if found is not expected:
+        raise ValueError(
+            f"`{name}` must hold {expected.name}, for the dtypes of `params` and for "
+            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
+            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
+            "are those that the state was made for."
+        )
+    params_by_path = by_path(params)
+    for path, leaf in by_path(unwrap(z)).items():
+        y = params_by_path.get(path, leaf)
+        if not is_inexact(y):
+            continue
+        dtype = jnp.result_type(stored_dtype(y, state_dtype))
+        # Without a `state_dtype` params may have been cast to fewer bits afterwards.
+        is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        if leaf.dtype != dtype and not is_wider:
+            raise ValueError(
+                f"`{name}` must be in {dtype}, for `state_dtype={state_dtype}`, got "
+                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
+                "into=tx.init(params))`."
+            )
+
+
+def check_updates(
+    updates: PyTree, state: SPAState, params: PyTree, mu_y_changes: bool
+) -> None:
+    """Raises ValueError unless updates fit the params and what is stored of z."""
+    check_same_tree("updates", updates, "params", params)
+    stored = by_path(unwrap(state.z))
+    moving = {path for path, leaf in stored.items() if is_inexact(leaf)}
+    without_update = moving - by_path(updates).keys()
+    if mu_y_changes and without_update:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(without_update) or 'its root'}"
+        )
+    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+        without_leaf = by_path(updates).keys() - leaves.keys()
+        if without_leaf:
+            path = min(without_leaf) or "its root"
+            raise ValueError(
+                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+            )
