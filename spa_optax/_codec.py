@@ -155,10 +155,10 @@ class Difference(Codec):
 
 @jax.custom_jvp
 def _rescale(y: Array, z: Array, r: Array) -> Array:
-    """y + r (z − y), but z itself where r is 1.
+    """y + r (z − y), but exactly z where r is 1, as in nearly every step.
 
-    The predicate is a scalar, so XLA on CPU nearly always runs a loop that does not
-    read y, as fast as `optax.sgd`.
+    XLA on CPU makes a loop for either case, and runs one of them, since the predicate
+    is a scalar. The loop for z does not read y, and is as fast as `optax.sgd`.
     """
     return select(r != 1, y + r * (z - y), z)
 

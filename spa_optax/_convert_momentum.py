@@ -19,7 +19,8 @@ from spa_optax._state import SPAState, z_is_still_y
 from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
 from spa_optax._types import ByPath, Scalar
 
-# The states with a momentum, and its field. Beside one of the family others are copied.
+# The states with a momentum, and its field. In a state that holds several kinds the
+# first is translated. Others, such as the momentum of a base, are copied.
 MOMENTUM_FIELDS: dict[type, str] = {
     SPAState: "z",
     optax.ScaleByAdamState: "mu",

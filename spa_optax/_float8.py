@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._optax_states import FLOAT8_FIELDS, REFUSE_AVERAGING, refuse
+from spa_optax._optax_states import AVERAGING_BASES, FLOAT8_FIELDS, refuse
 from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
 from spa_optax._sharding import with_shardings
 from spa_optax._tree_checks import check_kind
@@ -78,7 +78,7 @@ def float8_momentum(
 
     def init_fn(params: PyTree) -> Float8MomentumState:
         base_state = with_shardings(tx.init(params), params)
-        refuse(base_state, REFUSE_AVERAGING)
+        refuse(base_state, AVERAGING_BASES)
         if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "

@@ -22,9 +22,6 @@ class ScheduleFreeState(Protocol):
     weight_sum: Any
 
 
-# Types of states, each with a message that has a place for the type's name.
-Refusals = list[tuple[tuple[type, ...], str]]
-
 # Wrappers that do not step in every update.
 SKIPPING_STATES = (
     optax.MultiStepsState,
@@ -63,62 +60,56 @@ FLOAT8_FIELDS: dict[type, str] = {
     optax.ScaleByLionState: "mu",
     optax.contrib.MuonState: "mu",
 }
-# What a base must not do inside a wrapper, and what to do instead.
-REFUSE_AVERAGING: Refusals = [
-    (
-        (SPAState, ScheduleFreeState),
-        "`base` must not average, got a `{}`. Average once, and pass `rounding_key` "
-        "there.",
-    ),
-]
-REFUSE_SKIPPING: Refusals = [
-    (
+# What a wrapper refuses as its `base`: a message for each type of state, with a place
+# for the type's name. All wrappers refuse what averages.
+Refusals = dict[type, str]
+AVERAGING_BASES: Refusals = dict.fromkeys(
+    (SPAState, ScheduleFreeState),
+    "`base` must not average, got a `{}`. Average once, and pass `rounding_key` there.",
+)
+# Only `primal_averaging` refuses these.
+UNFIT_BASES: Refusals = {
+    **dict.fromkeys(
         SKIPPING_STATES,
         "`base` must not skip updates, got a `{}`. Put that wrapper around this one.",
     ),
-    (
-        (optax.ApplyEvery,),
-        "`base` must not skip updates, got a `{}`. Put `optax.MultiSteps` around this.",
+    optax.ApplyEvery: (
+        "`base` must not skip updates, got a `{}`. Put `optax.MultiSteps` around this."
     ),
-]
-# Only `primal_averaging` refuses these.
-REFUSE_UNFIT: Refusals = [
-    (
+    **dict.fromkeys(
         (
             optax.ScaleByBacktrackingLinesearchState,
             optax.ScaleByZoomLinesearchState,
         ),
         "`base` must not search along a line, got a `{}`. Use it alone.",
     ),
-    (
-        (optax.LookaheadState,),
-        "`base` must not move the params back, got a `{}`. Average instead.",
+    optax.LookaheadState: (
+        "`base` must not move the params back, got a `{}`. Average instead."
     ),
-    (
+    **dict.fromkeys(
         (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
         "`base` must not find its rate by how far the params went, got a `{}`. It "
         "cannot see z. Use another base.",
     ),
+}
+if hasattr(optax.contrib, "MadgradState"):  # not in Optax 0.2.5
+    UNFIT_BASES[optax.contrib.MadgradState] = (
+        "`base` must not average, got a `{}`. Use it alone."
+    )
+# It refuses these at `params_of_base="params"`, …
+UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
     (
-        # Optax 0.2.5 has none.
-        tuple(filter(None, [getattr(optax.contrib, "MadgradState", None)])),
-        "`base` must not average, got a `{}`. Use it alone.",
+        optax.contrib.COCOBState,
+        optax.contrib.MechanicState,
+        optax.contrib.DoGState,
+        optax.contrib.DoWGState,
     ),
-]
-REFUSE_FIRST_PARAMS: Refusals = [
-    (
-        (
-            optax.contrib.COCOBState,
-            optax.contrib.MechanicState,
-            optax.contrib.DoGState,
-            optax.contrib.DoWGState,
-        ),
-        "`base` must not compare the params with the first ones, got a `{}`. Set "
-        '`params_of_base="z"`.',
-    ),
-]
-REFUSE_GRADIENTS_OF_Z: Refusals = [
-    (
+    "`base` must not compare the params with the first ones, got a `{}`. Set "
+    '`params_of_base="z"`.',
+)
+# … and these at "z".
+UNFIT_AT_Z: Refusals = {
+    **dict.fromkeys(
         (
             optax.ScaleByLBFGSState,
             optax.contrib.MomoState,
@@ -127,18 +118,17 @@ REFUSE_GRADIENTS_OF_Z: Refusals = [
         "`base` must not relate the params to gradients, got a `{}`. Set "
         '`params_of_base="params"`.',
     ),
-    (
-        (optax.contrib.SAMState,),
+    optax.contrib.SAMState: (
         "`base` must not take gradients at its own params, got a `{}`. Set "
-        '`params_of_base="params"`.',
+        '`params_of_base="params"`.'
     ),
-]
+}
 
 
 def refuse(state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
-    for types, message in refusals:
-        for node in find_nodes(state, types):
+    for kind, message in refusals.items():
+        for node in find_nodes(state, kind):
             raise ValueError(message.format(type(node).__name__))
 
 

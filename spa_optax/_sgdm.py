@@ -142,9 +142,9 @@ def eta_and_c(
 def sgdm_coefficients(
     ahead: SGDMStep, w: Scalar, *, follows_params: bool, nesterov: bool
 ) -> XZCoefficients:
-    """A step from w_k, that of the state.
+    """A step of SGD with momentum, from w_k, that of the state.
 
-    If z follows the params, z − x is stored, else z.
+    follows_params says that the state stores z − x, not z.
     """
     next_w = _choose_next_w(ahead, w, follows_params)
     next_w = next_w.astype(w.dtype).astype(ahead.a.dtype)  # as stored
@@ -160,21 +160,23 @@ def sgdm_coefficients(
 
 
 def _choose_next_w(ahead: SGDMStep, w: Scalar, follows_params: bool) -> Scalar:
-    """w_{k+1}: that of the look-ahead, or a larger one where m would drown in rounding.
+    """The w_{k+1} of a step: that of the look ahead, where nothing speaks against it.
 
-    Any w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
-    only decides how precise m = (x − z)/w is.
+    Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
+    only decides how precisely the state keeps m = (x − z)/w.
     """
-    next_w, w = ahead.next_w, w.astype(ahead.a.dtype)
+    w = w.astype(ahead.a.dtype)
     if follows_params:
-        # z − x is stored, so any w will do. Where momentum ends it is 0, and x goes to
-        # z, which keeps what x has lost by rounding.
-        return jnp.where(ahead.momentum_ends, 0, nonzero_w(next_w, ahead.a, w))
-    # z is stored, so m has the rounding error of x over w. While α or β may rise
-    # unforeseen, w does not fall, nor below α: then α m has an error of about an ulp of
-    # x, as if β had been 1/2.
-    large_w = jnp.maximum(next_w, jnp.maximum(w, ahead.alpha))
-    return nonzero_w(jnp.where(ahead.is_foreseen, next_w, large_w), ahead.a, w)
+        # The state stores z − x = −w m, so every w keeps the same digits of m. Where
+        # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
+        next_w = nonzero_w(ahead.next_w, ahead.a, w)
+        return jnp.where(ahead.momentum_ends, 0, next_w)
+    # The state stores z, to an ulp of x, which is ulp/w in m: a small w loses digits.
+    # One that was not foreseen may prove too small when α or β rises. So w does not
+    # fall, nor below α, where α m is right to an ulp of x.
+    cautious_w = jnp.maximum(ahead.next_w, jnp.maximum(w, ahead.alpha))
+    next_w = jnp.where(ahead.is_foreseen, ahead.next_w, cautious_w)
+    return nonzero_w(next_w, ahead.a, w)
 
 
 def _ratio(ahead: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
@@ -185,8 +187,9 @@ def _ratio(ahead: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     a, beta = ahead.a, ahead.beta
     change = ((next_w - safe_w) + (beta * a - (1 - beta) * next_w)) / safe_w
-    # Rounding error is some tens of eps for sums over a horizon, (1 − β) eps for
-    # unchanged traced numbers. Its derivative is not, and is kept.
+    # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
+    # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
+    # would only add noise. The derivative is not rounding error, and is kept.
     rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - beta)) * eps
     is_error = jnp.abs(change) <= rounding_error
     change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)

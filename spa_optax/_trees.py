@@ -67,7 +67,7 @@ def find_nodes(state: PyTree, kinds: Any) -> list[Any]:
     return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def find_node(state: PyTree, name: str, kind: type) -> Any:
+def find_node(name: str, state: PyTree, kind: type) -> Any:
     """The one node of a type that a state holds."""
     found = find_nodes(state, kind)
     if len(found) != 1:

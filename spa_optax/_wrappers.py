@@ -10,11 +10,10 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks
 from spa_optax._dtypes import widen
 from spa_optax._optax_states import (
-    REFUSE_AVERAGING,
-    REFUSE_FIRST_PARAMS,
-    REFUSE_GRADIENTS_OF_Z,
-    REFUSE_SKIPPING,
-    REFUSE_UNFIT,
+    AVERAGING_BASES,
+    UNFIT_AT_PARAMS,
+    UNFIT_AT_Z,
+    UNFIT_BASES,
     refuse,
     refuse_sam_that_moves_params,
 )
@@ -140,9 +139,7 @@ def primal_averaging(
     checks.TRANSFORMATION.check(base=base)
     checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    refused_there = REFUSE_FIRST_PARAMS
-    if params_of_base == "z":
-        refused_there = REFUSE_GRADIENTS_OF_Z
+    unfit_there = UNFIT_AT_Z if params_of_base == "z" else UNFIT_AT_PARAMS
     average = spa(
         1.0,
         averaging,
@@ -154,10 +151,7 @@ def primal_averaging(
     def init_fn(params: PyTree) -> PrimalAveragingState:
         base_state = tx.init(params)
         refuse_sam_that_moves_params(base_state)
-        refuse(
-            base_state,
-            REFUSE_AVERAGING + REFUSE_SKIPPING + REFUSE_UNFIT + refused_there,
-        )
+        refuse(base_state, AVERAGING_BASES | UNFIT_BASES | unfit_there)
         if find_nodes(base_state, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
@@ -222,7 +216,7 @@ def stochastic_rounding(
 
     def init_fn(params: PyTree) -> StochasticRoundingState:
         base_state = tx.init(params)
-        refuse(base_state, REFUSE_AVERAGING)
+        refuse(base_state, AVERAGING_BASES)
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(

@@ -128,7 +128,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       >>> print(momentum_report(state).verdict().split(".")[0])
       Steps add up: the gain is 19
     """
-    state = find_node(opt_state, "opt_state", TrackMomentumState)
+    state = find_node("opt_state", opt_state, TrackMomentumState)
     check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
@@ -138,7 +138,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     noise_level = means.noise / means.gradient
     if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
-    member = find_node(state.inner, "opt_state", SPAState)
+    member = find_node("opt_state", state.inner, SPAState)
     return MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=noise_level,
