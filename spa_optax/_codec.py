@@ -103,7 +103,9 @@ class ZItself(Codec):
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * g
-        u = yz.c_y * (z - wide_y) - yz.delta_y * g
+        u = yz.c_y * (z - wide_y)
+        if yz.delta_y is not None:
+            u = u - yz.delta_y * g
         u = round_update(u, y, seed)
         return ArrayStep(u, self.store(z, y, stored.dtype, seed))
 
@@ -144,7 +146,9 @@ class Difference(Codec):
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * g
-        u = yz.c_y * d - yz.delta_y * g
+        u = yz.c_y * d
+        if yz.delta_y is not None:
+            u = u - yz.delta_y * g
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
         # The new difference is from the params as they are rounded, so z keeps what

@@ -17,15 +17,16 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    The new state keeps η, c, w and μ_y.
+    The new state keeps η, c, w and μ_y. A field that is None leaves its term out of the
+    program.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
     w: Scalar  # w_{k+1}: the momentum of SGD is m = (x − z)/w
-    mu_y: Scalar | float = 1.0  # that of y_{k+1}; the state has that of y_k
-    delta: Scalar | float = 0.0
-    r: Scalar | None = None  # only where y is x; None: 1, and no rescaling to compute
+    mu_y: Scalar | None = None  # that of y_{k+1}; the state has that of y_k. None: 1
+    delta: Scalar | None = None  # None: 0
+    r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
 
 
 class YZCoefficients(NamedTuple):
@@ -38,8 +39,8 @@ class YZCoefficients(NamedTuple):
 
     eta: Scalar
     c_y: Scalar
-    delta_y: Scalar
-    r: Scalar | None
+    delta_y: Scalar | None  # None: 0
+    r: Scalar | None  # None: 1
     z_is_y: Flag  # no step was taken yet: z is y, even if y was replaced
 
 
@@ -56,25 +57,23 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
         c_y = 1 − (1 − c) μ'/μ
         δ_y = η (1 − c)(μ'/μ − μ') + μ' δ
 
-    If the params are x, μ = μ' = 1, they are the paper's c, and δ.
+    If the params are x, μ = μ' = 1, these are the paper's c, and δ.
 
     Args:
       xz: the step of x and z.
       mu_y: μ, the interpolation of the current params.
       z_is_y: whether no step was taken yet.
     """
-    eta, c = xz.eta, xz.c
-    if xz.r is not None:
+    eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
+    if next_mu_y is None:
         eta = _nan_if_params_are_not_x(eta, mu_y, z_is_y)
-    next_mu_y = jnp.asarray(xz.mu_y, eta.dtype)
+        return YZCoefficients(eta, c, xz.delta, xz.r, z_is_y)
     change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
-    return YZCoefficients(
-        eta=eta,
-        c_y=c - (1 - c) * change,  # exactly c where μ' is μ
-        delta_y=eta * (1 - c) * (1 + change - next_mu_y) + next_mu_y * xz.delta,
-        r=xz.r,
-        z_is_y=z_is_y,
-    )
+    c_y = c - (1 - c) * change  # exactly c where μ' is μ
+    delta_y = eta * (1 - c) * (1 + change - next_mu_y)
+    if xz.delta is not None:
+        delta_y += next_mu_y * xz.delta
+    return YZCoefficients(eta, c_y, delta_y, r=None, z_is_y=z_is_y)
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
@@ -88,14 +87,14 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
 def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
     """η, or NaN if the params are not x, because the last step had a μ_y below 1.
 
-    A step that rescales z − x takes the params for x. If it is only known when the
-    program runs that they are not, NaN is better than a wrong x.
+    With the number 1 as interpolation, a step takes the params for x. If it is only
+    known when the program runs that they are not, NaN is better than a wrong x.
     """
     x_is_lost = ~z_is_y & (mu_y != 1)
     if checks.is_surely(x_is_lost):
         raise ValueError(
             "`state` must be of a run at an interpolation of 1, got one at "
             f"{mu_y:g}, whose params are not x. Begin anew at `eval_params(state, "
-            "params)`, or go on with `spa`."
+            "params)`, or pass the schedule `interpolation=lambda k: 1.0`."
         )
     return jnp.where(x_is_lost, jnp.nan, eta)

@@ -117,7 +117,12 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
-    last = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": jnp.asarray(xz.mu_y)}
+    if yz.delta_y is None and rounding_key is not None:
+        # With its term XLA for TPU v7x makes one kernel of Adam's direction and the
+        # step beside bfloat16 params, else two.
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
+    last = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
     # If XLA knew constants among them, it would not update z in place.
     yz, last = hide_from_xla(yz, last)
     u, z = _step_arrays(updates, state, params, yz, rounding_key)

@@ -154,7 +154,7 @@ def sgdm_coefficients(
         eta=eta,
         c=c,
         w=next_w,
-        delta=ahead.alpha * (1 - c) if nesterov else 0.0,
+        delta=ahead.alpha * (1 - c) if nesterov else None,
         r=_ratio(ahead, next_w, w),
     )
 

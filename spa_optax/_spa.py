@@ -101,13 +101,15 @@ def spa(
     eta_at = at_count("learning_rate", learning_rate)
     c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
+    params_are_x = checks.is_number_1(interpolation)
 
     def rule(state: SPAState) -> XZCoefficients:
         eta, c = eta_at(state.count), c_at(state.count)
         # m = (x − z)/w. Where η is 0, z stays and x − z shrinks by 1 − c. If w does so
         # too, m stays.
         scale = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        return XZCoefficients(eta, c, w=(1 - c) * scale, mu_y=mu_y_at(state.count))
+        mu_y = None if params_are_x else mu_y_at(state.count)
+        return XZCoefficients(eta, c, w=(1 - c) * scale, mu_y=mu_y)
 
     return transformation(
         rule,

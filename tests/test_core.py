@@ -116,7 +116,8 @@ def test_a_step_as_it_is_observed(tx: Any) -> None:
             (observed_g, observed_y, observed_state), (g, y, state)
         )
         r = 1.0 if s.r is None else s.r
-        u = s.c * (r * (z - x) - s.eta * g) - s.delta * g
+        delta = 0.0 if s.delta is None else s.delta
+        u = s.c * (r * (z - x) - s.eta * g) - delta * g
         y, state = y + updates, after
         np.testing.assert_allclose(eval_params(state, y) - x, u, atol=2e-6)
     assert len(steps) == 3

@@ -110,7 +110,8 @@ def new_gauge() -> Gauge:
 def measure(g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients) -> Step:
     """The measurements of a step of a member, from the state before it."""
     r = jnp.ones([]) if xz.r is None else xz.r
-    values = xz.eta, xz.c, xz.delta, r, state.mu_y
+    delta = jnp.zeros([]) if xz.delta is None else xz.delta
+    values = xz.eta, xz.c, delta, r, state.mu_y
     eta, c, delta, r, mu_y = (jnp.asarray(x, jnp.float32) for x in values)
     # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k.
     sums, factor = _sums(g, params, state), r / mu_y
