@@ -1,4 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of docs/results.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
+docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -20,7 +21,7 @@ import memory
 from language_rows import LADDERS
 
 RESULTS = Path(__file__).parent / "results"
-GUIDE = Path(__file__).parent.parent / "docs/results.md"
+ROOT = Path(__file__).parent.parent
 # What users type for a row, in docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
@@ -49,6 +50,22 @@ FINE_TUNED = {
     "Lion, stochastic_rounding": "stochastic_rounding(optax.lion(…), key)",
     "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
 }
+# The rows of README.md: each with its names in both tables above.
+IN_SHORT = {
+    "`optax.adamw`, float32 params": ("float32", "AdamW"),
+    "`optax.adamw`, bfloat16 params": ("bfloat16", ""),
+    "`stochastic_rounding(optax.adamw(…, mu_dtype=jnp.bfloat16), key)`": (
+        "stochastic_rounding",
+        "AdamW, bfloat16 m",
+    ),
+    "`spa_adamw`, z in bfloat16": ("z in bfloat16", "spa_adamw, bfloat16 z"),
+    "`spa_adamw`, z in float8": ("z in float8", "spa_adamw, 8-bit z"),
+    "`stochastic_rounding(optax.adafactor(…), key)`": (
+        "Adafactor, stochastic_rounding",
+        "Adafactor, bfloat16 params",
+    ),
+}
+RATE_IN_SHORT = 2e-5
 SOURCE = "python benchmarks/render.py"
 Record = dict[str, Any]
 
@@ -151,32 +168,55 @@ def pages() -> dict[str, str]:
     return result
 
 
-def of_pretraining(records: list[Record]) -> str:
-    """The rows of docs/results.md at their best settings, by bytes and loss."""
+def pretrained(records: list[Record]) -> dict[str, list[Record]]:
+    """By optimizer, the runs of 2,000 steps at its best settings, of five seeds."""
     best = language_model.best_settings(records)
     chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
+    return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
-    def loss(name: str) -> float:
-        return statistics.mean(map(language_model.best, of_row[name]))
 
-    rows = []
+def mean_loss(runs: list[Record]) -> float:
+    return statistics.mean(map(language_model.best, runs))
+
+
+def of_pretraining(records: list[Record]) -> str:
+    """The rows of docs/results.md at their best settings, by loss."""
+    rows, of_row = [], pretrained(records)
     known = [name for name in TYPED if name in of_row]
-    for name in sorted(
-        known, key=lambda name: (round(of_row[name][0]["bytes"]), loss(name))
-    ):
+    for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         settings = language_model.in_words(runs[0]["settings"])
         row = [f"{runs[0]['bytes']:.1f}", typed(TYPED[name]), settings]
         difference = language_model.minus(runs, of_row["AdamW"])
-        rows.append([*row, f"{loss(name):.4f}", difference])
+        rows.append([*row, f"{mean_loss(runs):.4f}", difference])
     header = ["bytes", "optimizer", "settings", "loss", "− AdamW"]
+    return common.markdown(header, rows)
+
+
+def fine_tuned(records: list[Record]) -> list[Record]:
+    """The runs on SST-2 of 150 steps."""
+    return [r for r in records if (r["task"], r["steps"]) == ("sst2", 150)]
+
+
+def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
+    """The table of README.md: bytes, accuracy at one rate, and loss."""
+    tuned = groups(fine_tuned(fine_tuning), "row", "rate")
+    trained, rows = pretrained(pretraining), []
+    for text, (tuned_name, trained_name) in IN_SHORT.items():
+        runs = tuned[tuned_name, RATE_IN_SHORT]
+        accuracy = f"{statistics.mean(run['accuracy'] for run in runs):.3f}"
+        loss = "–"
+        if trained_name in trained:
+            loss = f"{mean_loss(trained[trained_name]):.3f}"
+        rows.append([text, f"{runs[0]['bytes']:.0f}", accuracy, loss])
+    header = ["optimizer", "bytes", "fine-tuning: accuracy", "pretraining: loss"]
     return common.markdown(header, rows)
 
 
 def of_fine_tuning(records: list[Record]) -> str:
     """The rows of docs/results.md: accuracy on SST-2 by rate, after 150 steps."""
-    runs = [r for r in records if (r["task"], r["steps"]) == ("sst2", 150)]
+    runs = fine_tuned(records)
     rates = sorted({run["rate"] for run in runs if run["row"] in FINE_TUNED})
     rows = []
     for name, of_row in groups(runs, "row").items():
@@ -199,18 +239,25 @@ def typed(text: str) -> str:
     return f"`{text}`" if "(…" in text and " (" not in text else text
 
 
-def guide() -> str:
-    """docs/results.md with its tables, each behind a comment with its name."""
+def guides() -> dict[Path, str]:
+    """Pages with their tables, each behind a comment with its name."""
+    pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
     tables = {
-        "pretraining": of_pretraining(read("language_model.jsonl")),
-        "fine-tuning": of_fine_tuning(read("finetune.jsonl")),
+        "docs/results.md": {
+            "pretraining": of_pretraining(pretraining),
+            "fine-tuning": of_fine_tuning(fine_tuning),
+        },
+        "README.md": {"in short": in_short(fine_tuning, pretraining)},
     }
-    text = GUIDE.read_text()
-    for name, table in tables.items():
-        before, comment, after = text.partition(f"<!-- {name} -->\n\n")
-        after = re.sub(r"\A(\|.*\n)*", "", after)
-        text = f"{before}{comment}{table}\n{after}"
-    return text
+    result = {}
+    for page, of_page in tables.items():
+        text = (ROOT / page).read_text()
+        for name, table in of_page.items():
+            before, comment, after = text.partition(f"<!-- {name} -->\n\n")
+            after = re.sub(r"\A(\|.*\n)*", "", after)
+            text = f"{before}{comment}{table}\n{after}"
+        result[ROOT / page] = text
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -220,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     check = parser.parse_args(argv).check
     texts = {RESULTS / f"{name}.md": text for name, text in pages().items()}
-    for path, text in (texts | {GUIDE: guide()}).items():
+    for path, text in (texts | guides()).items():
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:
