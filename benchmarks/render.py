@@ -187,10 +187,10 @@ def of_pretraining(records: list[Record]) -> str:
     for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         settings = language_model.in_words(runs[0]["settings"])
-        row = [f"{runs[0]['bytes']:.1f}", typed(TYPED[name]), settings]
         difference = language_model.minus(runs, of_row["AdamW"])
-        rows.append([*row, f"{mean_loss(runs):.4f}", difference])
-    header = ["bytes", "optimizer", "settings", "loss", "− AdamW"]
+        row = [f"{mean_loss(runs):.4f}", difference, f"{runs[0]['bytes']:.1f}"]
+        rows.append([*row, typed(TYPED[name]), settings])
+    header = ["loss", "− AdamW", "bytes", "optimizer", "settings"]
     return common.markdown(header, rows)
 
 
@@ -209,8 +209,8 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
         loss = "–"
         if trained_name in trained:
             loss = f"{mean_loss(trained[trained_name]):.3f}"
-        rows.append([text, f"{runs[0]['bytes']:.0f}", accuracy, loss])
-    header = ["optimizer", "bytes", "fine-tuning: accuracy", "pretraining: loss"]
+        rows.append([f"{runs[0]['bytes']:.0f}", accuracy, loss, text])
+    header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
     return common.markdown(header, rows)
 
 
@@ -229,9 +229,9 @@ def of_fine_tuning(records: list[Record]) -> str:
             else ""
             for rate in rates
         ]
-        rows.append([f"{of_row[0]['bytes']:.1f}", typed(FINE_TUNED[name]), *cells])
+        rows.append([f"{of_row[0]['bytes']:.1f}", *cells, typed(FINE_TUNED[name])])
     rows.sort(key=lambda row: -float(row[0]))
-    return common.markdown(["bytes", "optimizer", *(f"{r:g}" for r in rates)], rows)
+    return common.markdown(["bytes", *(f"{r:g}" for r in rates), "optimizer"], rows)
 
 
 def typed(text: str) -> str:

@@ -56,15 +56,15 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
-    """The rows whose first cell is code."""
+    """The rows whose last cell is code."""
     _, section = PAGE.read_text(encoding="utf-8").split("\n## Bytes\n")
     section = section.split("\n## ")[0]
     rows = re.findall(
-        r"^\| `(.+)` \| (\d+) \| (.+) \| (\d+) \|$", section, re.MULTILINE
+        r"^\| (\d+) \| (\d+) \| (.+) \| `(.+)` \|$", section, re.MULTILINE
     )
     return [
         Row(code, int(params), parts(state), int(total))
-        for code, params, state, total in rows
+        for total, params, state, code in rows
     ]
 
 
