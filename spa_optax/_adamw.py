@@ -80,7 +80,6 @@ def spa_adamw(
     checks.B2.check(b2=b2)
     checks.EPS.check(eps=eps)
     checks.RATE.check(weight_decay=weight_decay)
-    checks.INTERPOLATION.check(interpolation=interpolation)
     checks.one_of("full", "factored").check(second_moment=second_moment)
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from optax import GradientTransformation, MultiSteps
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-LEAST_AVERAGING_OF_8_BITS = 0.0125
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
 
@@ -129,6 +129,7 @@ def _is_state_dtype(value: Any) -> bool:
 
 RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
 AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
+# Above 0 in float32, too.
 INTERPOLATION = Requirement(
     "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE
 )
@@ -162,9 +163,9 @@ def is_plain_number(value: object) -> bool:
     return not callable(value) and not isinstance(value, jax.Array)
 
 
-def is_number_1(value: Any) -> bool:
-    """Whether a hyper-parameter is known to be 1 when a transform is built."""
-    return is_plain_number(value) and bool(value == 1)
+def is_number(value: Any, expected: int) -> bool:
+    """Whether a hyper-parameter is known to be a number when a transform is built."""
+    return is_plain_number(value) and bool(value == expected)
 
 
 def is_surely(condition: Any) -> bool:

@@ -41,13 +41,13 @@ class YZCoefficients(NamedTuple):
     c_y: Scalar
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
-    z_is_y: Flag  # no step was taken yet: z is y, even if y was replaced
+    z_is_y: Flag  # as before the first step; then y may have been replaced since `init`
 
 
 def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     """A step of x and z as one of y and z.
 
-    Let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
+    Let μ be the interpolation of y_k, and μ' that of y_{k+1}. Without r, put
 
         x_k = (y_k − (1 − μ) z_k) / μ        z_k = z_{k+1} + η g_k
 
@@ -57,16 +57,18 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
         c_y = 1 − (1 − c) μ'/μ
         δ_y = η (1 − c)(μ'/μ − μ') + μ' δ
 
-    If the params are x, μ = μ' = 1, these are the paper's c, and δ.
+    If the params are x, μ = μ' = 1, these are the paper's c, and δ. Then r may rescale
+    z − x first, since that does not move x. A step without a μ' needs μ = 1: otherwise
+    η is NaN or, outside `jax.jit`, a ValueError is raised.
 
     Args:
       xz: the step of x and z.
       mu_y: μ, the interpolation of the current params.
-      z_is_y: whether no step was taken yet.
+      z_is_y: whether z is y, as before the first step.
     """
     eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
     if next_mu_y is None:
-        eta = _nan_if_params_are_not_x(eta, mu_y, z_is_y)
+        eta = _eta_if_params_are_x(eta, mu_y, z_is_y)
         return YZCoefficients(eta, c, xz.delta, xz.r, z_is_y)
     change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
     c_y = c - (1 - c) * change  # exactly c where μ' is μ
@@ -77,14 +79,18 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
-    """new / old − 1, or 0, with its derivative, if both are stored as one number."""
-    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
+    """new / old − 1, and exactly 0 where μ_y does not change.
+
+    The state rounds μ_y to its own dtype, in which a constant would otherwise seem to
+    change at every step. Only the value is set to 0: the derivative stays.
+    """
+    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)  # where old is 0, x is lost
     change = new / divisor - 1
     is_unchanged = new.astype(old.dtype) == old
     return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
 
 
-def _nan_if_params_are_not_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
+def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
     """η, or NaN if the params are not x, because the last step had a μ_y below 1.
 
     With the number 1 as interpolation, a step takes the params for x. If it is only

@@ -127,7 +127,8 @@ def convert(
     k = steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
-        _check_injected(new_nodes if isinstance(old, SPAState) else nodes, other)
+        of_optax = new_nodes if isinstance(old, SPAState) else nodes
+        _check_injected(of_optax, other)
         _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
@@ -246,13 +247,13 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
     """Adam's ν as it is stored, if the run goes from or to AdamW."""
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
-    beside_z = nodes if isinstance(old, SPAState) else new_nodes
-    found = nodes_of_type(beside_z, ScaleByRmsWithCountState)
+    of_spa = nodes if isinstance(old, SPAState) else new_nodes
+    found = nodes_of_type(of_spa, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{kinds_of(tuple(beside_z))}"
+            f"{kinds_of(tuple(of_spa))}"
         )
     return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 

@@ -60,7 +60,7 @@ class Momentum(NamedTuple):
     """The momentum of a run as the family has it."""
 
     z: ByPath  # z_k, in the dtype to compute in
-    eta: Scalar  # those of the last step, as in `SPAState`
+    eta: Scalar  # of the last step, as in `SPAState`; from AdamW, of the next one
     c: Scalar
     w: Scalar
     mu_y: Scalar
@@ -76,14 +76,14 @@ class MomentumScale(NamedTuple):
     divisors: ByPath  # none for SGD
 
 
-def momentum_tree(momentum: Any) -> PyTree:
-    """The tree of a momentum, with a leaf for each parameter."""
-    return unwrap(getattr(momentum, MOMENTUM_FIELDS[type(momentum)]))
+def momentum_tree(node: Any) -> PyTree:
+    """The momentum of a node of a state, with a leaf for each parameter."""
+    return unwrap(getattr(node, MOMENTUM_FIELDS[type(node)]))
 
 
-def inexact_params(momentum: Any, params: ByPath) -> ByPath:
-    """The params that have a momentum, in 32 bits or more."""
-    found = {path: params[path] for path in by_path(momentum_tree(momentum))}
+def inexact_params(node: Any, params: ByPath) -> ByPath:
+    """The params that have a momentum in a node, in 32 bits or more."""
+    found = {path: params[path] for path in by_path(momentum_tree(node))}
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
 
 
@@ -98,14 +98,16 @@ def _scale_of_sgdm(run: Run) -> MomentumScale:
     last = jnp.maximum(run.count - 1, 0)
     ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(ahead.next_w, ahead.a, w=jnp.zeros_like(ahead.a))
-    eta, c = eta_and_c(ahead, w, nesterov=nesterov)
+    eta, c = eta_and_c(ahead, w)
     return MomentumScale(eta, c, w, scale=w, divisors={})
 
 
 def _scale_of_adamw(run: Run) -> MomentumScale:
     """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k.
 
-    m is divided as step k will divide it. ν is that of step k − 1, and so is its bias.
+    Without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
+    and that of `spa_adamw` by −c (x − z). With c = 1 − β₁ and w = η (1 − c) both are
+    the same. ν is that of step k − 1, and so is its bias.
     """
     k, other = run.count, run.other
     if not isinstance(other, AdamW):
@@ -139,7 +141,7 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def read_momentum(old: Any, run: Run) -> Momentum:
-    """That of a node of the family, or of Optax."""
+    """The z and the last scalars that a node says, of the family or of Optax."""
     return _read_spa(old, run) if isinstance(old, SPAState) else _read_optax(old, run)
 
 
@@ -162,7 +164,8 @@ def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
-        if jnp.any(jnp.abs(stored[path].astype(wide_dtype(y))) >= largest):
+        is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
+        if codec.follows_params and jnp.any(is_at_limit):
             checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"

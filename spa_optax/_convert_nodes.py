@@ -57,7 +57,7 @@ COUNT_FIELDS: dict[type, str] = {
 def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     """A state with a function of each node. A wrapper comes after its inner states.
 
-    It is passed without them.
+    The function sees a wrapper with None in place of its inner states.
     """
 
     def map_node(node: Any) -> Any:

@@ -46,7 +46,8 @@ def transformation(
       rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here, for all members.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      params_are_z: whether c is 1, so that params need no key where z has 32 bits.
+      params_are_z: whether each step sets x to z. Then rounding x loses nothing that a
+        z of 32 bits does not keep, so params need no key.
       mu_y_changes: whether μ_y may change, so that params without gradients move too.
 
     Returns:
@@ -83,7 +84,7 @@ def transformation(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
-        check_state("state", state, params)
+        check_state(state, params)
         check_storage("state.z", state.z, params, state_dtype)
         check_updates(updates, state, params, mu_y_changes)
         warn_of_rounding(params, state.z)
@@ -122,12 +123,11 @@ def _step(
         # step beside bfloat16 params, else two.
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
-    last = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
-    # If XLA knew constants among them, it would not update z in place.
-    yz, last = hide_from_xla(yz, last)
+    scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
+    yz, scalars = hide_from_xla(yz, scalars)
     u, z = _step_arrays(updates, state, params, yz, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count=count, z=z, **as_dtype(last, state.w.dtype))
+    return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
 
 def _step_arrays(

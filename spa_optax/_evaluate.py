@@ -43,8 +43,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       unchanged.
 
     Raises:
-      ValueError: if `opt_state` has no `SPAState`, or a batch, or its z does not fit,
-        or was cast.
+      ValueError: if `opt_state` has no state of the family or of
+        `stochastic_rounding`, or a batch, or its z does not fit, or was cast.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             continue
         if checks.is_surely(mu_y <= 0):
             raise ValueError(
-                "`opt_state` must have a μ_y > 0, got 0: params are z, and x is lost"
+                f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
         codec, z_is_y = codec_of(state.z), z_is_still_y(state)
         for path, stored in by_path(unwrap(state.z)).items():

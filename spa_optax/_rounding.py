@@ -10,7 +10,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 from spa_optax._dtypes import wide_dtype
 from spa_optax._types import Seed
 
-# What random words are for: the same key at the same count may serve both.
+# Folded into the key, so that params and z get other words than momentum, also if both
+# have the same key and count.
 FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 
 
@@ -29,8 +30,8 @@ def seeds_like(
     def words_on_cpu(words: Array) -> list[Array]:
         # A loop that XLA does not know to be of one step keeps it from fusing the draw
         # into every leaf. Leaves of one shape then share a program, which compiles
-        # faster.
-        num_loops = jnp.minimum(count, 0) + 1
+        # faster. A second step would change nothing.
+        num_loops = 1 + (count == jnp.iinfo(count.dtype).min).astype(jnp.int32)
         zeros = list(jnp.zeros_like(words))
         return jax.lax.fori_loop(0, num_loops, lambda *_: list(words), zeros)
 
@@ -91,14 +92,14 @@ def _stochastic(
     largest = float(narrow.max)
     sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
     if narrow.minexp > wide.minexp:
-        # Below the smallest normal number spacing is constant. There, that number is
-        # added before rounding and subtracted afterwards.
-        size = _float_of(_bits_of(x) ^ sign, x.dtype)
+        # Below the smallest normal number, `tiny`, spacing is that of [tiny, 2 tiny).
+        # So x is moved there before it is rounded, and back afterwards.
+        magnitude = _float_of(_bits_of(x) ^ sign, x.dtype)
         if saturates:  # one operation, where `clip` takes two
-            size = jnp.minimum(size, largest)
+            magnitude = jnp.minimum(magnitude, largest)
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
-        shift = jnp.where(size < tiny, tiny, 0)
-        bits = _bits_of(size + shift)
+        shift = jnp.where(magnitude < tiny, tiny, 0)
+        bits = _bits_of(magnitude + shift)
     else:
         shift = None
         bits = _bits_of(jnp.clip(x, -largest, largest) if saturates else x)

@@ -31,7 +31,7 @@ from spa_optax._hyperparams import at_count
 from spa_optax._types import Count, Flag, Scalar
 
 
-class SGDMStep(NamedTuple):
+class LookAhead(NamedTuple):
     """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
 
     alpha: Scalar  # α_k
@@ -40,6 +40,7 @@ class SGDMStep(NamedTuple):
     next_w: Scalar  # w_{k+1}; 0 if all its terms are
     is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
     momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
+    nesterov: bool
 
 
 def look_ahead(
@@ -49,7 +50,7 @@ def look_ahead(
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> SGDMStep:
+) -> LookAhead:
     """The hyper-parameters of step k, the count, and w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
@@ -58,21 +59,29 @@ def look_ahead(
     alpha_at = at_count("learning_rate", learning_rate)
     beta_at = at_count("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
-    a = alpha * beta if nesterov else alpha
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        next_w, is_foreseen = _w_of_schedules(
+        next_w, has_all_terms = _w_of_schedules(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        next_w, is_foreseen = _tail(*_in_range(alpha, beta), nesterov=nesterov), True
+        next_w = _tail(*_in_range(alpha, beta), nesterov=nesterov)
+        has_all_terms = True
     # An array is an injected number, which may change at any step.
-    if isinstance(learning_rate, jax.Array) or isinstance(momentum, jax.Array):
-        is_foreseen = False
+    is_injected = isinstance(learning_rate, jax.Array) or isinstance(
+        momentum, jax.Array
+    )
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
-    momentum_ends = (next_beta == 0) & (not isinstance(momentum, jax.Array))
-    return SGDMStep(alpha, beta, a, next_w, is_foreseen, momentum_ends)
+    return LookAhead(
+        alpha=alpha,
+        beta=beta,
+        a=alpha * beta if nesterov else alpha,
+        next_w=next_w,
+        is_foreseen=False if is_injected else has_all_terms,
+        momentum_ends=(next_beta == 0) & (not isinstance(momentum, jax.Array)),
+        nesterov=nesterov,
+    )
 
 
 def _w_of_schedules(
@@ -130,36 +139,34 @@ def _in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
     return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
-def eta_and_c(
-    ahead: SGDMStep, next_w: Scalar, *, nesterov: bool = False
-) -> tuple[Scalar, Scalar]:
+def eta_and_c(ahead: LookAhead, next_w: Scalar) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}."""
     total = ahead.a + next_w
     c = ahead.a / jnp.where(total == 0, 1, total)
-    return (total + ahead.alpha if nesterov else total), c
+    return (total + ahead.alpha if ahead.nesterov else total), c
 
 
 def sgdm_coefficients(
-    ahead: SGDMStep, w: Scalar, *, follows_params: bool, nesterov: bool
+    ahead: LookAhead, w: Scalar, *, follows_params: bool
 ) -> XZCoefficients:
     """A step of SGD with momentum, from w_k, that of the state.
 
     follows_params says that the state stores z − x, not z.
     """
     next_w = _choose_next_w(ahead, w, follows_params)
-    next_w = next_w.astype(w.dtype).astype(ahead.a.dtype)  # as stored
-    eta, c = eta_and_c(ahead, next_w, nesterov=nesterov)
-    c = jnp.where(next_w == 0, 1, c)  # x goes to z
+    as_stored = next_w.astype(w.dtype).astype(next_w.dtype)
+    eta, c = eta_and_c(ahead, as_stored)
+    c = jnp.where(as_stored == 0, 1, c)  # x goes to z
     return XZCoefficients(
         eta=eta,
         c=c,
-        w=next_w,
-        delta=ahead.alpha * (1 - c) if nesterov else None,
-        r=_ratio(ahead, next_w, w),
+        w=as_stored,
+        delta=ahead.alpha * (1 - c) if ahead.nesterov else None,
+        r=_ratio(ahead, as_stored, w),
     )
 
 
-def _choose_next_w(ahead: SGDMStep, w: Scalar, follows_params: bool) -> Scalar:
+def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
     """The w_{k+1} of a step: that of the look ahead, where nothing speaks against it.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
@@ -179,7 +186,7 @@ def _choose_next_w(ahead: SGDMStep, w: Scalar, follows_params: bool) -> Scalar:
     return nonzero_w(next_w, ahead.a, w)
 
 
-def _ratio(ahead: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
+def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     safe_w = jnp.where(m_is_0, 1, w).astype(next_w.dtype)

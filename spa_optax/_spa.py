@@ -8,7 +8,7 @@ from spa_optax import _checks as checks
 from spa_optax._codec import codec_of
 from spa_optax._coefficients import XZCoefficients
 from spa_optax._core import transformation
-from spa_optax._hyperparams import Schedule, at_count
+from spa_optax._hyperparams import at_count
 from spa_optax._sgdm import look_ahead, sgdm_coefficients
 from spa_optax._state import SPAState
 
@@ -101,7 +101,7 @@ def spa(
     eta_at = at_count("learning_rate", learning_rate)
     c_at = at_count("averaging", averaging)
     mu_y_at = at_count("interpolation", interpolation)
-    params_are_x = checks.is_number_1(interpolation)
+    params_are_x = checks.is_number(interpolation, 1)
 
     def rule(state: SPAState) -> XZCoefficients:
         eta, c = eta_at(state.count), c_at(state.count)
@@ -115,7 +115,7 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=checks.is_number_1(averaging),
+        params_are_z=checks.is_number(averaging, 1),
         mu_y_changes=not checks.is_plain_number(interpolation),
     )
 
@@ -142,9 +142,12 @@ def spa_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. With Nesterov momentum
-    α_j β_j stands for α_j in w and c; η_k is larger by α_k, and x_{k+1} has a term
-    −α_k (1 − c_{k+1}) g_k.
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. Nesterov momentum has
+    a_k = α_k β_k in place of α_k in w and c, and
+
+        η_k = a_k + w_{k+1} + α_k      c_{k+1} = a_k / (a_k + w_{k+1})
+
+    and x_{k+1} has a term −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
@@ -190,17 +193,19 @@ def spa_from_sgdm(
     checks.MOMENTUM.check(momentum=momentum)
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    c_of_constants = Schedule(lambda k: 1 - at_count("momentum", momentum)(k))
-    checks.check_fits_8_bits(state_dtype, "1 - momentum", c_of_constants)
-    has_no_momentum = checks.is_plain_number(momentum) and bool(momentum == 0)
+    beta_at = at_count("momentum", momentum)
+    checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
     def rule(state: SPAState) -> XZCoefficients:
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         follows_params = codec_of(state.z).follows_params
-        return sgdm_coefficients(
-            ahead, state.w, follows_params=follows_params, nesterov=nesterov
-        )
+        return sgdm_coefficients(ahead, state.w, follows_params=follows_params)
 
-    return transformation(rule, state_dtype, rounding_key, params_are_z=has_no_momentum)
+    return transformation(
+        rule,
+        state_dtype,
+        rounding_key,
+        params_are_z=checks.is_number(momentum, 0),
+    )

@@ -20,7 +20,7 @@ class SPAState(NamedTuple):
     """
 
     count: Count  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, shaped like the params, or a node that holds z_k − y_k
+    z: PyTree[Array]  # z_k, shaped like the params, or a node with z_k − y_k instead
     eta: Scalar  # η_{k−1}, of the last step
     c: Scalar  # c_k, of the last step
     w: Scalar  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k
@@ -30,8 +30,8 @@ class SPAState(NamedTuple):
 def z_is_still_y(state: SPAState) -> Flag:
     """Whether z is y, as before the first step.
 
-    The count does not tell, since users set it to shift a schedule. η, c and w are
-    those of the last step, and all 0 only if no step moved z.
+    The count does not tell, since users set it to shift a schedule. η, c and w do: they
+    are those of the last step, and are all 0 only where z is y.
     """
     eta, c, w = scalar_of(state.eta), scalar_of(state.c), scalar_of(state.w)
     return (eta == 0) & (c == 0) & (w == 0)
@@ -39,7 +39,7 @@ def z_is_still_y(state: SPAState) -> Flag:
 
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
-    check_state("state", state, params)
+    check_state(state, params)
     codec = codec_of(state.z)
     z_is_y = z_is_still_y(state)
 
@@ -49,12 +49,12 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     return fill_none(map_inexact(value, params, unwrap(state.z)), params)
 
 
-def check_state(name: str, state: Any, params: PyTree | None) -> None:
+def check_state(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
-    check_scalars(name, state)
-    check_same_tree(f"{name}.z", unwrap(state.z), "params", params)
-    check_not_cast(f"{name}.z", state.z)
+    check_scalars("state", state)
+    check_same_tree("state.z", unwrap(state.z), "params", params)
+    check_not_cast("state.z", state.z)
 
 
 def check_scalars(name: str, state: Any) -> None:

@@ -318,3 +318,13 @@ def test_wide_params_are_not_touched() -> None:
     chex.assert_trees_all_equal(
         run(spa(0.1, 0.1, rounding_key=KEY), params, [grads] * 6), expected
     )
+
+
+@pytest.mark.parametrize("count", [0, 3, -5, -(2**31), 2**31 - 1])
+def test_words_at_any_count(count: int) -> None:
+    """Users may set a count, also below 0. On a CPU the words go through a loop."""
+    key, count_array = jax.random.key(0), jnp.asarray(count, jnp.int32)
+    words = seeds_like(key, count_array, [0.0, 0.0], FOR_MOMENTUM)
+    folded = jax.random.fold_in(jax.random.fold_in(key, count_array), FOR_MOMENTUM)
+    expected = jax.random.bits(folded, (2,), jnp.uint32)
+    np.testing.assert_array_equal(jnp.stack(words), expected)

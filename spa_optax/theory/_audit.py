@@ -46,7 +46,8 @@ class Audit(NamedTuple):
         if not lines:
             name, _ = self.total_effect()
             lines = [f"neither α nor {name} jumps (by a factor of 1.5 or more)."]
-        if all(finding.kind == "drop" for finding in findings):
+        needs_change = any(finding.kind != "drop" for finding in findings)
+        if not needs_change:
             lines[0] = f"Nothing to change: {lines[0]}"
         eta, c = _interval(self.eta), _interval(self.c)
         alpha, beta = _interval(self.alpha), _interval(self.beta)
@@ -160,7 +161,7 @@ def audit_sgdm(
 
     def at(k: Array) -> tuple[Array, ...]:
         ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(ahead, ahead.next_w, nesterov=nesterov)
+        eta, c = eta_and_c(ahead, ahead.next_w)
         # Without any momentum x goes where z goes.
         c = jnp.where((ahead.a + ahead.next_w == 0) & (ahead.alpha > 0), 1, c)
         return eta, c, ahead.alpha, ahead.beta
@@ -264,12 +265,14 @@ def _jumps(audit: Audit) -> list[Finding]:
         _jump("drop", "α", audit.alpha, alpha_signs < 0),
         _jump("drop", name, total, total_signs < 0),
     ]
-    return [finding for finding in found if finding.steps]
+    return [*filter(None, found)]
 
 
 def _jump(
     kind: Literal["rise", "drop"], name: str, values: Values, steps: Steps
-) -> Finding:
+) -> Finding | None:
+    if not steps.any():
+        return None
     text = f"{name} {kind}s {_change_in_words(values, steps)}."
     if kind == "rise":
         text += " Check that it is meant, as in a restart."
