@@ -35,7 +35,7 @@ TYPED = {
     "NAdamW": "optax.adamw(…, nesterov=True)",
     "spa_adamw": "spa_adamw(…)",
     "Muon, 8-bit m": "stochastic_rounding(float8_momentum(muon, key), key)",
-    "Muon, 8-bit m, linear": "Muon with 8-bit Muon's momentum",
+    "Muon, 8-bit m, linear": "Muon with the linear 8-bit codes of 8-bit Muon",
     "Muon averaged, 8-bit m and z": "primal_averaging(float8_momentum(muon, key), …)",
     "Muon": "optax.contrib.muon(…)",
     "Muon averaged": "primal_averaging(muon, …)",
