@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
+from spa_optax._hyperparams import at_count
 from spa_optax._spa import spa
 from spa_optax._types import Mask
 from spa_optax._wrappers import in_float32
@@ -81,6 +82,9 @@ def spa_adamw(
     checks.EPS.check(eps=eps)
     checks.RATE.check(weight_decay=weight_decay)
     checks.one_of("full", "factored").check(second_moment=second_moment)
+    decay: Any = weight_decay
+    if callable(weight_decay):
+        decay = at_count("weight_decay", weight_decay)
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
@@ -88,7 +92,7 @@ def spa_adamw(
         )
     else:
         scale = _scale_by_factored_rms(b2, eps)
-    add_decay = optax.add_decayed_weights(weight_decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
+    add_decay = optax.add_decayed_weights(decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
     average = spa(
         learning_rate,
         averaging,

@@ -13,7 +13,7 @@ from spa_optax._optax_states import AVERAGING_BASES, FLOAT8_FIELDS, refuse
 from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
 from spa_optax._sharding import with_shardings
 from spa_optax._tree_checks import check_kind
-from spa_optax._trees import find_nodes, kinds_of, replace_nodes
+from spa_optax._trees import find_nodes, is_none, kinds_of, replace_nodes
 from spa_optax._types import Count
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -79,6 +79,11 @@ def float8_momentum(
     def init_fn(params: PyTree) -> Float8MomentumState:
         base_state = with_shardings(tx.init(params), params)
         refuse(base_state, AVERAGING_BASES)
+        if find_nodes(base_state, Float8MomentumState):
+            raise ValueError(
+                "`base` must have its momentum in 16 bits or more, got a "
+                "`Float8MomentumState`"
+            )
         if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
@@ -93,11 +98,16 @@ def float8_momentum(
         check_kind("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
-        u = optax.tree.cast_like(u, updates if params is None else params)
+        like = updates if params is None else params
+        u = jax.tree.map(_cast_like, u, like, is_leaf=is_none)
         count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
         return u, _pack(base_state, count, key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _cast_like(u: Any, x: Any) -> Any:
+    return None if u is None else u.astype(jnp.result_type(x))
 
 
 def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:

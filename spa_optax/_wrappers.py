@@ -76,13 +76,24 @@ def in_float32(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> Any:
+        wide = updates
         if params is not None:
             check_same_tree("updates", updates, "params", params)
+            wide = _like_params(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
-            u, state = tx.update(widen(updates), state, widen(params), **extra)
+            u, state = tx.update(widen(wide), state, widen(params), **extra)
         return fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _like_params(updates: PyTree, params: PyTree) -> PyTree:
+    """Updates that are floating-point where params are, and None elsewhere."""
+
+    def cast(x: Any, g: Any) -> Any:
+        return g if is_inexact(g) else jnp.asarray(g, jnp.result_type(x))
+
+    return map_inexact(cast, params, updates)
 
 
 def primal_averaging(

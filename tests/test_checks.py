@@ -259,6 +259,7 @@ def numpy_cosine(count: Any) -> Any:
         (spa_from_sgdm, "learning_rate"),
         (lambda h: spa_from_sgdm(0.1, h), "momentum"),
         (spa_adamw, "learning_rate"),
+        (lambda h: spa_adamw(0.1, weight_decay=h), "weight_decay"),
     ],
 )
 def test_schedules_of_arrays_or_with_python(make: Any, name: str) -> None:

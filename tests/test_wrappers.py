@@ -13,9 +13,11 @@ from helpers import FLOAT16, WARMUP_COSINE, run, x64
 
 from spa_optax import (
     eval_params,
+    float8_momentum,
     in_float32,
     primal_averaging,
     spa,
+    spa_adamw,
     stochastic_rounding,
 )
 from spa_optax._rounding import round_update
@@ -257,3 +259,33 @@ def test_a_step_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: Any) -> None
     # times that.
     sq_error = num_steps * float(jnp.finfo(dtype).eps) * rate * np.abs(g).mean()
     assert np.float64(x).var(1).mean() < 1.5 * sq_error
+
+
+@pytest.mark.parametrize("second_moment", ["full", "factored"])
+def test_integer_gradients_count_as_numbers(second_moment: Any) -> None:
+    """And gradients of integers do not: the params stay."""
+    params = {"w": jnp.linspace(0.5, 1.0, 3), "n": jnp.arange(3)}
+    tx = spa_adamw(0.1, weight_decay=0.1, second_moment=second_moment)
+    expected, _ = run(tx, params, [{"w": jnp.full(3, 2.0), "n": None}] * 2)
+    for other in (None, jnp.zeros(3, int), jnp.ones(3)):
+        grads = [{"w": jnp.full(3, 2), "n": other}] * 2
+        chex.assert_trees_all_equal(run(tx, params, grads)[0], expected)
+
+
+def test_a_frozen_param_in_8_bits() -> None:
+    """A None gradient, as `optax.sgd` takes it."""
+    base = optax.sgd(0.5, 0.9)
+    tx = float8_momentum(base, jax.random.key(0))
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    grads = [{"w": jnp.ones(3), "b": None}] * 2
+    expected, _ = run(base, params, grads)
+    found, _ = run(tx, params, grads)
+    chex.assert_trees_all_close(found, expected, rtol=2**-3)
+    np.testing.assert_array_equal(found["b"], params["b"])
+
+
+def test_8_bits_twice_are_refused() -> None:
+    key = jax.random.key(0)
+    tx = float8_momentum(float8_momentum(optax.sgd(0.1, 0.9), key), key)
+    with pytest.raises(ValueError, match=r"`base`.*`Float8MomentumState`"):
+        tx.init(jnp.ones(3))
