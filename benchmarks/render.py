@@ -18,10 +18,11 @@ from typing import Any
 import common
 import language_model
 import memory
-from language_rows import LADDERS
+from language_rows import ADAMW, LADDERS
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+DEFAULT_B1 = "AdamW, b1 = 0.9"
 # What users type for a row, in docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
@@ -32,6 +33,7 @@ TYPED = {
     "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
     "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
     "AdamW": "optax.adamw(…)",
+    DEFAULT_B1: "optax.adamw(…)",
     "NAdamW": "optax.adamw(…, nesterov=True)",
     "spa_adamw": "spa_adamw(…)",
     "Muon, 8-bit m": "stochastic_rounding(float8_momentum(muon, key), key)",
@@ -52,7 +54,7 @@ FINE_TUNED = {
 }
 # The rows of README.md: each with its names in both tables above.
 IN_SHORT = {
-    "`optax.adamw`, float32 params": ("float32", "AdamW"),
+    "`optax.adamw`, float32 params": ("float32", DEFAULT_B1),
     "`optax.adamw`, bfloat16 params": ("bfloat16", ""),
     "`stochastic_rounding(optax.adamw(…, mu_dtype=jnp.bfloat16), key)`": (
         "stochastic_rounding",
@@ -173,6 +175,12 @@ def pretrained(records: list[Record]) -> dict[str, list[Record]]:
     best = language_model.best_settings(records)
     chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
+    of_row[DEFAULT_B1] = [
+        r
+        for r in records
+        if (r["optimizer"], r["settings"], r["steps"]) == ("AdamW", ADAMW, 2_000)
+        and r["seed"] not in language_model.SEARCH
+    ]
     return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
 
