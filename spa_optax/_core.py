@@ -23,10 +23,12 @@ from spa_optax._state import (
     check_state,
     check_storage,
     check_updates,
+    frozen_paths,
     z_is_still_y,
 )
 from spa_optax._tree_checks import check_params
 from spa_optax._trees import is_inexact, is_none
+from spa_optax._types import Scalar
 from spa_optax._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -117,6 +119,8 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
+    if xz.mu_y is not None and frozen_paths(updates, state):
+        xz = xz._replace(eta=_eta_if_mu_y_stays(xz.eta, xz.mu_y, state))
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
     if yz.delta_y is None and rounding_key is not None:
         # With its term XLA for TPU v7x makes one kernel of Adam's direction and the
@@ -128,6 +132,20 @@ def _step(
     u, z = _step_arrays(updates, state, params, yz, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
+
+
+def _eta_if_mu_y_stays(eta: Scalar, mu_y: Scalar, state: SPAState) -> Scalar:
+    """η, or NaN if μ_y changes, which would move also the params without an update.
+
+    If it is only known when the program runs, NaN is better than a wrong x.
+    """
+    changes = ~z_is_still_y(state) & (mu_y.astype(state.mu_y.dtype) != state.mu_y)
+    if checks.is_surely(changes):
+        raise ValueError(
+            "`updates` must not be None where `interpolation` changes, which moves the "
+            f"params, got None and a change from {state.mu_y:g} to {mu_y:g}"
+        )
+    return jnp.where(changes, jnp.nan, eta)
 
 
 def _step_arrays(

@@ -109,14 +109,13 @@ def check_updates(
 ) -> None:
     """Raises ValueError unless updates fit the params and what is stored of z."""
     check_same_tree("updates", updates, "params", params)
-    stored = by_path(unwrap(state.z))
-    moving = {path for path, leaf in stored.items() if is_inexact(leaf)}
-    without_update = moving - by_path(updates).keys()
-    if mu_y_changes and without_update:
+    frozen = frozen_paths(updates, state)
+    if mu_y_changes and frozen:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
-            f"the params, got None at {min(without_update) or 'its root'}"
+            f"the params, got None at {min(frozen) or 'its root'}"
         )
+    stored = by_path(unwrap(state.z))
     for name, leaves in (("state.z", stored), ("params", by_path(params))):
         without_leaf = by_path(updates).keys() - leaves.keys()
         if without_leaf:
@@ -124,3 +123,10 @@ def check_updates(
             raise ValueError(
                 f"`updates` must be None where `{name}` is, got a gradient at {path}"
             )
+
+
+def frozen_paths(updates: PyTree, state: SPAState) -> set[str]:
+    """The paths of params that have a z, but get no update."""
+    stored = by_path(unwrap(state.z))
+    have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
+    return have_z - by_path(updates).keys()

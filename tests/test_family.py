@@ -191,6 +191,20 @@ def test_no_gradient_while_interpolation_changes() -> None:
             np.testing.assert_array_equal(eval_params(state, params)["b"], x["b"])
 
 
+def test_no_gradient_as_a_number_for_interpolation_changes() -> None:
+    """Between two runs, so that no schedule says so."""
+    start = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    grads = {"w": jnp.ones(2), "b": None}
+    params, state = run(spa(0.1, 0.2, 0.9), start, [start] * 2)
+    tx = spa(0.1, 0.2, 0.5)
+    with pytest.raises(ValueError, match=r"`updates`.*None.*0\.9 to 0\.5"):
+        tx.update(grads, state, params)
+    updates, after = jax.jit(tx.update)(grads, state, params)
+    assert np.isnan(updates["w"]).all()
+    assert np.isnan(after.eta)
+    run(spa(0.1, 0.2, 0.9), params, [grads], state)
+
+
 @pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
 def test_integers_need_no_gradient(state_dtype: Any) -> None:
     """They do not move, so they need no update while the interpolation changes."""
