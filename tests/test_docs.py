@@ -171,7 +171,7 @@ def test_x_outlives_a_donated_step(tx: Any) -> None:
 @standard_promotion
 def test_muon_trains_kernels_alone() -> None:
     """The function of the page needed two names, which a position embedding has not."""
-    page, _ = run_blocks("docs/averages.md")
+    page, _ = run_blocks("docs/muon.md")
     kernels, name_rule = page["kernels"], page["name_rule"]
     params = {
         "position": jnp.ones((4, 8)),
@@ -193,7 +193,7 @@ def test_muon_trains_kernels_alone() -> None:
 @standard_promotion
 def test_fine_tuning() -> None:
     """Params of any container freeze, and a group starts anew."""
-    page, _ = run_blocks("docs/memory.md")
+    page, _ = run_blocks("docs/groups.md")
     params, label = page["params"], page["label"]
     counts = optax.tree.get_all_with_path(page["state"], "count")
     assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
