@@ -210,11 +210,11 @@ def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
     They are the counts below 10,000, and 700 from there to 10^7. A number has one.
     """
     none = np.empty(0, int), np.empty(0)
-    later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-    counts = np.append(np.arange(10**4), later)
     try:
         if not callable(hyperparam):
-            return counts[:1], np.asarray([hyperparam], float)
+            return np.zeros(1, int), np.asarray([hyperparam], float)
+        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+        counts = np.append(np.arange(10**4), later)
         with jax.ensure_compile_time_eval():
             values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
         values = np.asarray(values, float)

@@ -32,9 +32,11 @@ class XZCoefficients(NamedTuple):
 class YZCoefficients(NamedTuple):
     """The same step as an array makes it, of y and z, since x is not stored.
 
-    z ← y + r (z − y)
-    z ← z − η g
-    y ← y + c_y (z − y) − δ_y g
+        z ← y + r (z − y)
+        z ← z − η g
+        y ← y + c_y (z − y) − δ_y g
+
+    A field that is None leaves its term out of the program.
     """
 
     eta: Scalar
