@@ -11,8 +11,9 @@ from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 from spa_optax import _checks as checks
 from spa_optax._hyperparams import at_count
 from spa_optax._spa import spa
-from spa_optax._types import Mask
 from spa_optax._wrappers import in_float32
+
+Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
 @checks.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")

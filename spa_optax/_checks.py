@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 from optax import GradientTransformation, MultiSteps
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -173,6 +174,17 @@ def is_surely(condition: Any) -> bool:
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return bool(condition)
     return False
+
+
+def nan_where(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
+    """The value, or NaN where something is wrong, which is better than a wrong x.
+
+    If that is known before the program runs, it raises ValueError with the message and
+    what was found.
+    """
+    if is_surely(is_wrong):
+        raise ValueError(message.format(*map(float, found)))
+    return jnp.where(is_wrong, jnp.nan, value)
 
 
 def check_above_0(name: str, schedule: Any) -> None:

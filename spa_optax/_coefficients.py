@@ -80,6 +80,17 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     return YZCoefficients(eta, c_y, delta_y, r=None, z_is_y=z_is_y)
 
 
+def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
+    """η, or NaN if the params are not x, because the last step had a μ_y below 1."""
+    x_is_lost = ~z_is_y & (mu_y != 1)
+    message = (
+        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+        "schedule `interpolation=lambda k: 1.0`."
+    )
+    return checks.nan_where(x_is_lost, eta, message, mu_y)
+
+
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     """new / old − 1, and exactly 0 where μ_y does not change.
 
@@ -90,19 +101,3 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     change = new / divisor - 1
     is_unchanged = new.astype(old.dtype) == old
     return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
-
-
-def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
-    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
-
-    With the number 1 as interpolation, a step takes the params for x. If it is only
-    known when the program runs that they are not, NaN is better than a wrong x.
-    """
-    x_is_lost = ~z_is_y & (mu_y != 1)
-    if checks.is_surely(x_is_lost):
-        raise ValueError(
-            "`state` must be of a run at an interpolation of 1, got one at "
-            f"{mu_y:g}, whose params are not x. Begin anew at `eval_params(state, "
-            "params)`, or pass the schedule `interpolation=lambda k: 1.0`."
-        )
-    return jnp.where(x_is_lost, jnp.nan, eta)

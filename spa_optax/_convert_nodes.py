@@ -83,6 +83,7 @@ def nodes_of(state: PyTree) -> list[Any]:
 
 
 def nodes_of_type(nodes: list[Any], kind: Any) -> list[Any]:
+    """Some nodes. `find_nodes` would also look into unknown wrappers."""
     return [node for node in nodes if isinstance(node, kind)]
 
 

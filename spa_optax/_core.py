@@ -120,7 +120,8 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
     if xz.mu_y is not None and frozen_paths(updates, state):
-        xz = xz._replace(eta=_eta_if_mu_y_stays(xz.eta, xz.mu_y, state))
+        eta = _eta_if_mu_y_stays(xz.eta, xz.mu_y, state)
+        xz = xz._replace(eta=eta)
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
     if yz.delta_y is None and rounding_key is not None:
         # With its term XLA for TPU v7x makes one kernel of Adam's direction and the
@@ -135,17 +136,13 @@ def _step(
 
 
 def _eta_if_mu_y_stays(eta: Scalar, mu_y: Scalar, state: SPAState) -> Scalar:
-    """η, or NaN if μ_y changes, which would move also the params without an update.
-
-    If it is only known when the program runs, NaN is better than a wrong x.
-    """
+    """η, or NaN if μ_y changes, which would move also the params without an update."""
     changes = ~z_is_still_y(state) & (mu_y.astype(state.mu_y.dtype) != state.mu_y)
-    if checks.is_surely(changes):
-        raise ValueError(
-            "`updates` must not be None where `interpolation` changes, which moves the "
-            f"params, got None and a change from {state.mu_y:g} to {mu_y:g}"
-        )
-    return jnp.where(changes, jnp.nan, eta)
+    message = (
+        "`updates` must not be None where `interpolation` changes, which moves the "
+        "params, got None and a change from {:g} to {:g}"
+    )
+    return checks.nan_where(changes, eta, message, state.mu_y, mu_y)
 
 
 def _step_arrays(

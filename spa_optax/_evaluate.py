@@ -8,7 +8,7 @@ from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
 from spa_optax._guard import forget_params
 from spa_optax._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from spa_optax._state import SPAState, check_not_cast, check_scalars, z_is_still_y
+from spa_optax._state import SPAState, check_not_cast, z_is_still_y
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
 from spa_optax._trees import (
     by_path,
@@ -151,6 +151,5 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     for tree in params:
         check_paths(name, [unwrap(state.z) for state in states], tree)
     for state in states:
-        check_not_cast(f"{name}.z", state.z)
-        check_scalars(name, state)
+        check_not_cast(name, state)
     return states

@@ -1,6 +1,4 @@
-"""Schedules: of the paper's theory, of Schedule-Free, and to and from SGD with
-momentum.
-"""
+"""Schedules of the paper, of Schedule-Free, and to and from SGD with momentum."""
 
 import itertools
 import math
@@ -123,8 +121,7 @@ def stagewise(
     averaging_rule: Literal["constant", "scale", "balance"] = "scale",
     step_factor: float | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and adapts c (arXiv:2010.00406, Sections
-    5 and 6).
+    """Divides η by a factor at each boundary, and adapts c.
 
     At boundary b the paper's η_b and c_b change first: `learning_rate` at count b, and
     `averaging`, which is c_{k+1}, at count b − 1. With the initial η and c:
@@ -156,6 +153,9 @@ def stagewise(
       >>> # c rises until η is divided by 10
       >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])
       ['1.000 0.1', '1.000 0.2', '0.500 0.4', '0.250 0.8', '0.125 1.0']
+
+    References:
+      Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
     checks.RATE._replace(kind=checks.SCALAR).check(learning_rate=learning_rate)
     checks.AVERAGING._replace(kind=checks.SCALAR).check(averaging=averaging)

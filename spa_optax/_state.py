@@ -52,13 +52,12 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 def check_state(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
-    check_scalars("state", state)
+    check_not_cast("state", state)
     check_same_tree("state.z", unwrap(state.z), "params", params)
-    check_not_cast("state.z", state.z)
 
 
-def check_scalars(name: str, state: Any) -> None:
-    """Raises ValueError if a state is of another type, or its scalars were cast."""
+def check_not_cast(name: str, state: Any) -> None:
+    """Raises ValueError if a state is of another type, or was cast to 16 bits."""
     check_kind(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = scalar_of(getattr(state, field)).dtype
@@ -67,13 +66,9 @@ def check_scalars(name: str, state: Any) -> None:
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
                 f"got {dtype}"
             )
-
-
-def check_not_cast(name: str, z: PyTree) -> None:
-    """Raises ValueError if z itself was cast to 16 bits."""
-    if codec_of(z) is Z_ITSELF and has_16_bits(z):
+    if codec_of(state.z) is Z_ITSELF and has_16_bits(state.z):
         raise ValueError(
-            f"`{name}` must hold z in 32 bits or more, got 16 or fewer. Use "
+            f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
             "`convert(state, params, into=tx.init(params))`."
         )
 

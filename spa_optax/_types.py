@@ -1,12 +1,9 @@
 """Types that several modules use."""
 
-from collections.abc import Callable
-
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Scalar = Float[Array, ""]
 Flag = Bool[Array, ""]
 Count = Int[Array, ""]
 Seed = UInt32[Array, ""]  # a random word
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-Mask = PyTree | Callable[[PyTree], PyTree] | None

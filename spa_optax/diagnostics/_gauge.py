@@ -87,9 +87,7 @@ class Gauge(NamedTuple):
 
 
 def new_gauge() -> Gauge:
-    """The gauge before the first step, of separate arrays, so that all can be
-    donated.
-    """
+    """The gauge before the first step. Its arrays are separate, and can be donated."""
 
     def zero(dtype: Any = jnp.float32) -> Array:
         return jnp.zeros([], dtype)

@@ -26,8 +26,7 @@ class TrackMomentumState(NamedTuple):
 def track_momentum(
     inner: optax.GradientTransformation, decay: float = 0.99
 ) -> optax.GradientTransformationExtraArgs:
-    """Measures whether an optimizer's momentum pays; `momentum_report` gives the
-    result.
+    """Measures whether an optimizer's momentum pays, for `momentum_report`.
 
     It measures each step u_k = x_{k+1} − x_k, beside what it would be in pure noise:
 
@@ -128,9 +127,7 @@ def _observed(
 
 
 def _check_inner(state: PyTree, params: PyTree) -> None:
-    """Raises ValueError unless a state holds one member, of all params, at each
-    step.
-    """
+    """Raises ValueError unless a state has one member, for all params and steps."""
     for node in find_nodes(state, (TrackMomentumState, *SKIPPING_STATES)):
         raise ValueError(
             f"`inner` must not hold a `{type(node).__name__}`. Put that wrapper around "

@@ -1,6 +1,4 @@
-"""The audit of a schedule: its values as SPA and as SGD with momentum, and what is
-found in them.
-"""
+"""The audit of a schedule: its values as SPA and as SGD+M, and what they show."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
