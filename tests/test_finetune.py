@@ -189,6 +189,7 @@ NUM_BYTES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_benchmark_trains_as_the_example(folder: Path) -> None:
     """Two steps, with the same batches, from the same params."""

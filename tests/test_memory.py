@@ -11,6 +11,7 @@ import memory
 import one_card
 import optax
 import pytest
+from helpers import long
 from test_compiled import for_tpus
 
 from spa_optax import spa_adamw
@@ -88,7 +89,7 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
 
 
 @for_tpus
-@pytest.mark.parametrize("name", ["spa_adamw, bfloat16", "spa_adamw, bfloat16 z"])
+@pytest.mark.parametrize("name", [long("spa_adamw, bfloat16"), "spa_adamw, bfloat16 z"])
 def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)

@@ -16,7 +16,7 @@ import train_cifar10
 import train_imagenet
 import training
 from flax import nnx
-from helpers import x64
+from helpers import long, x64
 from models import PREACT_RESNETS, RESNETS, convolution
 from optimizers import CIFAR10, IMAGENET, make_optimizer
 from paper_helpers import config, imagenet_config, mesh_of, small_data
@@ -35,7 +35,7 @@ class Kept(nnx.Module):
     [
         # 11.17 and 23.51 million, as usually quoted; and torchvision's.
         (PREACT_RESNETS["resnet18"], 10, 32, 11_172_170, (4, 4, 512)),
-        (PREACT_RESNETS["resnet50"], 10, 32, 23_513_162, (4, 4, 2_048)),
+        long(PREACT_RESNETS["resnet50"], 10, 32, 23_513_162, (4, 4, 2_048)),
         (
             partial(RESNETS["resnet50"], num_classes=1_000),
             1_000,
