@@ -88,10 +88,14 @@ def transformation(
     ) -> Any:
         check_state(state, params)
         check_storage("state.z", state.z, params, state_dtype)
-        check_updates(updates, state, params, mu_y_changes)
+        check_updates(updates, state, params)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
+        frozen = frozen_paths(updates, state)
+        if frozen:
+            eta = _eta_if_mu_y_stays(xz, state, frozen, mu_y_changes)
+            xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -119,9 +123,6 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    if xz.mu_y is not None and frozen_paths(updates, state):
-        eta = _eta_if_mu_y_stays(xz.eta, xz.mu_y, state)
-        xz = xz._replace(eta=eta)
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
     if yz.delta_y is None and rounding_key is not None:
         # With its term XLA for TPU v7x makes one kernel of Adam's direction and the
@@ -135,14 +136,24 @@ def _step(
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
 
-def _eta_if_mu_y_stays(eta: Scalar, mu_y: Scalar, state: SPAState) -> Scalar:
-    """η, or NaN if μ_y changes, which would move also the params without an update."""
-    changes = ~z_is_still_y(state) & (mu_y.astype(state.mu_y.dtype) != state.mu_y)
+def _eta_if_mu_y_stays(
+    xz: XZCoefficients, state: SPAState, frozen: set[str], mu_y_changes: bool
+) -> Scalar:
+    """η, or NaN if μ_y changes, which would also move the frozen params."""
+    if xz.mu_y is None:
+        return xz.eta
+    if mu_y_changes:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(frozen) or 'its root'}"
+        )
+    mu_y = xz.mu_y.astype(state.mu_y.dtype)
+    changes = ~z_is_still_y(state) & (mu_y != state.mu_y)
     message = (
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    return checks.nan_where(changes, eta, message, state.mu_y, mu_y)
+    return checks.nan_where(changes, xz.eta, message, state.mu_y, mu_y)
 
 
 def _step_arrays(

@@ -99,17 +99,9 @@ def check_storage(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> Non
             )
 
 
-def check_updates(
-    updates: PyTree, state: SPAState, params: PyTree, mu_y_changes: bool
-) -> None:
+def check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
     """Raises ValueError unless updates fit the params and what is stored of z."""
     check_same_tree("updates", updates, "params", params)
-    frozen = frozen_paths(updates, state)
-    if mu_y_changes and frozen:
-        raise ValueError(
-            "`updates` must not be None where `interpolation` may change, which moves "
-            f"the params, got None at {min(frozen) or 'its root'}"
-        )
     stored = by_path(unwrap(state.z))
     for name, leaves in (("state.z", stored), ("params", by_path(params))):
         without_leaf = by_path(updates).keys() - leaves.keys()

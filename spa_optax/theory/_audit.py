@@ -188,6 +188,7 @@ def _is_spike(alpha: Values) -> Steps:
 
 
 def _out_of_range(audit: Audit) -> Finding | None:
+    """Hyper-parameters that no step can have."""
     out = ~_is_in_range(audit)
     if not out.any():
         return None
@@ -196,6 +197,7 @@ def _out_of_range(audit: Audit) -> Finding | None:
 
 
 def _standstill(audit: Audit) -> Finding | None:
+    """A schedule that never moves the params."""
     if audit.alpha.any():
         return None
     text = "α is 0 at every step: params stay."
@@ -203,6 +205,7 @@ def _standstill(audit: Audit) -> Finding | None:
 
 
 def _long_average(audit: Audit) -> Finding | None:
+    """An average that remembers the first params to the end."""
     n, share = len(audit.c), np.prod(1 - audit.c)  # of x_0 in x_n
     if share <= 0.01:
         return None
@@ -234,6 +237,7 @@ def _high_beta(audit: Audit) -> Finding | None:
 
 
 def _spikes(audit: Audit) -> Finding | None:
+    """Single steps of α that are far above both neighbours (Insight 3)."""
     eta, c, is_spike = audit.eta, audit.c, _is_spike(audit.alpha)
     if not is_spike.any():
         return None
@@ -269,6 +273,7 @@ def _jumps(audit: Audit) -> list[Finding]:
 def _jump(
     kind: Literal["rise", "drop"], name: str, values: Values, steps: Steps
 ) -> Finding | None:
+    """The jumps of one quantity, if there are any."""
     if not steps.any():
         return None
     text = f"{name} {kind}s {_change_in_words(values, steps)}."
@@ -294,6 +299,7 @@ def _list(steps: Steps) -> list[int]:
 
 
 def _in_words(steps: Steps) -> str:
+    """The first of some steps, and how many others there are."""
     text = f"at step {steps.argmax():,}"
     num_others = steps.sum() - 1
     if num_others == 0:
@@ -308,6 +314,7 @@ def _change_in_words(values: Values, steps: Steps) -> str:
 
 
 def _interval(values: Values) -> str:
+    """The least and the largest value."""
     known = values[~np.isnan(values)]
     if not len(known):
         return "undefined"
