@@ -73,6 +73,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
     ("README.md", "AdamW", {"rate": 4e-3, "b1": 0.7}),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
+    ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
     ("docs/results.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/memory.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
