@@ -208,7 +208,7 @@ def test_fine_tuning() -> None:
 @pytest.mark.slow
 @standard_promotion
 def test_the_rate_to_log() -> None:
-    """Each row of the table in docs/resume.md, after five steps."""
+    """It stands in the state of each optimizer, here after five steps."""
     rate = optax.cosine_decay_schedule(1e-2, 100)
     base = optax.inject_hyperparams(optax.adamw)(rate)
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
