@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spa_optax import eval_params
@@ -110,11 +109,17 @@ def network(seed: int = 0) -> cifar10.Network:
     return cifar10.Network(cifar10.whitening(DATA.x_train), 2, nnx.Rngs(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "spa_from_sgdm",
-        *map(slow, ("sgd", "spa", "stagewise", "gpa", "adamw", "spa_adamw")),
+        "sgd",
+        "spa",
+        "stagewise",
+        "gpa",
+        "adamw",
+        "spa_adamw",
     ],
 )
 def test_every_optimizer_learns(name: str) -> None:

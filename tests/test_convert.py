@@ -81,6 +81,7 @@ def test_sgdm_moves_to_spa_and_back(
         assert helpers.relative_difference(params, never_moved) < tolerance
 
 
+@pytest.mark.slow
 def test_a_schedule_is_not_evaluated_before_count_0() -> None:
     def noam(count: Any) -> Any:
         k = count.astype(float)

@@ -202,6 +202,7 @@ def test_rows(name: str, small: Any) -> None:
     assert ("x" in losses) == has_x
 
 
+@pytest.mark.slow
 def test_averages_of_the_weights(small: Any) -> None:
     """At a constant rate Schedule-Free's mean weighs all steps after warm-up alike, and
     an EMA that is younger than its length is a mean."""

@@ -82,6 +82,7 @@ def factored_root(row: jax.Array, column: jax.Array, i: int, j: int) -> jax.Arra
     return rows**-0.5 * (columns**-0.5 * jnp.sqrt(rows.mean(i, keepdims=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b2", [0.0, 0.9, 0.999])
 def test_factored_is_adafactors_formula(b2: float) -> None:
     """With β = β₂ (1 − β₂^k) / (1 − β₂^(k+1)), which needs no bias correction.
@@ -128,6 +129,7 @@ def test_factored_in_numpy(b2: float) -> None:
         np.testing.assert_allclose(d[name], g[-1] / np.sqrt(nu), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second_moment", ["full", "factored"])
 def test_complex_gradients_keep_their_angle(second_moment: Any) -> None:
     """No cast from complex to real warns."""
@@ -152,6 +154,7 @@ def test_scalars_of_numpy_do_not_widen_the_state(
         assert [leaf.dtype for leaf in jax.tree.leaves(after)] == dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e3])
 def test_factored_where_gradients_are_zero_or_large(size: float) -> None:
     """An ε² that underflows counts as 1e-30, so a gradient of 0 gives a step of 0."""

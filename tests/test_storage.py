@@ -64,7 +64,7 @@ def save_and_load(kind: str, state: Any, like: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "member"),
-    [("orbax", "spa"), *itertools.product(["msgpack", "pickle"], MEMBERS)],
+    [slow("orbax", "spa"), *itertools.product(["msgpack", "pickle"], MEMBERS)],
 )
 def test_another_dtype_at_a_restore(kind: str, member: str, tmp_path: Path) -> None:
     """Raises in the checkpoint's reader or in the first update, for each two dtypes."""
@@ -168,6 +168,7 @@ def test_a_complex_z_has_the_precision_of_the_state_dtype() -> None:
             assert spa(0.1, state_dtype=dtype).init(params).z.dtype == expected
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_after_a_conversion() -> None:
     """From one dtype to the next and back: NumPy in float64."""
     n, x, z = 4_000, 2.5, 2.5
