@@ -237,6 +237,8 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
         loss = "–"
         if trained_name in trained:
             loss = f"{mean_loss(trained[trained_name]):.3f}"
+            mu_y = trained[trained_name][0]["settings"].get("mu_y", 1)
+            loss += f" (`interpolation={mu_y}`)" if mu_y != 1 else ""
         rows.append([f"{runs[0]['bytes']:.0f}", accuracy, loss, text])
     header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
     return common.markdown(header, rows)

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import at_count
+from spa_optax._hyperparams import as_schedule
 from spa_optax._spa import spa
 from spa_optax._wrappers import in_float32
 
@@ -85,7 +85,7 @@ def spa_adamw(
     checks.one_of("full", "factored").check(second_moment=second_moment)
     decay: Any = weight_decay
     if callable(weight_decay):
-        decay = at_count("weight_decay", weight_decay)
+        decay = as_schedule("weight_decay", weight_decay)
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
@@ -112,7 +112,8 @@ def _without_numpy(value: Any) -> Any:
 def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
     """Optax's factored second moment, with Adam's β₂ and bias correction.
 
-    β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k makes of the mean one without bias.
+    With the decay β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k, the moving average is the
+    one that Adam has after its correction of the bias.
     """
 
     def decay_at(count: ArrayLike, b2: Any) -> Array:
@@ -128,6 +129,8 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
 
 def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
     """A mask as a function of the params that raises ValueError unless it fits them."""
+    if mask is None:
+        return None
     leaves = jax.tree.leaves(mask)
     # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
     function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
@@ -147,4 +150,4 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
             ) from None
         return tree
 
-    return None if mask is None else mask_of
+    return mask_of

@@ -1,5 +1,6 @@
-"""Checks arguments when a transform is built: `REQUIREMENT.check(argument=value)`.
+"""Checks of arguments, of conditions that may be traced, and warnings.
 
+Arguments are checked when a transform is built: `REQUIREMENT.check(argument=value)`.
 Traced values pass.
 """
 
@@ -164,7 +165,7 @@ def is_plain_number(value: object) -> bool:
     return not callable(value) and not isinstance(value, jax.Array)
 
 
-def is_number(value: Any, expected: int) -> bool:
+def is_constant(value: Any, expected: int) -> bool:
     """Whether a hyper-parameter is known to be a number when a transform is built."""
     return is_plain_number(value) and bool(value == expected)
 
@@ -176,7 +177,7 @@ def is_surely(condition: Any) -> bool:
     return False
 
 
-def nan_where(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
+def nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
     """The value, or NaN where something is wrong, which is better than a wrong x.
 
     If that is known before the program runs, it raises ValueError with the message and
@@ -187,11 +188,15 @@ def nan_where(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
     return jnp.where(is_wrong, jnp.nan, value)
 
 
-def check_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule is 0 and rises later."""
+def check_stays_above_0(name: str, schedule: Any) -> None:
+    """Raises ValueError where a schedule begins at 0 or below, or rises from there.
+
+    Past the end of a run it may fall to anything.
+    """
     counts, values = _sampled(schedule)
     largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
     is_bad = (values <= 0) & (largest_later > 0)
+    is_bad[:1] |= values[:1] <= 0
     if is_bad.any():
         k = np.argmax(is_bad)
         raise ValueError(

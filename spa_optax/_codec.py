@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from spa_optax._coefficients import YZCoefficients
-from spa_optax._dtypes import as_dtype, has_16_bits, wide_dtype
+from spa_optax._dtypes import as_dtype, has_narrow_leaves, wide_dtype
 from spa_optax._rounding import round_update, rounded
 from spa_optax._sharding import select, sharded_like
 from spa_optax._trees import is_inexact
@@ -28,7 +28,7 @@ from spa_optax._types import Flag, Seed
 
 
 class ArrayStep(NamedTuple):
-    """What a step makes of one array. An array without a gradient does not change."""
+    """The result of a step for one array: its update, and what is stored of z."""
 
     u: Array | None  # y_{k+1} − y_k, in the params' dtype
     stored: Array | None  # what is stored of z_{k+1}
@@ -60,6 +60,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
         """What is stored of z, in a dtype, beside the params y after the same step."""
+
+    @abc.abstractmethod
+    def keep(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+        """What is stored of z after a step without a gradient, in which y stays."""
 
     @abc.abstractmethod
     def step(
@@ -97,7 +101,11 @@ class ZItself(Codec):
     def store(self, z, y, dtype, seed):
         return rounded(z, dtype, seed)
 
+    def keep(self, y, stored, z_is_y):
+        return self.z(y, stored, z_is_y).astype(stored.dtype)
+
     def step(self, y, stored, g, yz, seed):
+        # z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
         z = self.z(y, stored, yz.z_is_y)
         wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -107,7 +115,7 @@ class ZItself(Codec):
         if yz.delta_y is not None:
             u = u - yz.delta_y * g
         u = round_update(u, y, seed)
-        return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
+        return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +148,11 @@ class Difference(Codec):
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
+    def keep(self, y, stored, z_is_y):
+        return stored
+
     def step(self, y, stored, g, yz, seed):
+        # The same of d = z − y:  d ← r d − η g;  y ← y + c_y d − δ_y g
         d = self.z_minus_y(y, stored, yz.z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
@@ -151,8 +163,8 @@ class Difference(Codec):
             u = u - yz.delta_y * g
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
-        # The new difference is from the params as they are rounded, so z keeps what
-        # they lose. (It is d − u, but of that form XLA for TPUs makes two kernels.)
+        # The new difference is d − u, of the u that params got, so z keeps what they
+        # lose. XLA for TPUs makes one kernel of it in this form: z − (y + u).
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.store(z, new_y, stored.dtype, seed))
 
@@ -202,7 +214,7 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     if state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
         return DIFFERENCE_IN_256THS
     is_narrow = state_dtype is not None and jnp.dtype(state_dtype).itemsize == 2
-    return DIFFERENCE if is_narrow or has_16_bits(params) else Z_ITSELF
+    return DIFFERENCE if is_narrow or has_narrow_leaves(params) else Z_ITSELF
 
 
 def codec_of(z: PyTree) -> Codec:

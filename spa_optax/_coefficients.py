@@ -1,4 +1,8 @@
-"""The coefficients of a step: of x and z, as a member writes it, and of y and z."""
+"""The coefficients of a step: of x and z, as a member writes it, and of y and z.
+
+Step k leads from index k to k + 1. It uses η_k, δ_k and r_k, but c, w and μ_y of index
+k + 1, as the paper counts them.
+"""
 
 from typing import NamedTuple
 
@@ -23,7 +27,8 @@ class XZCoefficients(NamedTuple):
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar  # w_{k+1}: the momentum of SGD is m = (x − z)/w
+    w: Scalar  # w_{k+1}: the momentum of SGD is m = (x − z)/w. It must not be 0 where
+    # η and c are: a state with η = c = w = 0 counts as one before the first step
     mu_y: Scalar | None = None  # that of y_{k+1}; the state has that of y_k. None: 1
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
@@ -71,7 +76,9 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
     if next_mu_y is None:
         eta = _eta_if_params_are_x(eta, mu_y, z_is_y)
-        return YZCoefficients(eta, c, xz.delta, xz.r, z_is_y)
+        return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r, z_is_y=z_is_y)
+    if xz.r is not None:
+        raise ValueError("`r` must be None beside a `mu_y`, got both")
     change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
     c_y = c - (1 - c) * change  # exactly c where μ' is μ
     delta_y = eta * (1 - c) * (1 + change - next_mu_y)
@@ -88,16 +95,20 @@ def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
         "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
         "schedule `interpolation=lambda k: 1.0`."
     )
-    return checks.nan_where(x_is_lost, eta, message, mu_y)
+    return checks.nan_or_raise(x_is_lost, eta, message, mu_y)
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     """new / old − 1, and exactly 0 where μ_y does not change.
 
     The state rounds μ_y to its own dtype, in which a constant would otherwise seem to
-    change at every step. Only the value is set to 0: the derivative stays.
+    change at every step.
     """
-    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)  # where old is 0, x is lost
-    change = new / divisor - 1
-    is_unchanged = new.astype(old.dtype) == old
-    return change - jnp.where(is_unchanged, jax.lax.stop_gradient(change), 0)
+    # Where the old one is 0, x is lost, and begins anew at z.
+    divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
+    return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
+
+
+def zero_where(condition: Flag, x: Scalar) -> Scalar:
+    """x, but exactly 0 where a condition holds. The derivative stays that of x."""
+    return x - jnp.where(condition, jax.lax.stop_gradient(x), 0)

@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 from spa_optax import _checks as checks
 from spa_optax._convert_momentum import (
     MOMENTUM_FIELDS,
-    SGDM,
     AdamW,
     Run,
     inexact_params,
@@ -31,7 +30,8 @@ from spa_optax._convert_nodes import (
     nodes_of_type,
     steps_taken,
 )
-from spa_optax._dtypes import has_16_bits
+from spa_optax._dtypes import has_narrow_leaves
+from spa_optax._hyperparams import SGDM
 from spa_optax._state import SPAState
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
 from spa_optax._trees import by_path, copy_arrays, kinds_of, scalar_of
@@ -176,11 +176,18 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
             given = hyperparams.get(name, value)
             if callable(given) or jnp.shape(value):
                 continue
-            if not jnp.allclose(given, value, rtol=1e-2):  # it may be in bfloat16
+            if not _is_same_number(given, value):
                 raise ValueError(
                     f"`other` must have the {name} that the state injects, {value:g}, "
                     f"got {given}"
                 )
+
+
+def _is_same_number(given: Any, injected: Any) -> bool:
+    """Whether an injected number is a given one, but for the rounding of its dtype."""
+    rounded = jnp.asarray(given).astype(jnp.result_type(injected))
+    eps = float(jnp.finfo(rounded.dtype).eps)
+    return bool(jnp.allclose(rounded, injected, rtol=eps, atol=0))
 
 
 def _pair_of(
@@ -264,7 +271,9 @@ def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
         return
     leaves = by_path(params)
     trained = [leaves[path] for path in by_path(momentum_tree(old))]
-    if has_16_bits(trained) and not has_16_bits(getattr(old, "nu", momentum_tree(old))):
+    if has_narrow_leaves(trained) and not has_narrow_leaves(
+        getattr(old, "nu", momentum_tree(old))
+    ):
         checks.warn(
             "`params` should be the float32 master copy of the run, if it has one: its "
             "moments are in float32, and z is made from `params`. Pass the cast ones "

@@ -1,7 +1,7 @@
 """The momentum of a run: read from one optimizer's state, written into another's.
 
 `Momentum` is what lies between them, as the family has it: z, and the last step. A new
-optimizer whose momentum `convert` should know belongs into `MOMENTUM_FIELDS`.
+optimizer whose momentum `convert` should know belongs in `MOMENTUM_FIELDS`.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
-from spa_optax._hyperparams import at_count
+from spa_optax._hyperparams import SGDM, as_schedule
 from spa_optax._sgdm import eta_and_c, look_ahead, nonzero_w
 from spa_optax._state import SPAState, z_is_still_y
 from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
@@ -26,14 +26,6 @@ MOMENTUM_FIELDS: dict[type, str] = {
     optax.ScaleByAdamState: "mu",
     optax.TraceState: "trace",
 }
-
-
-class SGDM(NamedTuple):
-    """The hyper-parameters of `optax.sgd` with momentum, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule  # α_k
-    momentum: optax.ScalarOrSchedule  # β_k
-    nesterov: bool = False
 
 
 class AdamW(NamedTuple):
@@ -117,8 +109,8 @@ def _scale_of_adamw(run: Run) -> MomentumScale:
             f"{other!r}"
         )
     averaging: Any = 1 - other.b1 if run.averaging is None else run.averaging
-    eta = at_count("learning_rate", other.learning_rate)(k)
-    c = at_count("averaging", averaging)(k)
+    eta = as_schedule("learning_rate", other.learning_rate)(k)
+    c = as_schedule("averaging", averaging)(k)
     if c <= 0 or (eta <= 0 and k > 0):
         raise ValueError(
             "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "

@@ -1,7 +1,7 @@
 """The nodes of a state: which are wrappers, which count steps, and how to copy them.
 
 A state is a tree of nodes, the states of Optax's transforms and of this package's. A
-new wrapper, or a new state that counts the steps taken, belongs into a table here.
+new wrapper, or a new state that counts the steps taken, belongs in a table here.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import ArrayStep, codec_of, init_z, unwrap
 from spa_optax._coefficients import XZCoefficients, YZCoefficients, without_x
-from spa_optax._dtypes import as_dtype, has_16_bits, scalar_dtype
+from spa_optax._dtypes import as_dtype, has_narrow_leaves, scalar_dtype
 from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
 from spa_optax._state import (
     SPAState,
@@ -29,7 +29,7 @@ from spa_optax._state import (
 from spa_optax._tree_checks import check_params
 from spa_optax._trees import is_inexact, is_none
 from spa_optax._types import Scalar
-from spa_optax._xla import hide_from_xla
+from spa_optax._xla import hide_from_xla, with_delta
 
 Rule = Callable[[SPAState], XZCoefficients]
 
@@ -40,7 +40,7 @@ def transformation(
     rounding_key: Any,
     *,
     params_are_z: bool = False,
-    mu_y_changes: bool = False,
+    mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer, a member of the family, of a rule.
 
@@ -50,7 +50,7 @@ def transformation(
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       params_are_z: whether each step sets x to z. Then rounding x loses nothing that a
         z of 32 bits does not keep, so params need no key.
-      mu_y_changes: whether μ_y may change, so that params without gradients move too.
+      mu_y_may_change: whether μ_y may change, which moves params without gradients too.
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, a function that it
@@ -61,7 +61,7 @@ def transformation(
     def warn_of_rounding(params: PyTree, z: PyTree) -> None:
         if rounding_key is not None:
             return
-        if has_16_bits(z) or (has_16_bits(params) and not params_are_z):
+        if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
             checks.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "
@@ -94,7 +94,7 @@ def transformation(
         xz = rule(state)
         frozen = frozen_paths(updates, state)
         if frozen:
-            eta = _eta_if_mu_y_stays(xz, state, frozen, mu_y_changes)
+            eta = _eta_if_mu_y_stays(xz, state, frozen, mu_y_may_change)
             xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -124,10 +124,8 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
-    if yz.delta_y is None and rounding_key is not None:
-        # With its term XLA for TPU v7x makes one kernel of Adam's direction and the
-        # step beside bfloat16 params, else two.
-        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    if rounding_key is not None:
+        yz = with_delta(yz)
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
     yz, scalars = hide_from_xla(yz, scalars)
@@ -137,12 +135,15 @@ def _step(
 
 
 def _eta_if_mu_y_stays(
-    xz: XZCoefficients, state: SPAState, frozen: set[str], mu_y_changes: bool
+    xz: XZCoefficients, state: SPAState, frozen: set[str], mu_y_may_change: bool
 ) -> Scalar:
-    """η, or NaN if μ_y changes, which would also move the frozen params."""
+    """η, or NaN if μ_y has changed, which would also move the frozen params.
+
+    Raises ValueError where μ_y may change, even if it has not yet.
+    """
     if xz.mu_y is None:
         return xz.eta
-    if mu_y_changes:
+    if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
             f"the params, got None at {min(frozen) or 'its root'}"
@@ -153,7 +154,7 @@ def _eta_if_mu_y_stays(
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    return checks.nan_where(changes, xz.eta, message, state.mu_y, mu_y)
+    return checks.nan_or_raise(changes, xz.eta, message, state.mu_y, mu_y)
 
 
 def _step_arrays(
@@ -168,7 +169,11 @@ def _step_arrays(
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
-        if g is None or stored is None:
+        if stored is None:
+            return ArrayStep(None, None)
+        if g is None and is_inexact(y):
+            return ArrayStep(None, codec.keep(jnp.asarray(y), stored, yz.z_is_y))
+        if g is None:
             return ArrayStep(None, stored)
         if not is_inexact(y):  # integers stay
             return ArrayStep(jnp.zeros_like(y), stored)

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from spa_optax._trees import is_inexact, map_inexact
 
 
-def has_16_bits(tree: PyTree) -> bool:
+def has_narrow_leaves(tree: PyTree) -> bool:
     """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
     trained = filter(is_inexact, jax.tree.leaves(tree))
     return any(

@@ -8,7 +8,7 @@ from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
 from spa_optax._guard import forget_params
 from spa_optax._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from spa_optax._state import SPAState, check_not_cast, z_is_still_y
+from spa_optax._state import SPAState, check_spa_state, z_is_still_y
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
 from spa_optax._trees import (
     by_path,
@@ -92,8 +92,8 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       `opt_state` with z shifted; momentum is unchanged.
 
     Raises:
-      ValueError: if `opt_state` holds no `SPAState`, the trees differ, or both are the
-        same arrays.
+      ValueError: if `opt_state` holds neither an `SPAState` nor a state of
+        `stochastic_rounding`, the trees differ, or both are the same arrays.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -141,7 +141,10 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)
     if not find_nodes(opt_state, holders):
-        raise ValueError(f"`{name}` must hold an `SPAState`, got {kinds_of(opt_state)}")
+        raise ValueError(
+            f"`{name}` must hold an `SPAState` or a `StochasticRoundingState`, got "
+            f"{kinds_of(opt_state)}"
+        )
     for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
         if find_nodes(outer, holders) and not is_opaque_sam(outer):
             raise ValueError(
@@ -151,5 +154,5 @@ def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     for tree in params:
         check_paths(name, [unwrap(state.z) for state in states], tree)
     for state in states:
-        check_not_cast(name, state)
+        check_spa_state(name, state)
     return states

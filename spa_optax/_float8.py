@@ -55,8 +55,8 @@ def float8_momentum(
       place of m.
 
     Raises:
-      ValueError: unless `base` holds such momentum, real and below 64 bits, and does
-        not average.
+      ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
+        and does not average.
 
     Examples:
       >>> import jax

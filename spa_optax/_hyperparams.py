@@ -19,11 +19,12 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
-class SGDMHyperparams(NamedTuple):
-    """Hyper-parameters of SGD+M, scalars or schedules: `spa_from_sgdm(*these)`."""
+class SGDM(NamedTuple):
+    """Hyper-parameters of SGD with momentum: `optax.sgd(*hyperparams)`."""
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
+    nesterov: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +38,9 @@ class Schedule:
         return jnp.vectorize(self.at)(jnp.asarray(count).astype(jnp.int32))
 
 
-def at_count(name: str, hyperparam: optax.ScalarOrSchedule) -> Callable[[Array], Array]:
+def as_schedule(
+    name: str, hyperparam: optax.ScalarOrSchedule
+) -> Callable[[Array], Array]:
     """A hyper-parameter as a function of the count, in the default floating dtype."""
 
     def at(count: Count) -> Scalar:

@@ -1,7 +1,7 @@
 """What is known of the states of Optax's optimizers, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-into a table here. `convert` has its own in `_convert_nodes.py` and
+in a table here. `convert` has its own in `_convert_nodes.py` and
 `_convert_momentum.py`.
 """
 
@@ -96,7 +96,8 @@ if hasattr(optax.contrib, "MadgradState"):  # not in Optax 0.2.5
     UNFIT_BASES[optax.contrib.MadgradState] = (
         "`base` must not average, got a `{}`. Use it alone."
     )
-# It refuses these at `params_of_base="params"`, …
+# `primal_averaging(params_of_base="params")` also refuses what compares the params with
+# the first ones.
 UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
     (
         optax.contrib.COCOBState,
@@ -107,7 +108,8 @@ UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
     "`base` must not compare the params with the first ones, got a `{}`. Set "
     '`params_of_base="z"`.',
 )
-# … and these at "z".
+# `primal_averaging(params_of_base="z")` also refuses what relates the params to their
+# gradients, which are at y and not at z.
 UNFIT_AT_Z: Refusals = {
     **dict.fromkeys(
         (

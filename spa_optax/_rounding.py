@@ -50,9 +50,10 @@ def rounded(
 
     At random means up or down so that the mean is x.
 
-    One 32-bit hash serves two arrays: one takes its high bits, the other its low bits.
-    (Beside bfloat16 params float8 shares four, the lowest of its 20.) What saturates is
-    at most the dtype's largest number, and a NaN in it may become any number.
+    One random word of 32 bits serves two arrays: one takes its high bits, the other its
+    low bits. From float32, bfloat16 drops 16 bits and float8 20, so these two share
+    four. What saturates is at most the dtype's largest number, and a NaN in it may
+    become any number.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)
@@ -90,24 +91,26 @@ def _stochastic(
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     num_dropped = wide.nmant - narrow.nmant
     largest = float(narrow.max)
-    sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
-    if narrow.minexp > wide.minexp:
-        # Below the smallest normal number, `tiny`, spacing is that of [tiny, 2 tiny).
-        # So x is moved there before it is rounded, and back afterwards.
+
+    def cut(x: Array) -> Array:
+        bits = _bits_of(x)
+        bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
+        bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
+        return _float_of(bits, x.dtype)
+
+    if narrow.minexp == wide.minexp:
+        result = cut(jnp.clip(x, -largest, largest) if saturates else x)
+    else:
+        sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
         magnitude = _float_of(_bits_of(x) ^ sign, x.dtype)
         if saturates:  # one operation, where `clip` takes two
             magnitude = jnp.minimum(magnitude, largest)
+        # Below the smallest normal number, `tiny`, spacing is that of [tiny, 2 tiny).
+        # So x is moved there before it is rounded, and back afterwards.
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
         shift = jnp.where(magnitude < tiny, tiny, 0)
-        bits = _bits_of(magnitude + shift)
-    else:
-        shift = None
-        bits = _bits_of(jnp.clip(x, -largest, largest) if saturates else x)
-    bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
-    bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
-    if shift is not None:
-        bits = _bits_of(_float_of(bits, x.dtype) - shift) | sign
-    result = _float_of(bits, x.dtype)
+        magnitude = cut(magnitude + shift) - shift
+        result = _float_of(_bits_of(magnitude) | sign, x.dtype)
     if not saturates:  # the bits of a NaN could overflow
         result = jnp.where(jnp.isfinite(x), result, x)
     return result.astype(dtype)

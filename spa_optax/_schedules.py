@@ -12,7 +12,7 @@ from jaxtyping import Array
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import Schedule, SGDMHyperparams, SPAHyperparams, at_count
+from spa_optax._hyperparams import SGDM, Schedule, SPAHyperparams, as_schedule
 from spa_optax._sgdm import eta_and_c, look_ahead
 
 
@@ -70,7 +70,7 @@ def hyperparams_from_sgdm(
 
 def hyperparams_to_sgdm(
     learning_rate: ScalarOrSchedule, averaging: ScalarOrSchedule
-) -> SGDMHyperparams:
+) -> SGDM:
     """The hyper-parameters of SGD+M that give the iterates of SPA.
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
@@ -91,7 +91,7 @@ def hyperparams_to_sgdm(
     Examples:
       >>> from spa_optax import hyperparams_to_sgdm, stagewise
       >>> eta, c = stagewise(10.0, 0.1, [2], averaging_rule="constant")
-      >>> alpha, beta = hyperparams_to_sgdm(eta, c)
+      >>> alpha, beta, _ = hyperparams_to_sgdm(eta, c)
       >>> # β spikes to 10 · 0.9
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
@@ -99,9 +99,9 @@ def hyperparams_to_sgdm(
     checks.RATE.check(learning_rate=learning_rate)
     checks.check_averaging(averaging=averaging)
     if not (callable(learning_rate) or callable(averaging)):
-        return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
-    eta_at = at_count("learning_rate", learning_rate)
-    c_at = at_count("averaging", averaging)
+        return SGDM(learning_rate * averaging, 1 - averaging)
+    eta_at = as_schedule("learning_rate", learning_rate)
+    c_at = as_schedule("averaging", averaging)
 
     def beta(k: Array) -> Array:
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -109,7 +109,7 @@ def hyperparams_to_sgdm(
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
-    return SGDMHyperparams(Schedule(lambda k: eta_at(k) * c_at(k)), Schedule(beta))
+    return SGDM(Schedule(lambda k: eta_at(k) * c_at(k)), Schedule(beta))
 
 
 def stagewise(
@@ -163,8 +163,8 @@ def stagewise(
     checks.ABOVE_1.check(factor=factor)
     checks.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
-    eta_at = at_count("learning_rate", learning_rate)
-    c_at = at_count("averaging", averaging)
+    eta_at = as_schedule("learning_rate", learning_rate)
+    c_at = as_schedule("averaging", averaging)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
     def log_decay(k: Array) -> Array:
@@ -232,14 +232,14 @@ def schedule_free_averaging(
 ) -> Schedule:
     """The averaging that makes `spa` Schedule-Free: x is a weighted mean of all z.
 
-        w_k = max(γ_0, …, γ_k)^p        c_{k+1} = w_k / (w_0 + … + w_k)
+        ω_k = max(η_0, …, η_k)^p        c_{k+1} = ω_k / (ω_0 + … + ω_k)
 
     To have the steps of `optax.contrib.schedule_free`, which weights step k by the rate
     of step k + 1, pass `lambda k: rate(k + 1)` here and `rate` to `spa`.
 
     Args:
-      learning_rate: γ_k ≥ 0, a schedule of the count k that can be vmapped; or a number
-        γ, taken to warm up as γ (k + 1)/`num_warmup_steps`.
+      learning_rate: η_k ≥ 0, a schedule of the count k that can be vmapped; or a number
+        η, taken to warm up as η (k + 1)/`num_warmup_steps`.
       num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
         checked.
       weight_power: p ≥ 0.
@@ -292,7 +292,7 @@ def _rates_of_warmup(
     """The rates up to a count, in float64, by which they are largest."""
     later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(num_warmup_steps + 1), later)
-    rate_at = at_count("learning_rate", learning_rate)
+    rate_at = as_schedule("learning_rate", learning_rate)
     try:
         with jax.ensure_compile_time_eval():
             rates = np.asarray(jax.vmap(rate_at)(jnp.asarray(counts, jnp.int32)), float)

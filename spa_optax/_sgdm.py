@@ -26,8 +26,8 @@ import optax
 from jaxtyping import Array
 
 from spa_optax._checks import is_plain_number
-from spa_optax._coefficients import XZCoefficients
-from spa_optax._hyperparams import at_count
+from spa_optax._coefficients import XZCoefficients, zero_where
+from spa_optax._hyperparams import as_schedule
 from spa_optax._types import Count, Flag, Scalar
 
 
@@ -38,7 +38,7 @@ class LookAhead(NamedTuple):
     beta: Scalar  # β_k
     a: Scalar  # a_k
     next_w: Scalar  # w_{k+1}; 0 if all its terms are
-    is_foreseen: Flag | bool  # whether w_{k+1} has all its terms
+    is_foreseen: Flag | bool  # whether w_{k+1} has all its terms, and none can change
     momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 
@@ -56,8 +56,8 @@ def look_ahead(
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
     """
-    alpha_at = at_count("learning_rate", learning_rate)
-    beta_at = at_count("momentum", momentum)
+    alpha_at = as_schedule("learning_rate", learning_rate)
+    beta_at = as_schedule("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
@@ -66,20 +66,19 @@ def look_ahead(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        next_w = _tail(*_in_range(alpha, beta), nesterov=nesterov)
+        next_w = _tail(*_zero_out_of_range(alpha, beta), nesterov=nesterov)
         has_all_terms = True
     # An array is an injected number, which may change at any step.
-    is_injected = isinstance(learning_rate, jax.Array) or isinstance(
-        momentum, jax.Array
-    )
+    momentum_may_change = isinstance(momentum, jax.Array)
+    may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     return LookAhead(
         alpha=alpha,
         beta=beta,
         a=alpha * beta if nesterov else alpha,
         next_w=next_w,
-        is_foreseen=False if is_injected else has_all_terms,
-        momentum_ends=(next_beta == 0) & (not isinstance(momentum, jax.Array)),
+        is_foreseen=False if may_change else has_all_terms,
+        momentum_ends=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
     )
 
@@ -100,10 +99,12 @@ def _w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    alphas, betas = _in_range(jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts))
+    alphas, betas = _zero_out_of_range(
+        jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts)
+    )
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
-    last_alpha, last_beta = _in_range(alpha_at(last), beta_at(last))
+    last_alpha, last_beta = _zero_out_of_range(alpha_at(last), beta_at(last))
     if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
@@ -111,7 +112,9 @@ def _w_of_schedules(
         products = jnp.cumprod(betas)
     a = alphas * betas if nesterov else alphas
     tail = _tail(last_alpha, last_beta, nesterov=nesterov)
-    return jnp.sum(a * products) + products[-1] * tail, products[-1] <= 1e-7
+    # The default horizon aims at 1e-8, and the products are rounded.
+    has_all_terms = products[-1] <= 1e-7
+    return jnp.sum(a * products) + products[-1] * tail, has_all_terms
 
 
 def _tail(alpha: Scalar, beta: Scalar, *, nesterov: bool) -> Scalar:
@@ -133,7 +136,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
 
 
-def _in_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
+def _zero_out_of_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
     """Later α and β, or 0 for NaN and values out of range, as past a schedule's end."""
     alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
     return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
@@ -167,7 +170,7 @@ def sgdm_coefficients(
 
 
 def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
-    """The w_{k+1} of a step: that of the look ahead, where nothing speaks against it.
+    """The w_{k+1} of a step: mostly that of the look ahead.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precisely the state keeps m = (x − z)/w.
@@ -196,10 +199,9 @@ def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
     change = ((next_w - safe_w) + (beta * a - (1 - beta) * next_w)) / safe_w
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
-    # would only add noise. The derivative is not rounding error, and is kept.
+    # would only add noise.
     rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - beta)) * eps
-    is_error = jnp.abs(change) <= rounding_error
-    change -= jnp.where(is_error, jax.lax.stop_gradient(change), 0)
+    change = zero_where(jnp.abs(change) <= rounding_error, change)
     r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
@@ -210,10 +212,10 @@ def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     """A w_{k+1} that is safe to divide by.
 
     If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2,
-    and w_k keeps m through a gap of α = 0. Below 1e-30, where float32 loses bits,
-    numbers count as 0. A schedule may give a negative a_k, which must not cancel
-    w_{k+1} in a_k + w_{k+1}.
+    and w_k keeps m through a gap of α = 0. Numbers below 1e-30 count as 0: near
+    there float32 begins to lose bits.
     """
-    zero = 1e-30
-    fallback = jnp.where(a > zero, a, jnp.where(w > zero, w, 1))
-    return jnp.maximum(jnp.where(next_w > zero, next_w, fallback), -2 * a)
+    least = 1e-30
+    any_positive = jnp.where(a > least, a, jnp.where(w > least, w, 1))
+    next_w = jnp.where(next_w > least, next_w, any_positive)
+    return jnp.maximum(next_w, -2 * a)  # a schedule below 0 must not make a + w ≤ 0

@@ -8,7 +8,7 @@ from spa_optax import _checks as checks
 from spa_optax._codec import codec_of
 from spa_optax._coefficients import XZCoefficients
 from spa_optax._core import transformation
-from spa_optax._hyperparams import at_count
+from spa_optax._hyperparams import as_schedule
 from spa_optax._sgdm import look_ahead, sgdm_coefficients
 from spa_optax._state import SPAState
 
@@ -46,6 +46,11 @@ def spa(
     around it (`optax.lookahead`): z would not follow, and would pull x back. After
     editing params call `reanchor`.
 
+    If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
+    z is also the params' master copy. In 8 bits z − params is clipped at 1.75, so use
+    them for steps like Adam's, at rates of 2e-5 or more, and with a c that does not end
+    below 0.0125.
+
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. In place of SGD
         with momentum, pass α/(1 − β).
@@ -55,19 +60,16 @@ def spa(
         The fraction 1 − μ_y (1 − c) of each step moves y at once. x has y's rounding
         error, divided by μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
-        that of the params, but float32 for params of 16 bits. If params or z have 16
-        bits or fewer, the state holds z − params, in a node of its own; then z is also
-        the params' master copy. In 8 bits z − params is clipped at 1.75, and a
-        `rounding_key` is needed. Use 8 bits for steps like Adam's at rates of 2e-5 or
-        more, and a c that stays above 0.0125. To change the dtype in mid-run use
-        `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
+        that of the params, but float32 for params of 16 bits. To change it in mid-run
+        use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
         `static_args`.
-      rounding_key: PRNG key for unbiased stochastic rounding wherever params or z are
-        stored at lower precision. None rounds to nearest; complex values always are.
-        The bits do not depend on the sharding under `jax.jit`. Optimizers in
-        `optax.partition`, replicas under `jax.vmap` and shards in `jax.shard_map` need
-        different keys: fold `jax.lax.axis_index(axis)` into the key, but never along an
-        axis on which params are replicated.
+      rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
+        than a step computes in, are rounded up or down at random, so that the mean is
+        right. Without it they are rounded to nearest, as complex numbers always are. A
+        z in 8 bits needs a key. Under `jax.jit` the random bits do not depend on the
+        sharding. Optimizers in `optax.partition`, replicas under `jax.vmap` and shards
+        in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the
+        key, but never along an axis on which params are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps
@@ -96,12 +98,12 @@ def spa(
     checks.RATE.check(learning_rate=learning_rate)
     checks.check_averaging(averaging=averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
-    checks.check_above_0("interpolation", interpolation)
+    checks.check_stays_above_0("interpolation", interpolation)
     checks.check_fits_8_bits(state_dtype, "averaging", averaging)
-    eta_at = at_count("learning_rate", learning_rate)
-    c_at = at_count("averaging", averaging)
-    mu_y_at = at_count("interpolation", interpolation)
-    params_are_x = checks.is_number(interpolation, 1)
+    eta_at = as_schedule("learning_rate", learning_rate)
+    c_at = as_schedule("averaging", averaging)
+    mu_y_at = as_schedule("interpolation", interpolation)
+    params_are_x = checks.is_constant(interpolation, 1)
 
     def rule(state: SPAState) -> XZCoefficients:
         eta, c = eta_at(state.count), c_at(state.count)
@@ -115,8 +117,8 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=checks.is_number(averaging, 1),
-        mu_y_changes=not checks.is_plain_number(interpolation),
+        params_are_z=checks.is_constant(averaging, 1),
+        mu_y_may_change=not checks.is_plain_number(interpolation),
     )
 
 
@@ -137,7 +139,7 @@ def spa_from_sgdm(
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
     through z_k = x_k − w_k m_k, the point at which x would come to rest if every later
-    gradient were zero. It is that of `spa` with
+    gradient were zero. These are the steps of `spa` with
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
@@ -151,7 +153,8 @@ def spa_from_sgdm(
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
-    z need not be the resting point. If the rate rises 2,896-fold in one step, momentum
+    z need not be the resting point. Where the next β is 0, momentum is dropped. If the
+    rate rises 2,896-fold in one step, momentum
     restarts from zero.
 
     Args:
@@ -193,7 +196,7 @@ def spa_from_sgdm(
     checks.MOMENTUM.check(momentum=momentum)
     checks.FLAG.check(nesterov=nesterov)
     checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    beta_at = at_count("momentum", momentum)
+    beta_at = as_schedule("momentum", momentum)
     checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
     def rule(state: SPAState) -> XZCoefficients:
@@ -207,5 +210,5 @@ def spa_from_sgdm(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=checks.is_number(momentum, 0),
+        params_are_z=checks.is_constant(momentum, 0),
     )

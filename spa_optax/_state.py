@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from spa_optax._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
-from spa_optax._dtypes import has_16_bits
+from spa_optax._dtypes import has_narrow_leaves
 from spa_optax._tree_checks import check_kind, check_params_passed, check_same_tree
 from spa_optax._trees import by_path, fill_none, is_inexact, map_inexact, scalar_of
 from spa_optax._types import Count, Flag, Scalar
@@ -52,11 +52,11 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 def check_state(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
-    check_not_cast("state", state)
+    check_spa_state("state", state)
     check_same_tree("state.z", unwrap(state.z), "params", params)
 
 
-def check_not_cast(name: str, state: Any) -> None:
+def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
     check_kind(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
@@ -66,7 +66,7 @@ def check_not_cast(name: str, state: Any) -> None:
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
                 f"got {dtype}"
             )
-    if codec_of(state.z) is Z_ITSELF and has_16_bits(state.z):
+    if codec_of(state.z) is Z_ITSELF and has_narrow_leaves(state.z):
         raise ValueError(
             f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
             "`convert(state, params, into=tx.init(params))`."

@@ -36,7 +36,7 @@ def check_kind(name: str, state: Any, kind: type) -> None:
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
     """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
-    shapes = {path: np.shape(leaf) for path, leaf in leaves_with_path(params)}
+    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
     for tree in trees:
         for path, leaf in by_path(tree).items():
             if shapes.pop(path, None) == np.shape(leaf):

@@ -53,7 +53,7 @@ def in_float32(
 
     Returns:
       A transformation with the state and updates of `inner` for float32 params.
-      Integers stay.
+      Updates of integers are passed on.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
@@ -111,7 +111,8 @@ def primal_averaging(
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    `base` runs in float32, as in `in_float32`. Wrappers that skip updates go around.
+    `base` runs in float32, as in `in_float32`. Put wrappers that skip updates around
+    `primal_averaging`, not inside.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
@@ -128,8 +129,8 @@ def primal_averaging(
       needs `params`, and passes extra arguments on to `base`.
 
     Raises:
-      ValueError: if an argument is out of range, or `base` averages, rounds, skips or
-        undoes steps.
+      ValueError: if an argument is out of range, or, in `init`, `base` averages,
+        rounds, skips or undoes steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -203,8 +204,8 @@ def stochastic_rounding(
       A transformation with `count` and `base` in its state. `update` needs `params`.
 
     Raises:
-      ValueError: if an argument is of the wrong kind, the trees differ, or `base`
-        averages.
+      ValueError: if an argument is of the wrong kind; in `init`, if `base` averages;
+        or, in `update`, the trees differ.
 
     Examples:
       >>> import jax

@@ -4,8 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from spa_optax._coefficients import YZCoefficients
 from spa_optax._dtypes import wide_dtype
 from spa_optax._trees import is_array
+
+
+def with_delta(yz: YZCoefficients) -> YZCoefficients:
+    """The same step with a term of δ, if need be of 0.
+
+    XLA for TPU v7x makes one kernel of Adam's direction and a step that rounds at
+    random only if it has that term.
+    """
+    delta_y = jnp.zeros_like(yz.eta) if yz.delta_y is None else yz.delta_y
+    return yz._replace(delta_y=delta_y)
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:

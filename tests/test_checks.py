@@ -294,11 +294,13 @@ def test_a_tracer_that_leaked_is_not_the_schedules_fault() -> None:
     [
         (optax.linear_schedule(0.0, 0.9, 1_000), "0 at 0"),
         (lambda k: jnp.where(k == 5, 0.0, 0.9), "0 at 5"),
+        (lambda k: jnp.zeros(()), "0 at 0"),
+        (optax.constant_schedule(-0.5), "-0.5 at 0"),
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_interpolation_that_reaches_0(schedule: Any, got: str) -> None:
-    """And rises again: the params would be z, which does not tell x."""
+    """And rises again, or begins there: z as params does not tell x."""
     for function in (spa, spa_adamw, primal_averaging):
         with pytest.raises(ValueError, match=f"`interpolation`.*{got}"):
             call(function, interpolation=schedule)

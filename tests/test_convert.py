@@ -440,6 +440,23 @@ def test_injected_hyperparameters_must_be_those_of_the_other_optimizer() -> None
     convert(state, x, into=tx.init(x), other=SGDM(lambda k: 0.2, 0.9))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_injected_hyperparameters_are_compared_in_their_dtype(dtype: Any) -> None:
+    """A decay near 1, and a small ε, must not pass for another; rounding may."""
+    x = jnp.ones(2)
+    make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = run(make(1e-3, b2=0.98, eps=1e-10), x, [x])
+    tx = spa_adamw(1e-3)
+    convert(state, x, into=tx.init(x), other=AdamW(1e-3, b2=0.98, eps=1e-10))
+    for other, name in (
+        (AdamW(1e-3, b2=0.999, eps=1e-10), "b2"),
+        (AdamW(1e-3, b2=0.98, eps=1e-8), "eps"),
+    ):
+        with pytest.raises(ValueError, match=f"`other`.*{name}.*got"):
+            convert(state, x, into=tx.init(x), other=other)
+
+
 # The family.
 
 

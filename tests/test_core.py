@@ -146,6 +146,15 @@ def test_all_terms_of_a_step() -> None:
         )
 
 
+def test_a_rule_that_rescales_while_the_params_are_not_x() -> None:
+    def rule(state: SPAState) -> XZCoefficients:
+        return XZCoefficients(*jnp.ones(4), r=jnp.float32(2.0))
+
+    tx = transformation(rule, None, None)
+    with pytest.raises(ValueError, match=r"`r`.*`mu_y`"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
 def test_z_is_an_array_of_its_own() -> None:
     """Otherwise a step could not donate both the params and the state."""
     x = jnp.ones(3)

@@ -364,6 +364,24 @@ def test_eval_params_before_the_first_step() -> None:
         chex.assert_trees_all_equal(eval_params(tx.init(PARAMS), loaded), loaded)
 
 
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("abstract", [False, True], ids=["arrays", "shapes"])
+def test_frozen_in_the_first_step_after_params_were_replaced(
+    abstract: bool, state_dtype: Any
+) -> None:
+    """Then z is the new params of a frozen leaf, too: 5, and not those of `init`."""
+    key = None if state_dtype is None else jax.random.key(0)
+    tx = spa(0.1, 0.2, 0.5, state_dtype=state_dtype, rounding_key=key)
+    old = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    state: Any = tx.init(jax.eval_shape(lambda: old) if abstract else old)
+    loaded = {"w": jnp.full(2, 5.0), "b": jnp.full(3, 5.0)}
+    params, state = run(tx, loaded, [{"w": jnp.ones(2), "b": None}] * 2, state)
+    chex.assert_trees_all_equal(eval_params(state, params)["b"], loaded["b"])
+    chex.assert_trees_all_equal(z_of(state, params)["b"], loaded["b"])
+    params, _ = run(tx, params, [jax.tree.map(jnp.zeros_like, old)], state)
+    chex.assert_trees_all_equal(params["b"], loaded["b"])
+
+
 def test_eval_params_of_all_kinds_of_leaves() -> None:
     floats = {
         "bfloat16": jnp.ones(4, jnp.bfloat16),

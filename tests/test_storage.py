@@ -254,3 +254,13 @@ def test_state_sharded_otherwise_than_params(name: str, axis_type: Any) -> None:
 def test_nodes_are_plain_named_tuples(node: type) -> None:
     """Some checkpointers, such as Levanter's, allow no other base than `tuple`."""
     assert node.__bases__ == (tuple,)
+
+
+def test_params_of_fewer_bits_than_their_z() -> None:
+    """Params that are cast to float32 in mid-run keep their z in float64."""
+    with x64():
+        tx = spa(0.1)
+        state: Any = tx.init(jnp.ones(2))
+        x = jnp.ones(2, jnp.float32)
+        _, state = tx.update(x, state, x)
+        assert state.z.dtype == jnp.float64

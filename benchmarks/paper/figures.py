@@ -73,7 +73,7 @@ def to_sgdm(
 ) -> Series:
     """α and β of a recipe of SPA."""
     counts = jnp.arange(NUM_STEPS)
-    alpha, beta = hyperparams_to_sgdm(learning_rate, averaging)
+    alpha, beta, _ = hyperparams_to_sgdm(learning_rate, averaging)
     return {"α": np.asarray(alpha(counts)), "β": np.asarray(beta(counts))}  # pyright: ignore[reportCallIssue]
 
 

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import Schedule, SPAHyperparams, at_count
+from spa_optax._hyperparams import Schedule, SPAHyperparams, as_schedule
 from spa_optax._schedules import scaled_up_to_1
 
 Reals = Float[Array, "..."]
@@ -267,8 +267,8 @@ def momentum_drop(
     checks.one_of("eta", "alpha").check(hold=hold)
     checks.ABOVE_1.optional().check(step_factor=step_factor)
     eta_at, c_at = (
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
+        as_schedule("learning_rate", learning_rate),
+        as_schedule("averaging", averaging),
     )
 
     def c(k: Array) -> Float[Array, ""]:

@@ -167,12 +167,13 @@ def _num_saturated(stored: Array) -> Scalar:
 
 def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     """The gauge after a step."""
-    sums, is_first = step.sums, gauge.counts.measured + gauge.counts.rounded == 0
-    is_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
-    is_finite &= jnp.isfinite(sums.inner_product)
+    sums = step.sums
+    is_first = gauge.counts.measured + gauge.counts.rounded == 0
+    sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
+    sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
     p = jnp.where(is_first, sums.sq_distance, step.r**2 * gauge.p)
-    terms, counts = _terms_of(step, p, is_finite)
+    terms, counts = _terms_of(step, p, sums_are_finite)
     is_measured = counts.measured > 0
     iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # A cross term stays in ‖u‖² with the factor (1 − c)² a step. The sum of cross terms
@@ -186,7 +187,7 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
         p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
         cross_sum=memory * gauge.cross_sum + cross_term,
         cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
-        means=_updated_means(gauge, sums, is_finite, decay),
+        means=_updated_means(gauge, sums, sums_are_finite, decay),
         counts=optax.tree.add(gauge.counts, counts),
         num_saturated=jnp.maximum(gauge.num_saturated, sums.num_saturated),
         num_skipped_last=counts.skipped * (gauge.num_skipped_last + 1),
@@ -194,7 +195,7 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
 
 
 def _terms_of(
-    step: Step, p: Scalar, is_finite: Flag
+    step: Step, p: Scalar, sums_are_finite: Flag
 ) -> tuple[tuple[Scalar, Scalar, Scalar], Counts]:
     """‖u_k‖², v_{k+1} and the cross term, over η² c; and whether the step counts.
 
@@ -210,7 +211,7 @@ def _terms_of(
     is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
     iterate, noise = square / divisor, noise / divisor
-    is_finite &= jnp.isfinite(iterate) & jnp.isfinite(noise)
+    is_finite = sums_are_finite & jnp.isfinite(iterate) & jnp.isfinite(noise)
     counts = Counts(
         measured=is_finite & ~is_rounded,
         skipped=~is_finite,
@@ -220,12 +221,14 @@ def _terms_of(
     return (iterate, noise, cross_term / divisor), counts
 
 
-def _updated_means(gauge: Gauge, sums: Sums, is_finite: Flag, decay: Any) -> Means:
-    """The means with the last u_{k−1}, if it counts, and the gradient after it."""
+def _updated_means(
+    gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any
+) -> Means:
+    """The means, of ‖u_{k−1}‖² and of the gradient after it, if both steps count."""
     terms = Means(
         gauge.last_iterate, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
     )
-    is_counted = is_finite & (gauge.last_iterate > 0)
+    is_counted = sums_are_finite & (gauge.last_iterate > 0)
 
     def average(mean: Any, term: Any) -> Array:
         return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)

@@ -99,7 +99,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
 
         gain = ‖x_k − x_{k−1}‖²/(η²c) over ½‖g_k‖²
         t = Σ χ_k / √(Σ χ_k²)  with  χ_k = −2 b_k ⟨g_k, z_k − x_k⟩/η_k²
-        b_k = c_{k+1} η_k, with Nesterov momentum + δ_k
+        b_k = c_{k+1} η_k + δ_k, where δ_k is 0 without Nesterov momentum
 
     Steps add up if gain / noise level is above 1. The noise level is 2/(2 − c) for
     constants (the paper's 1 is its limit for small c). Under pure noise |t| ≥ 3 in

@@ -89,6 +89,8 @@ def track_momentum(
         check_kind("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
+        # A second update, of which only the arguments of `observe` are used: in
+        # `jax.jit` XLA removes the rest.
         def measure_separately() -> Step:
             return measure(*_observed(tx, behind_a_barrier(args), extra)[2])
 
@@ -101,7 +103,7 @@ def track_momentum(
                 rocm=measure_separately,
                 default=lambda: measure(*observed),
             )
-        else:  # the real update compiles as without
+        else:  # so that the real update compiles to the same kernels as without a gauge
             u, inner_state = tx.update(*args, **extra)
             step = measure_separately()
         return u, TrackMomentumState(

@@ -10,18 +10,18 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import at_count
+from spa_optax._hyperparams import as_schedule
 from spa_optax._schedules import hyperparams_to_sgdm
 from spa_optax._sgdm import eta_and_c, look_ahead
 
 Values = Float[np.ndarray, " n"]
-Steps = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
+StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
 
 
 class Finding(NamedTuple):
     """An observation on a schedule: where, how large, and the remedy.
 
-    A rise or a drop needs no change, if it is meant.
+    A drop needs no change, nor does a rise that is meant.
     """
 
     kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
@@ -36,6 +36,7 @@ class Audit(NamedTuple):
     c: Values  # c_{k+1}, which step k uses
     alpha: Values  # α_k of SGD+M
     beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
+    is_from_sgdm: bool  # whether the schedule was given as SGD+M
 
     def report(self) -> str:
         """The audit in words, the verdict first."""
@@ -61,16 +62,12 @@ class Audit(NamedTuple):
         found = [_long_average(self), _high_beta(self), _spikes(self)]
         return [*filter(None, found), *_jumps(self)]
 
-    def is_from_sgdm(self) -> bool:
-        """Whether the schedule was given as SGD+M, so that β_0 is known."""
-        return not np.isnan(self.beta[0])
-
     def total_effect(self) -> tuple[str, Values]:
         """How far a gradient moves the params in the end; at once it moves them by α.
 
         This is η, or α/(1 − β) of a schedule that was given as SGD+M.
         """
-        if not self.is_from_sgdm():
+        if not self.is_from_sgdm:
             return "η", self.eta
         with np.errstate(divide="ignore"):
             return "α/(1 − β)", self.alpha / (1 - self.beta)
@@ -115,14 +112,14 @@ def audit(
     checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     sgdm = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
-        at_count("learning_rate", learning_rate),
-        at_count("averaging", averaging),
-        at_count("learning_rate", sgdm.learning_rate),
-        at_count("momentum", sgdm.momentum),
+        as_schedule("learning_rate", learning_rate),
+        as_schedule("averaging", averaging),
+        as_schedule("learning_rate", sgdm.learning_rate),
+        as_schedule("momentum", sgdm.momentum),
     ]
     eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
-    return Audit(eta, c, alpha, beta)
+    return Audit(eta, c, alpha, beta, is_from_sgdm=False)
 
 
 def audit_sgdm(
@@ -164,7 +161,7 @@ def audit_sgdm(
         c = jnp.where((ahead.a + ahead.next_w == 0) & (ahead.alpha > 0), 1, c)
         return eta, c, ahead.alpha, ahead.beta
 
-    return Audit(*_values(at, num_steps))
+    return Audit(*_values(at, num_steps), is_from_sgdm=True)
 
 
 def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
@@ -174,14 +171,14 @@ def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
     return [np.array(v, float) for v in values]
 
 
-def _is_in_range(audit: Audit) -> Steps:
+def _is_in_range(audit: Audit) -> StepMask:
     """Whether 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not."""
     eta, c, beta = audit.eta, audit.c, audit.beta
-    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm() else ~(beta < 0)
+    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm else ~(beta < 0)
     return (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits
 
 
-def _is_spike(alpha: Values) -> Steps:
+def _is_spike(alpha: Values) -> StepMask:
     """Whether α is over twice both neighbours. The first and last never are."""
     padded = np.pad(alpha, 1, constant_values=np.inf)
     return alpha > 2 * np.maximum(padded[:-2], padded[2:])
@@ -193,7 +190,7 @@ def _out_of_range(audit: Audit) -> Finding | None:
     if not out.any():
         return None
     text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
-    return Finding("range", _list(out), text)
+    return Finding("range", _indices(out), text)
 
 
 def _standstill(audit: Audit) -> Finding | None:
@@ -201,7 +198,7 @@ def _standstill(audit: Audit) -> Finding | None:
     if audit.alpha.any():
         return None
     text = "α is 0 at every step: params stay."
-    return Finding("range", _list(audit.alpha == 0), text)
+    return Finding("range", _indices(audit.alpha == 0), text)
 
 
 def _long_average(audit: Audit) -> Finding | None:
@@ -233,7 +230,7 @@ def _high_beta(audit: Audit) -> Finding | None:
         "`step_factor` of `stagewise`), or give the recipe as SGD+M, to "
         "`spa_from_sgdm`."
     )
-    return Finding("beta", _list(is_high), text)
+    return Finding("beta", _indices(is_high), text)
 
 
 def _spikes(audit: Audit) -> Finding | None:
@@ -244,7 +241,7 @@ def _spikes(audit: Audit) -> Finding | None:
     k = is_spike.argmax()
     change = _change_in_words(audit.alpha, is_spike)
     c_is_early = c[k] > c[k - 1] and eta[k + 1] < eta[k]
-    if c_is_early and not audit.is_from_sgdm():
+    if c_is_early and not audit.is_from_sgdm:
         text = (
             f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. Let "
             "η fall by less than c per step (the `step_factor` of `stagewise`), or "
@@ -252,7 +249,7 @@ def _spikes(audit: Audit) -> Finding | None:
         )
     else:
         text = f"α spikes {change}. Make the change gradual."
-    return Finding("spike", _list(is_spike), text)
+    return Finding("spike", _indices(is_spike), text)
 
 
 def _jumps(audit: Audit) -> list[Finding]:
@@ -271,7 +268,7 @@ def _jumps(audit: Audit) -> list[Finding]:
 
 
 def _jump(
-    kind: Literal["rise", "drop"], name: str, values: Values, steps: Steps
+    kind: Literal["rise", "drop"], name: str, values: Values, steps: StepMask
 ) -> Finding | None:
     """The jumps of one quantity, if there are any."""
     if not steps.any():
@@ -279,7 +276,7 @@ def _jump(
     text = f"{name} {kind}s {_change_in_words(values, steps)}."
     if kind == "rise":
         text += " Check that it is meant, as in a restart."
-    return Finding(kind, _list(steps), text)
+    return Finding(kind, _indices(steps), text)
 
 
 def _jump_signs(values: Values) -> Values:
@@ -294,11 +291,11 @@ def _jump_signs(values: Values) -> Values:
     return np.sign(values - before) * (is_abrupt & is_large)
 
 
-def _list(steps: Steps) -> list[int]:
+def _indices(steps: StepMask) -> list[int]:
     return np.flatnonzero(steps).tolist()
 
 
-def _in_words(steps: Steps) -> str:
+def _in_words(steps: StepMask) -> str:
     """The first of some steps, and how many others there are."""
     text = f"at step {steps.argmax():,}"
     num_others = steps.sum() - 1
@@ -307,7 +304,7 @@ def _in_words(steps: Steps) -> str:
     return f"{text} and at {num_others:,} other{'s' if num_others > 1 else ''}"
 
 
-def _change_in_words(values: Values, steps: Steps) -> str:
+def _change_in_words(values: Values, steps: StepMask) -> str:
     """The change at the first of some steps, and where the others are."""
     k = steps.argmax()
     return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_in_words(steps)}"
