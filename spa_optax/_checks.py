@@ -93,15 +93,16 @@ def _is_real(value: Any) -> bool:
     return is_number and np.isrealobj(value) and np.shape(value) == ()
 
 
-def check_averaging(**arguments: Any) -> None:
+def check_averaging(averaging: Any) -> None:
     """Checks an averaging, and warns of one that is probably meant as a momentum."""
-    AVERAGING.check(**arguments)
-    for name, value in arguments.items():
-        if is_plain_number(value) and 0.8 <= value < 1:
-            warn(
-                f"`{name}` should be 1 − momentum, got {value}, which means a momentum "
-                f"of {1 - value:g}. For a momentum of {value} pass {1 - value:g}."
-            )
+    AVERAGING.check(averaging=averaging)
+    if is_plain_number(averaging) and 0.8 <= averaging < 1:
+        momentum = 1 - averaging
+        warn(
+            f"`averaging` should be 1 − momentum, got {averaging}, which means a "
+            f"momentum of {momentum:g}. For a momentum of {averaging} pass "
+            f"{momentum:g}."
+        )
 
 
 def _integer(least: int) -> Requirement:

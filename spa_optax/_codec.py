@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 from spa_optax._coefficients import YZCoefficients
 from spa_optax._dtypes import as_dtype, has_narrow_leaves, wide_dtype
 from spa_optax._rounding import round_update, rounded
-from spa_optax._sharding import select, sharded_like
+from spa_optax._sharding import sharded_like, where_sharded
 from spa_optax._trees import is_inexact
 from spa_optax._types import Flag, Seed
 
@@ -92,7 +92,7 @@ class ZItself(Codec):
 
     def z(self, y, stored, z_is_y):
         dtype = wide_dtype(y, stored)
-        return select(z_is_y, y.astype(dtype), stored.astype(dtype))
+        return where_sharded(z_is_y, y.astype(dtype), stored.astype(dtype))
 
     def z_minus_y(self, y, stored, z_is_y):
         z = self.z(y, stored, z_is_y)
@@ -176,7 +176,7 @@ def _rescale(y: Array, z: Array, r: Array) -> Array:
     XLA on CPU makes a loop for either case, and runs one of them, since the predicate
     is a scalar. The loop for z does not read y, and is as fast as `optax.sgd`.
     """
-    return select(r != 1, y + r * (z - y), z)
+    return where_sharded(r != 1, y + r * (z - y), z)
 
 
 @_rescale.defjvp

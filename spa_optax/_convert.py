@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._convert_momentum import (
-    MOMENTUM_FIELDS,
     AdamW,
     Run,
     inexact_params,
@@ -24,14 +23,14 @@ from spa_optax._convert_momentum import (
     write_momentum,
 )
 from spa_optax._convert_nodes import (
-    ScaleByRmsWithCountState,
-    filled,
     nodes_of,
     nodes_of_type,
     steps_taken,
+    with_nodes,
 )
 from spa_optax._dtypes import has_narrow_leaves
 from spa_optax._hyperparams import SGDM
+from spa_optax._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
 from spa_optax._state import SPAState
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
 from spa_optax._trees import by_path, copy_arrays, kinds_of, scalar_of
@@ -140,7 +139,7 @@ def convert(
         )
         written = write_momentum(new, read_momentum(old, run), run)
         nodes = _with_momentum(nodes, old, written)
-    return copy_arrays(filled(into, nodes, k))
+    return copy_arrays(with_nodes(into, nodes, k))
 
 
 def _check_arguments(
@@ -155,7 +154,7 @@ def _check_arguments(
                 "`jax.jit`, `jax.vmap` and `jax.eval_shape`."
             )
     if averaging is not None:
-        checks.check_averaging(averaging=averaging)
+        checks.check_averaging(averaging)
     if other is None:
         return
     if not isinstance(other, (SGDM, AdamW)):
@@ -230,7 +229,7 @@ def _momentum_of(
 
     A kind of Optax's that both states hold equally often is not translated but copied.
     """
-    for kind in MOMENTUM_FIELDS:
+    for kind in CONVERTED_FIELDS:
         found = nodes_of_type(nodes, kind)
         if kind is not SPAState and len(found) == len(nodes_of_type(other_nodes, kind)):
             continue

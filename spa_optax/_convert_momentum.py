@@ -1,7 +1,8 @@
 """The momentum of a run: read from one optimizer's state, written into another's.
 
 `Momentum` is what lies between them, as the family has it: z, and the last step. A new
-optimizer whose momentum `convert` should know belongs in `MOMENTUM_FIELDS`.
+optimizer whose momentum `convert` should know belongs in `CONVERTED_FIELDS` of
+`_optax_states.py`.
 """
 
 from typing import Any, NamedTuple
@@ -14,18 +15,11 @@ from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
 from spa_optax._hyperparams import SGDM, as_schedule
+from spa_optax._optax_states import CONVERTED_FIELDS
 from spa_optax._sgdm import eta_and_c, look_ahead, nonzero_w
 from spa_optax._state import SPAState, z_is_still_y
 from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
 from spa_optax._types import ByPath, Scalar
-
-# The states with a momentum, and its field. In a state that holds several kinds the
-# first is translated. Others, such as the momentum of a base, are copied.
-MOMENTUM_FIELDS: dict[type, str] = {
-    SPAState: "z",
-    optax.ScaleByAdamState: "mu",
-    optax.TraceState: "trace",
-}
 
 
 class AdamW(NamedTuple):
@@ -70,7 +64,7 @@ class MomentumScale(NamedTuple):
 
 def momentum_tree(node: Any) -> PyTree:
     """The momentum of a node of a state, with a leaf for each parameter."""
-    return unwrap(getattr(node, MOMENTUM_FIELDS[type(node)]))
+    return unwrap(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
 def inexact_params(node: Any, params: ByPath) -> ByPath:

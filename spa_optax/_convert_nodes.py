@@ -15,17 +15,14 @@ from jaxtyping import Array, PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._float8 import Float8MomentumState
-from spa_optax._guard import GuardParamsState
+from spa_optax._optax_states import ScaleByRmsWithCountState
 from spa_optax._state import SPAState
 from spa_optax._tree_checks import check_not_batched
 from spa_optax._trees import by_path, kinds_of, scalar_of, with_leaves
 from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
+from spa_optax.diagnostics._guard import GuardParamsState
 from spa_optax.diagnostics._track import TrackMomentumState
 
-# Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsWithCountState: Any = type(
-    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
-)
 # The fields of wrappers that hold other states. Their other fields, such as injected
 # hyper-parameters and gauges, are those of `into`.
 INNER_FIELDS: dict[type, tuple[str, ...]] = {
@@ -120,7 +117,7 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def filled(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
+def with_nodes(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
     """A state with the arrays of old nodes of the same types, and the count k."""
     remaining = list(filter(_is_copied, nodes))
 

@@ -6,7 +6,6 @@ from jaxtyping import Array, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
-from spa_optax._guard import forget_params
 from spa_optax._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from spa_optax._state import SPAState, check_spa_state, z_is_still_y
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
@@ -21,6 +20,7 @@ from spa_optax._trees import (
     with_leaves,
 )
 from spa_optax._wrappers import StochasticRoundingState
+from spa_optax.diagnostics._guard import forget_params
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:

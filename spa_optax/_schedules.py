@@ -97,7 +97,7 @@ def hyperparams_to_sgdm(
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging=averaging)
+    checks.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDM(learning_rate * averaging, 1 - averaging)
     eta_at = as_schedule("learning_rate", learning_rate)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, PyTree
 from spa_optax._trees import leaves_with_path
 
 
-def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
+def where_sharded(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes the shardings of x and y may differ."""
     if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
         if hasattr(jax.sharding, "reshard"):
@@ -25,9 +25,10 @@ def select(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
 def sharded_like(leaf: Any, x: Any) -> Any:
     """An array of a state with the sharding of its parameter, which jit drops.
 
-    Without it every device would hold all of the array. `select` always takes `leaf`,
-    but it reads x too. So XLA gives its result the sharding of x. XLA must not know the
-    predicate, or it would remove `select` before it propagates shardings.
+    Without it every device would hold all of the array. The choice below always falls
+    on `leaf`, but it reads x too. So XLA gives its result the sharding of x. XLA must
+    not know the predicate, or it would remove the choice before it propagates
+    shardings.
     """
     is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
     if not is_like or x.shape != leaf.shape:
@@ -38,7 +39,7 @@ def sharded_like(leaf: Any, x: Any) -> Any:
         is_split = len(x.sharding.device_set) > 1
         return jax.device_put(leaf, x.sharding) if is_split else leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return select(never, jnp.real(x).astype(leaf.dtype), leaf)
+    return where_sharded(never, jnp.real(x).astype(leaf.dtype), leaf)
 
 
 def with_shardings(state: PyTree, params: PyTree) -> PyTree:

@@ -96,7 +96,7 @@ def spa(
       momentum, arXiv:1810.06801.
     """
     checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging=averaging)
+    checks.check_averaging(averaging)
     checks.INTERPOLATION.check(interpolation=interpolation)
     checks.check_stays_above_0("interpolation", interpolation)
     checks.check_fits_8_bits(state_dtype, "averaging", averaging)

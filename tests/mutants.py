@@ -42,7 +42,6 @@ TESTS = {
     "evaluate": ["family", "reanchor", "storage", "checks"],
     "spa": ["lookahead", "family", "equivalence", "checks", "optax_contract"],
     "sgdm": ["lookahead", "schedules", "scale", "equivalence"],
-    "guard": ["guard"],
     "rounding": ["precision", "wrappers", "eight_bits"],
     "wrappers": ["wrappers", "precision", "checks", "optax_contract"],
     "float8": ["eight_bits", "checks"],
