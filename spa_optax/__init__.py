@@ -3,10 +3,9 @@
 from spa_optax import diagnostics, theory
 from spa_optax._adamw import spa_adamw
 from spa_optax._convert import convert
-from spa_optax._convert_momentum import AdamW
 from spa_optax._evaluate import eval_params, reanchor
 from spa_optax._float8 import float8_momentum
-from spa_optax._hyperparams import SGDM
+from spa_optax._hyperparams import SGDM, AdamW
 from spa_optax._schedules import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,

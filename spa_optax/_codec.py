@@ -38,7 +38,7 @@ class Codec(abc.ABC):
     """How a state stores z beside the params y, and one step of both."""
 
     name: str  # how messages call what is stored
-    unit: float  # the value of a stored 1
+    unit: float  # z, or z − y, is this times what is stored
     follows_params: bool  # whether z moves along if something else moves y
 
     @abc.abstractmethod
@@ -115,6 +115,8 @@ class ZItself(Codec):
         if yz.delta_y is not None:
             u = u - yz.delta_y * g
         u = round_update(u, y, seed)
+        # Both may take all bits of a random word: of two arrays that have 32 bits or
+        # more, at most one is rounded.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
@@ -141,6 +143,7 @@ class Difference(Codec):
         return y.astype(d.dtype) + d
 
     def z_minus_y(self, y, stored, z_is_y):
+        # Before the first step 0 is stored.
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z, y, dtype, seed):
@@ -164,7 +167,8 @@ class Difference(Codec):
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
         # The new difference is d − u, of the u that params got, so z keeps what they
-        # lose. XLA for TPUs makes one kernel of it in this form: z − (y + u).
+        # lose. `store` computes it as z − (y + u), of which XLA for TPUs makes one
+        # kernel.
         z, new_y = y.astype(d.dtype) + d, y + u
         return ArrayStep(u, self.store(z, new_y, stored.dtype, seed))
 

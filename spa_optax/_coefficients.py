@@ -21,14 +21,14 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    The new state keeps η, c, w and μ_y. A field that is None leaves its term out of the
+    The new state keeps η, c, w and μ_y. η, c and w must not all be 0, since such a
+    state counts as a new one. A field that is None leaves its term out of the
     program.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar  # w_{k+1}: the momentum of SGD is m = (x − z)/w. It must not be 0 where
-    # η and c are: a state with η = c = w = 0 counts as one before the first step
+    w: Scalar  # w_{k+1}: the scale of momentum, m = (x − z)/w
     mu_y: Scalar | None = None  # that of y_{k+1}; the state has that of y_k. None: 1
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
@@ -54,7 +54,11 @@ class YZCoefficients(NamedTuple):
 def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     """A step of x and z as one of y and z.
 
-    Let μ be the interpolation of y_k, and μ' that of y_{k+1}. Without r, put
+    If the params are x, the two are the same: c_y = c and δ_y = δ. Then r may rescale
+    z − x first, since that does not move x. A step without a μ_y is such a step. If the
+    last one had a μ_y below 1, η is NaN or, outside `jax.jit`, a ValueError is raised.
+
+    Else let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
 
         x_k = (y_k − (1 − μ) z_k) / μ        z_k = z_{k+1} + η g_k
 
@@ -63,10 +67,6 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
         y_{k+1} = y_k + c_y (z_{k+1} − y_k) − δ_y g_k
         c_y = 1 − (1 − c) μ'/μ
         δ_y = η (1 − c)(μ'/μ − μ') + μ' δ
-
-    If the params are x, μ = μ' = 1, these are the paper's c, and δ. Then r may rescale
-    z − x first, since that does not move x. A step without a μ' needs μ = 1: otherwise
-    η is NaN or, outside `jax.jit`, a ValueError is raised.
 
     Args:
       xz: the step of x and z.

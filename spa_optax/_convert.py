@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from spa_optax import _checks as checks
 from spa_optax._convert_momentum import (
-    AdamW,
     Run,
     inexact_params,
     momentum_tree,
@@ -29,7 +28,7 @@ from spa_optax._convert_nodes import (
     with_nodes,
 )
 from spa_optax._dtypes import has_narrow_leaves
-from spa_optax._hyperparams import SGDM
+from spa_optax._hyperparams import SGDM, AdamW
 from spa_optax._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
 from spa_optax._state import SPAState
 from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree

@@ -14,21 +14,12 @@ from jaxtyping import Array, ArrayLike, PyTree
 from spa_optax import _checks as checks
 from spa_optax._codec import codec_of, unwrap
 from spa_optax._dtypes import wide_dtype
-from spa_optax._hyperparams import SGDM, as_schedule
+from spa_optax._hyperparams import SGDM, AdamW, as_schedule
 from spa_optax._optax_states import CONVERTED_FIELDS
 from spa_optax._sgdm import eta_and_c, look_ahead, nonzero_w
 from spa_optax._state import SPAState, z_is_still_y
 from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
 from spa_optax._types import ByPath, Scalar
-
-
-class AdamW(NamedTuple):
-    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):

@@ -93,8 +93,8 @@ def transformation(
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
         frozen = frozen_paths(updates, state)
-        if frozen:
-            eta = _eta_if_mu_y_stays(xz, state, frozen, mu_y_may_change)
+        if frozen and xz.mu_y is not None:
+            eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
             xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -134,27 +134,29 @@ def _step(
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
 
-def _eta_if_mu_y_stays(
-    xz: XZCoefficients, state: SPAState, frozen: set[str], mu_y_may_change: bool
+def _eta_if_frozen_stay(
+    eta: Scalar,
+    mu_y: Scalar,
+    state: SPAState,
+    frozen: set[str],
+    mu_y_may_change: bool,
 ) -> Scalar:
     """η, or NaN if μ_y has changed, which would also move the frozen params.
 
     Raises ValueError where μ_y may change, even if it has not yet.
     """
-    if xz.mu_y is None:
-        return xz.eta
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
             f"the params, got None at {min(frozen) or 'its root'}"
         )
-    mu_y = xz.mu_y.astype(state.mu_y.dtype)
+    mu_y = mu_y.astype(state.mu_y.dtype)
     changes = ~z_is_still_y(state) & (mu_y != state.mu_y)
     message = (
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    return checks.nan_or_raise(changes, xz.eta, message, state.mu_y, mu_y)
+    return checks.nan_or_raise(changes, eta, message, state.mu_y, mu_y)
 
 
 def _step_arrays(
@@ -169,14 +171,12 @@ def _step_arrays(
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
-        if stored is None:
+        if stored is None:  # not trained
             return ArrayStep(None, None)
-        if g is None and is_inexact(y):
-            return ArrayStep(None, codec.keep(jnp.asarray(y), stored, yz.z_is_y))
-        if g is None:
-            return ArrayStep(None, stored)
         if not is_inexact(y):  # integers stay
-            return ArrayStep(jnp.zeros_like(y), stored)
+            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
+        if g is None:  # frozen
+            return ArrayStep(None, codec.keep(jnp.asarray(y), stored, yz.z_is_y))
         return codec.step(jnp.asarray(y), stored, jnp.asarray(g), yz, seed)
 
     steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)

@@ -26,7 +26,7 @@ from spa_optax.diagnostics._guard import forget_params
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """The params to evaluate and to save: x, for any member of the family.
 
-        x_k = y_k + (1/μ_y − 1)(y_k − z_k)
+        x_k = y_k − (1/μ_y − 1)(z_k − y_k)
 
     At an interpolation of 1, and under `stochastic_rounding`, x is `params`. To keep x,
     copy it, `jax.tree.map(jnp.copy, x)`, since its arrays may be those of `params`,
@@ -55,7 +55,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> print(state.z, y, eval_params(state, y))  # y is midway from z to x
       6.0 7.0 8.0
     """
-    x = by_path(params)
+    leaves = by_path(params)
     for state in _states("opt_state", opt_state, params):
         check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
@@ -67,13 +67,13 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             )
         codec, z_is_y = codec_of(state.z), z_is_still_y(state)
         for path, stored in by_path(unwrap(state.z)).items():
-            y = x[path]
+            y = leaves[path]
             if not is_inexact(y):
                 continue
             d = codec.z_minus_y(y, stored, z_is_y)  # z − y
-            average = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
-            x[path] = average.astype(y.dtype)
-    return jax.tree.unflatten(jax.tree.structure(params), x.values())
+            x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
+            leaves[path] = x.astype(y.dtype)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
 
 def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:

@@ -27,6 +27,15 @@ class SGDM(NamedTuple):
     nesterov: bool = False
 
 
+class AdamW(NamedTuple):
+    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """A schedule of a count, or of an array of counts."""

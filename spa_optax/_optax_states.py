@@ -50,6 +50,8 @@ MOMENTUM_STATES = (
     optax.ScaleByNovogradState,
     optax.ScaleBySM3State,
     optax.TraceState,
+    optax.contrib.MomoAdamState,
+    optax.contrib.MomoState,
     optax.contrib.MuonState,
     optax.contrib.ScaleByAdemamixState,
     optax.contrib.ScaleBySimplifiedAdEMAMixState,

@@ -92,14 +92,14 @@ def _stochastic(
     num_dropped = wide.nmant - narrow.nmant
     largest = float(narrow.max)
 
-    def cut(x: Array) -> Array:
-        bits = _bits_of(x)
+    def add_and_cut(array: Array) -> Array:
+        bits = _bits_of(array)
         bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
         bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
         return _float_of(bits, x.dtype)
 
-    if narrow.minexp == wide.minexp:
-        result = cut(jnp.clip(x, -largest, largest) if saturates else x)
+    if narrow.minexp == wide.minexp:  # the low bits are cut from every number
+        result = add_and_cut(jnp.clip(x, -largest, largest) if saturates else x)
     else:
         sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
         magnitude = _float_of(_bits_of(x) ^ sign, x.dtype)
@@ -109,7 +109,7 @@ def _stochastic(
         # So x is moved there before it is rounded, and back afterwards.
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
         shift = jnp.where(magnitude < tiny, tiny, 0)
-        magnitude = cut(magnitude + shift) - shift
+        magnitude = add_and_cut(magnitude + shift) - shift
         result = _float_of(_bits_of(magnitude) | sign, x.dtype)
     if not saturates:  # the bits of a NaN could overflow
         result = jnp.where(jnp.isfinite(x), result, x)

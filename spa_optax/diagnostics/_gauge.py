@@ -224,7 +224,7 @@ def _terms_of(
 def _updated_means(
     gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any
 ) -> Means:
-    """The means, of ‖u_{k−1}‖² and of the gradient after it, if both steps count."""
+    """The means, of ‖u_{k−1}‖² if that step counts, and of the gradient after it."""
     terms = Means(
         gauge.last_iterate, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
     )
