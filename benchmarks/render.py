@@ -41,6 +41,7 @@ TYPED = {
     "Muon averaged, 8-bit m and z": "primal_averaging(float8_momentum(muon, key), …)",
     "Muon": "optax.contrib.muon(…)",
     "Muon averaged": "primal_averaging(muon, …)",
+    "AdamW averaged": "primal_averaging(optax.adamw(…), …)",
 }
 FINE_TUNED = {
     "float32": "optax.adamw(…), float32 params",

@@ -64,7 +64,11 @@ def main(records: str, picture: str) -> None:
             step: min(without[name][step] for name in averages)
             for step in without["weights"]
         }
-        lines = {"params": without["weights"], "best average": best, "x": with_x["x"]}
+        lines = {
+            "params": without["weights"],
+            "best average of them": best,
+            "x": with_x["x"],
+        }
         for label, curve in lines.items():
             axes.plot(list(curve), list(curve.values()), label=label)
         axes.set(title=title, xlabel="step")
