@@ -92,8 +92,7 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
-        frozen = frozen_paths(updates, state)
-        if frozen and xz.mu_y is not None:
+        if xz.mu_y is not None and (frozen := frozen_paths(updates, state)):
             eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
             xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):

@@ -58,6 +58,7 @@ def test_arrays_are_what_they_say() -> None:
         sgdm = spa_optax.hyperparams_to_sgdm(*schedules)
         alpha, beta = values(sgdm[:2], np.arange(40))
     expected = {"eta": etas[k], "c": cs[k], "alpha": alpha[k], "beta": beta[k]}
+    assert expected.keys() | {"is_from_sgdm"} == audit._asdict().keys()
     assert not audit.is_from_sgdm
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(audit, name)[k], value, rtol=1e-9)

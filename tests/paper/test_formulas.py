@@ -334,7 +334,7 @@ def test_the_augmented_function_accounts_for_all_noise() -> None:
             )
 
 
-@examples(max_examples=30)
+@examples(max_examples=100)
 @hypothesis.given(st.tuples(*[st.floats(0.1, 10)] * 3), st.integers(1, 10_000), C)
 def test_the_tuned_bounds(
     known: tuple[float, float, float], num_steps: int, c: float
