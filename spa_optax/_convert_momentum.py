@@ -74,7 +74,7 @@ def _scale_of_sgdm(run: Run) -> MomentumScale:
     alpha, beta, nesterov = run.other
     last = jnp.maximum(run.count - 1, 0)
     ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
-    w = nonzero_w(ahead.next_w, ahead.a, w=jnp.zeros_like(ahead.a))
+    w = nonzero_w(ahead.resting_w, ahead.a, w=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w)
     return MomentumScale(eta, c, w, scale=w, divisors={})
 
@@ -162,12 +162,12 @@ def _read_optax(old: Any, run: Run) -> Momentum:
     eta, c, w, scale, divisors = (
         _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
     )
-    stored, z = by_path(momentum_tree(old)), {}
+    m, z = by_path(momentum_tree(old)), {}
     for path, x in run.y.items():
-        m = stored[path].astype(x.dtype) / divisors.get(path, 1)
-        z[path] = x - scale.astype(x.dtype) * m
+        divisor = divisors.get(path, 1)
+        z[path] = x - scale.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
     if run.count == 0:
-        if any(jnp.any(m != 0) for m in stored.values()):
+        if any(jnp.any(leaf != 0) for leaf in m.values()):
             raise ValueError(
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
@@ -182,17 +182,17 @@ def _write_optax(new: Any, momentum: Momentum, run: Run) -> Any:
         *_, scale, divisors = _scale_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
         scale, divisors = scalar_of(momentum.w), {}
-    stored = by_path(momentum_tree(new))
+    m = by_path(momentum_tree(new))
     inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
-    for path in stored.keys() & run.y.keys():
+    for path in m.keys() & run.y.keys():
         x, z = run.y[path], momentum.z[path]
         dtype = wide_dtype(x, z)
-        m = inverse.astype(dtype) * (x.astype(dtype) - z.astype(dtype))
-        stored[path] = m * divisors.get(path, 1)
-    m = with_leaves(momentum_tree(new), list(stored.values()))
+        x_minus_z = x.astype(dtype) - z.astype(dtype)
+        m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
+    tree = with_leaves(momentum_tree(new), list(m.values()))
     if not is_adamw:
-        return optax.TraceState(m)
+        return optax.TraceState(tree)
     nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
     return new._replace(
-        count=with_leaves(new.count, run.count), mu=m, nu=with_leaves(new.nu, nu)
+        count=with_leaves(new.count, run.count), mu=tree, nu=with_leaves(new.nu, nu)
     )

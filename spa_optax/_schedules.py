@@ -60,7 +60,7 @@ def hyperparams_from_sgdm(
 
     def eta_and_c_at(k: Array) -> tuple[Array, Array]:
         ahead = look_ahead(learning_rate, momentum, k, horizon=horizon)
-        return eta_and_c(ahead, ahead.next_w)
+        return eta_and_c(ahead, ahead.resting_w)
 
     return SPAHyperparams(
         learning_rate=Schedule(lambda k: eta_and_c_at(k)[0]),

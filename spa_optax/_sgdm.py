@@ -12,7 +12,10 @@ Nesterov's η_k is larger by α_k, and x_{k+1} has a term −δ_k g_k, with
 δ_k = α_k (1 − c_{k+1}).
 
 If r = 1 at every step, only the gradient moves z. Only one such w stays bounded, the
-one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i.
+one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i. With it z is the point at which
+x comes to rest, so it is called `resting_w` here. It may be 0, or wrong where
+hyper-parameters change unforeseen. So `next_w`, the w_{k+1} of a step, is chosen from
+it.
 """
 
 import math
@@ -32,13 +35,13 @@ from spa_optax._types import Count, Flag, Scalar
 
 
 class LookAhead(NamedTuple):
-    """The hyper-parameters of step k, and w_{k+1} from those of later steps."""
+    """The hyper-parameters of step k, and the resting w_{k+1} of later steps."""
 
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
     a: Scalar  # a_k
-    next_w: Scalar  # w_{k+1}; 0 if all its terms are
-    is_foreseen: Flag | bool  # whether w_{k+1} has all its terms, and none can change
+    resting_w: Scalar  # 0 if all its terms are
+    is_foreseen: Flag | bool  # whether it has all its terms, and none can change
     momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 
@@ -51,7 +54,7 @@ def look_ahead(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> LookAhead:
-    """The hyper-parameters of step k, the count, and w_{k+1}.
+    """The hyper-parameters of step k, the count, and the resting w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
@@ -62,11 +65,11 @@ def look_ahead(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        next_w, has_all_terms = _w_of_schedules(
+        resting_w, has_all_terms = _w_of_schedules(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        next_w = _tail(*_zero_out_of_range(alpha, beta), nesterov=nesterov)
+        resting_w = _tail(*_zero_out_of_range(alpha, beta), nesterov=nesterov)
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
@@ -76,7 +79,7 @@ def look_ahead(
         alpha=alpha,
         beta=beta,
         a=alpha * beta if nesterov else alpha,
-        next_w=next_w,
+        resting_w=resting_w,
         is_foreseen=False if may_change else has_all_terms,
         momentum_ends=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
@@ -92,7 +95,7 @@ def _w_of_schedules(
     nesterov: bool,
     horizon: int,
 ) -> tuple[Scalar, Flag]:
-    """w_{k+1}, and whether terms past the horizon have no weight in it."""
+    """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
 
     def after(num_steps: Array) -> Array:
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
@@ -118,7 +121,7 @@ def _w_of_schedules(
 
 
 def _tail(alpha: Scalar, beta: Scalar, *, nesterov: bool) -> Scalar:
-    """w for α and β that stay for ever: a β/(1 − β)."""
+    """The resting w for α and β that stay for ever: a β/(1 − β)."""
     a = alpha * beta if nesterov else alpha
     return a * beta / (1 - beta)
 
@@ -157,20 +160,20 @@ def sgdm_coefficients(
     follows_params says that the state stores z − x, not z.
     """
     next_w = _choose_next_w(ahead, w, follows_params)
-    as_stored = next_w.astype(w.dtype).astype(next_w.dtype)
-    eta, c = eta_and_c(ahead, as_stored)
-    c = jnp.where(as_stored == 0, 1, c)  # x goes to z
+    next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
+    eta, c = eta_and_c(ahead, next_w)
+    c = jnp.where(next_w == 0, 1, c)  # x goes to z
     return XZCoefficients(
         eta=eta,
         c=c,
-        w=as_stored,
+        w=next_w,
         delta=ahead.alpha * (1 - c) if ahead.nesterov else None,
-        r=_ratio(ahead, as_stored, w),
+        r=_ratio(ahead, next_w, w),
     )
 
 
 def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
-    """The w_{k+1} of a step: mostly that of the look ahead.
+    """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precisely the state keeps m = (x − z)/w.
@@ -179,24 +182,24 @@ def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
     if follows_params:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = nonzero_w(ahead.next_w, ahead.a, w)
+        next_w = nonzero_w(ahead.resting_w, ahead.a, w)
         return jnp.where(ahead.momentum_ends, 0, next_w)
-    # The state stores z, to an ulp of x, which is ulp/w in m: a small w loses digits.
-    # One that was not foreseen may prove too small when α or β rises. So w does not
-    # fall, nor below α, where α m is right to an ulp of x.
-    cautious_w = jnp.maximum(ahead.next_w, jnp.maximum(w, ahead.alpha))
-    next_w = jnp.where(ahead.is_foreseen, ahead.next_w, cautious_w)
+    # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
+    # A resting w that was not foreseen may prove too small once α or β rises. There w
+    # never falls, and is at least α, with which α m is right to an ulp of x.
+    cautious_w = jnp.maximum(ahead.resting_w, jnp.maximum(w, ahead.alpha))
+    next_w = jnp.where(ahead.is_foreseen, ahead.resting_w, cautious_w)
     return nonzero_w(next_w, ahead.a, w)
 
 
 def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
-    safe_w = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
+    divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     a, beta = ahead.a, ahead.beta
-    change = ((next_w - safe_w) + (beta * a - (1 - beta) * next_w)) / safe_w
+    change = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
@@ -211,9 +214,9 @@ def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
 def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     """A w_{k+1} that is safe to divide by.
 
-    If it is 0 (β or every later α is), any positive number will do: a_k makes c = 1/2,
-    and w_k keeps m through a gap of α = 0. Numbers below 1e-30 count as 0: near
-    there float32 begins to lose bits.
+    The resting one is 0 if β or every later α is. Then any positive number will do: a_k
+    makes c = 1/2, and w_k keeps m through a gap of α = 0. Numbers below 1e-30 count as
+    0, since near there float32 begins to lose bits.
     """
     least = 1e-30
     any_positive = jnp.where(a > least, a, jnp.where(w > least, w, 1))

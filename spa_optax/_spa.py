@@ -154,8 +154,7 @@ def spa_from_sgdm(
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
     z need not be the resting point. Where the next β is 0, momentum is dropped. If the
-    rate rises 2,896-fold in one step, momentum
-    restarts from zero.
+    rate rises 2,896-fold in one step, momentum restarts from zero.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is

@@ -11,10 +11,11 @@ from xla_flags import with_ours
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = with_ours(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("MPLBACKEND", "agg")
-# A program that takes a second to compile is compiled by one worker, for all.
+# A program is compiled by one worker, for all.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest

@@ -156,9 +156,9 @@ def audit_sgdm(
 
     def at(k: Array) -> tuple[Array, ...]:
         ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(ahead, ahead.next_w)
+        eta, c = eta_and_c(ahead, ahead.resting_w)
         # Without any momentum x goes where z goes.
-        c = jnp.where((ahead.a + ahead.next_w == 0) & (ahead.alpha > 0), 1, c)
+        c = jnp.where((ahead.a + ahead.resting_w == 0) & (ahead.alpha > 0), 1, c)
         return eta, c, ahead.alpha, ahead.beta
 
     return Audit(*_values(at, num_steps), is_from_sgdm=True)
