@@ -1,20 +1,20 @@
 """Momentum via primal averaging for JAX: Optax gradient transformations."""
 
-from spa_optax import diagnostics, theory
-from spa_optax._adamw import spa_adamw
-from spa_optax._convert import convert
-from spa_optax._evaluate import eval_params, reanchor
-from spa_optax._float8 import float8_momentum
-from spa_optax._hyperparams import SGDM, AdamW
-from spa_optax._schedules import (
+from . import diagnostics, theory
+from ._adamw import spa_adamw
+from ._convert import convert
+from ._evaluate import eval_params, reanchor
+from ._float8 import float8_momentum
+from ._hyperparams import SGDM, AdamW
+from ._schedules import (
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
     stagewise,
 )
-from spa_optax._spa import spa, spa_from_sgdm
-from spa_optax._state import SPAState
-from spa_optax._wrappers import (
+from ._spa import spa, spa_from_sgdm
+from ._state import SPAState
+from ._wrappers import (
     in_float32,
     primal_averaging,
     stochastic_rounding,

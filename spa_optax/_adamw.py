@@ -6,17 +6,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._hyperparams import as_schedule
-from spa_optax._spa import spa
-from spa_optax._wrappers import in_float32
+from . import _checks
+from ._hyperparams import as_schedule
+from ._spa import spa
+from ._wrappers import in_float32
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
-@checks.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
+@_checks.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
@@ -79,10 +79,10 @@ def spa_adamw(
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2017, arXiv:1711.05101,
       Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
     """
-    checks.B2.check(b2=b2)
-    checks.EPS.check(eps=eps)
-    checks.RATE.check(weight_decay=weight_decay)
-    checks.one_of("full", "factored").check(second_moment=second_moment)
+    _checks.B2.check(b2=b2)
+    _checks.EPS.check(eps=eps)
+    _checks.RATE.check(weight_decay=weight_decay)
+    _checks.one_of("full", "factored").check(second_moment=second_moment)
     decay: Any = weight_decay
     if callable(weight_decay):
         decay = as_schedule("weight_decay", weight_decay)
@@ -116,7 +116,7 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
     one that Adam has after its correction of the bias.
     """
 
-    def decay_at(count: ArrayLike, b2: Any) -> Array:
+    def decay_at(count, b2):
         k = jnp.asarray(count).astype(float)
         return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
 
@@ -135,7 +135,7 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
     # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
     function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
 
-    def mask_of(params: PyTree) -> PyTree:
+    def mask_of(params):
         tree = function(params)
         if jax.tree_util.all_leaves([tree]) and not jax.tree_util.all_leaves([params]):
             raise ValueError(
@@ -143,7 +143,7 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
                 "`optax.inject_hyperparams`, name it in `static_args`."
             )
         try:
-            jax.tree.map(lambda leaf, _: checks.FLAG.check(mask=leaf), tree, params)
+            jax.tree.map(lambda leaf, _: _checks.FLAG.check(mask=leaf), tree, params)
         except ValueError as error:
             raise ValueError(
                 f"`mask` must be a tree of booleans like `params`: {error}"

@@ -106,7 +106,7 @@ def check_averaging(averaging: Any) -> None:
 
 
 def _integer(least: int) -> Requirement:
-    def holds(value: Any) -> bool:
+    def holds(value):
         return not isinstance(value, bool) and least <= operator.index(value) < 2**31
 
     return Requirement(
@@ -254,9 +254,9 @@ def warn(message: str) -> None:
 def suggests(**instead: str) -> Callable[[Function], Function]:
     """Decorates a function: arguments of other optimizers get what to write instead."""
 
-    def decorate(function: Function) -> Function:
+    def decorate(function):
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args, **kwargs):
             for name in instead.keys() & kwargs.keys():
                 raise TypeError(
                     f"`{function.__name__}` has no argument `{name}`. Write "

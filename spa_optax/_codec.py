@@ -10,7 +10,6 @@ The type of a node says which of the two a state stores. So a cast of the state,
 a checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from spa_optax._coefficients import YZCoefficients
-from spa_optax._dtypes import as_dtype, has_narrow_leaves, wide_dtype
-from spa_optax._rounding import round_update, rounded
-from spa_optax._sharding import sharded_like, where_sharded
-from spa_optax._trees import is_inexact
-from spa_optax._types import Flag, Seed
+from ._coefficients import YZCoefficients
+from ._dtypes import as_dtype, has_narrow_leaves, wide_dtype
+from ._rounding import round_update, rounded
+from ._sharding import sharded_like, where_sharded
+from ._trees import is_inexact
+from ._types import Flag, Seed
 
 
 class ArrayStep(NamedTuple):
@@ -34,78 +33,50 @@ class ArrayStep(NamedTuple):
     stored: Array | None  # what is stored of z_{k+1}
 
 
-class Codec(abc.ABC):
-    """How a state stores z beside the params y, and one step of both."""
+class ZItself:
+    """The state stores z itself, in 32 bits or more, beside such params.
 
-    name: str  # how messages call what is stored
-    unit: float  # z, or z − y, is this times what is stored
-    follows_params: bool  # whether z moves along if something else moves y
-
-    @abc.abstractmethod
-    def wrap(self, tree: PyTree) -> PyTree:
-        """What stands in the state for a tree of stored arrays."""
-
-    @abc.abstractmethod
-    def init(self, y: Any, dtype: Any) -> Array:
-        """What is stored of z_0 = y_0: an array of its own, sharded like y."""
-
-    @abc.abstractmethod
-    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        """The value of z, in the dtype to compute in. Before the first step it is y."""
-
-    @abc.abstractmethod
-    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        """The value of z − y, in the dtype to compute in."""
-
-    @abc.abstractmethod
-    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z, in a dtype, beside the params y after the same step."""
-
-    @abc.abstractmethod
-    def keep(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        """What is stored of z after a step without a gradient, in which y stays."""
-
-    @abc.abstractmethod
-    def step(
-        self,
-        y: Array,
-        stored: Array,
-        g: Array,
-        yz: YZCoefficients,
-        seed: Seed | None,
-    ) -> ArrayStep:
-        """One step of y and z, from `YZCoefficients`."""
-
-
-class ZItself(Codec):
-    """The state stores z itself, in 32 bits or more, beside such params."""
+    `name` is how messages call what is stored. z, or z − y, is `unit` times that.
+    `follows_params` says whether z moves along if something else moves y.
+    """
 
     name = "z itself"
     unit = 1.0
     follows_params = False
 
-    def wrap(self, tree):
+    def wrap(self, tree: PyTree) -> PyTree:
+        """What stands in the state for a tree of stored arrays."""
         return tree
 
-    def init(self, y, dtype):
+    def init(self, y: Any, dtype: Any) -> Array:
+        """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def z(self, y, stored, z_is_y):
+    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+        """The value of z, in the dtype to compute in. Before the first step it is y."""
         dtype = wide_dtype(y, stored)
         return where_sharded(z_is_y, y.astype(dtype), stored.astype(dtype))
 
-    def z_minus_y(self, y, stored, z_is_y):
+    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+        """The value of z − y, in the dtype to compute in."""
         z = self.z(y, stored, z_is_y)
         return z - y.astype(z.dtype)
 
-    def store(self, z, y, dtype, seed):
+    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z, in a dtype, beside the params y after the same step."""
         return rounded(z, dtype, seed)
 
-    def keep(self, y, stored, z_is_y):
+    def keep(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+        """What is stored of z after a step without a gradient, in which y stays."""
         return self.z(y, stored, z_is_y).astype(stored.dtype)
 
-    def step(self, y, stored, g, yz, seed):
-        # z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
+    def step(
+        self, y: Array, stored: Array, g: Array, yz: YZCoefficients, seed: Seed | None
+    ) -> ArrayStep:
+        """One step of y and z.
+
+        z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
+        """
         z = self.z(y, stored, yz.z_is_y)
         wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -116,15 +87,16 @@ class ZItself(Codec):
             u = u - yz.delta_y * g
         u = round_update(u, y, seed)
         # Both may take all bits of a random word: of two arrays that have 32 bits or
-        # more, at most one is rounded.
+        # more, at most one is rounded, as float32 params beside a float64 z.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference(Codec):
-    """The state stores (z − y)/unit, at most its dtype's largest number.
+class Difference:
+    """The state stores d/unit with d = z − y, at most its dtype's largest number.
 
-    Before the first step it is 0, so z is y also if y was replaced.
+    Before the first step it is 0, so z is y also if y was replaced. The methods are
+    those of `ZItself`.
     """
 
     node_type: Callable[[PyTree], PyTree]
@@ -155,7 +127,7 @@ class Difference(Codec):
         return stored
 
     def step(self, y, stored, g, yz, seed):
-        # The same of d = z − y:  d ← r d − η g;  y ← y + c_y d − δ_y g
+        # The same step in d:  d ← r d − η g;  y ← y + c_y d − δ_y g
         d = self.z_minus_y(y, stored, yz.z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
@@ -213,19 +185,21 @@ DIFFERENCE_IN_256THS = Difference(
 )
 
 
+Codec = ZItself | Difference
+
+
 def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     """How a state stores the z of params, with a `state_dtype` or None."""
-    if state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
+    num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
+    if num_bytes == 1:
         return DIFFERENCE_IN_256THS
-    is_narrow = state_dtype is not None and jnp.dtype(state_dtype).itemsize == 2
-    return DIFFERENCE if is_narrow or has_narrow_leaves(params) else Z_ITSELF
+    return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
 
 
 def codec_of(z: PyTree) -> Codec:
     """How a state stores the z that stands in it."""
-    if isinstance(z, ZMinusParams):
-        return DIFFERENCE
-    return DIFFERENCE_IN_256THS if isinstance(z, ZMinusParamsTimes256) else Z_ITSELF
+    codecs = {ZMinusParams: DIFFERENCE, ZMinusParamsTimes256: DIFFERENCE_IN_256THS}
+    return codecs.get(type(z), Z_ITSELF)
 
 
 def unwrap(z: PyTree) -> PyTree:
@@ -240,17 +214,16 @@ def stored_dtype(y: Any, state_dtype: Any) -> Any:
     """The dtype in which a state stores the z of a parameter."""
     if state_dtype is None:
         return wide_dtype(y)
-    if not jnp.iscomplexobj(y):
-        return state_dtype
-    has_64_bits = jnp.finfo(state_dtype).bits == 64
-    return jnp.dtype(jnp.complex128 if has_64_bits else jnp.complex64)
+    if jnp.iscomplexobj(y):
+        return wide_dtype(state_dtype, jnp.complex64)
+    return state_dtype
 
 
 def init_z(params: PyTree, state_dtype: Any) -> PyTree:
     """What stands in a new state for z_0 = y_0."""
     codec = choose_codec(params, state_dtype)
 
-    def start(y: Any) -> Array:
+    def start(y):
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
             y = jnp.zeros(y.shape, y.dtype)
         if not is_inexact(y):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spa_optax import _checks as checks
-from spa_optax._types import Flag, Scalar
+from . import _checks
+from ._types import Flag, Scalar
 
 
 class XZCoefficients(NamedTuple):
@@ -95,7 +95,7 @@ def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
         "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
         "schedule `interpolation=lambda k: 1.0`."
     )
-    return checks.nan_or_raise(x_is_lost, eta, message, mu_y)
+    return _checks.nan_or_raise(x_is_lost, eta, message, mu_y)
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:

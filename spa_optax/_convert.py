@@ -13,36 +13,45 @@ import optax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._convert_momentum import (
+from . import _checks
+from ._convert_momentum import (
     Run,
     inexact_params,
     momentum_tree,
-    read_momentum,
-    write_momentum,
+    read_optax,
+    read_spa,
+    write_optax,
+    write_spa,
 )
-from spa_optax._convert_nodes import (
+from ._convert_nodes import (
     nodes_of,
     nodes_of_type,
     steps_taken,
     with_nodes,
 )
-from spa_optax._dtypes import has_narrow_leaves
-from spa_optax._hyperparams import SGDM, AdamW
-from spa_optax._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
-from spa_optax._state import SPAState
-from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
-from spa_optax._trees import by_path, copy_arrays, kinds_of, scalar_of
-from spa_optax._types import ByPath
-from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
+from ._dtypes import has_narrow_leaves
+from ._hyperparams import SGDM, AdamW
+from ._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
+from ._state import SPAState
+from ._trees import (
+    by_path,
+    check_not_batched,
+    check_paths,
+    check_same_tree,
+    copy_arrays,
+    kinds_of,
+    scalar_of,
+)
+from ._types import ByPath
+from ._wrappers import PrimalAveragingState, StochasticRoundingState
 
 REQUIREMENTS = {
-    "learning_rate": checks.RATE,
-    "momentum": checks.MOMENTUM,
-    "nesterov": checks.FLAG,
-    "b1": checks.B1,
-    "b2": checks.B2,
-    "eps": checks.EPS,
+    "learning_rate": _checks.RATE,
+    "momentum": _checks.MOMENTUM,
+    "nesterov": _checks.FLAG,
+    "b1": _checks.B1,
+    "b2": _checks.B2,
+    "eps": _checks.EPS,
 }
 
 
@@ -136,7 +145,9 @@ def convert(
             other=other,
             averaging=averaging,
         )
-        written = write_momentum(new, read_momentum(old, run), run)
+        read = read_spa if isinstance(old, SPAState) else read_optax
+        write = write_spa if isinstance(new, SPAState) else write_optax
+        written = write(new, read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(with_nodes(into, nodes, k))
 
@@ -153,7 +164,7 @@ def _check_arguments(
                 "`jax.jit`, `jax.vmap` and `jax.eval_shape`."
             )
     if averaging is not None:
-        checks.check_averaging(averaging)
+        _checks.check_averaging(averaging)
     if other is None:
         return
     if not isinstance(other, (SGDM, AdamW)):
@@ -167,25 +178,20 @@ def _check_arguments(
 
 def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
     """Raises ValueError if a state injects other numbers than `other` has."""
-    hyperparams = {} if other is None else other._asdict()
+    given = {} if other is None else other._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
     for node in nodes_of_type(nodes, injecting):
-        for name, value in node.hyperparams.items():
-            given = hyperparams.get(name, value)
-            if callable(given) or jnp.shape(value):
+        for name in given.keys() & node.hyperparams.keys():
+            value, injected = given[name], node.hyperparams[name]
+            if callable(value) or jnp.shape(injected):
                 continue
-            if not _is_same_number(given, value):
+            # The state has rounded it to a dtype of its own.
+            rounded = jnp.asarray(value).astype(jnp.result_type(injected))
+            if not jnp.allclose(rounded, injected, rtol=1e-6, atol=0):
                 raise ValueError(
-                    f"`other` must have the {name} that the state injects, {value:g}, "
-                    f"got {given}"
+                    f"`other` must have the {name} that the state injects, "
+                    f"{injected:g}, got {value}"
                 )
-
-
-def _is_same_number(given: Any, injected: Any) -> bool:
-    """Whether an injected number is a given one, but for the rounding of its dtype."""
-    rounded = jnp.asarray(given).astype(jnp.result_type(injected))
-    eps = float(jnp.finfo(rounded.dtype).eps)
-    return bool(jnp.allclose(rounded, injected, rtol=eps, atol=0))
 
 
 def _pair_of(
@@ -272,7 +278,7 @@ def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
     if has_narrow_leaves(trained) and not has_narrow_leaves(
         getattr(old, "nu", momentum_tree(old))
     ):
-        checks.warn(
+        _checks.warn(
             "`params` should be the float32 master copy of the run, if it has one: its "
             "moments are in float32, and z is made from `params`. Pass the cast ones "
             "as `new_params`."

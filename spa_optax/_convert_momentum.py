@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._codec import codec_of, unwrap
-from spa_optax._dtypes import wide_dtype
-from spa_optax._hyperparams import SGDM, AdamW, as_schedule
-from spa_optax._optax_states import CONVERTED_FIELDS
-from spa_optax._sgdm import eta_and_c, look_ahead, nonzero_w
-from spa_optax._state import SPAState, z_is_still_y
-from spa_optax._trees import by_path, is_inexact, scalar_of, with_leaves
-from spa_optax._types import ByPath, Scalar
+from . import _checks
+from ._codec import codec_of, unwrap
+from ._dtypes import wide_dtype
+from ._hyperparams import SGDM, AdamW, as_schedule
+from ._optax_states import CONVERTED_FIELDS
+from ._sgdm import eta_and_c, look_ahead, nonzero_w
+from ._state import SPAState, z_is_still_y
+from ._trees import by_path, is_inexact, scalar_of, with_leaves
+from ._types import ByPath, Scalar
 
 
 class Run(NamedTuple):
@@ -44,12 +44,11 @@ class Momentum(NamedTuple):
 
 
 class MomentumScale(NamedTuple):
-    """How Optax's momentum m says where z is: x − z = scale · m / divisor."""
+    """How Optax's momentum m says where z is: x − z = w · m / divisor."""
 
     eta: Array  # η, c and w of the step
     c: Array
     w: Array
-    scale: Array
     divisors: ByPath  # none for SGD
 
 
@@ -76,7 +75,7 @@ def _scale_of_sgdm(run: Run) -> MomentumScale:
     ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(ahead.resting_w, ahead.a, w=jnp.zeros_like(ahead.a))
     eta, c = eta_and_c(ahead, w)
-    return MomentumScale(eta, c, w, scale=w, divisors={})
+    return MomentumScale(eta, c, w, divisors={})
 
 
 def _scale_of_adamw(run: Run) -> MomentumScale:
@@ -102,14 +101,14 @@ def _scale_of_adamw(run: Run) -> MomentumScale:
             f"distance, got {c} and {eta}"
         )
 
-    def divisor(nu: Array) -> Array:
+    def divisor(nu):
         nu = nu.astype(wide_dtype(nu))
         nu_hat = nu / _bias(other.b2, jnp.maximum(k, 1), nu.dtype)
-        return _bias(other.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + other.eps)
+        size = _bias(other.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + other.eps)
+        return c.astype(nu.dtype) * size
 
-    w = eta * (1 - c)
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    return MomentumScale(eta, c, w, scale=w / c, divisors=divisors)
+    return MomentumScale(eta, c, eta * (1 - c), divisors)
 
 
 def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -117,25 +116,16 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def read_momentum(old: Any, run: Run) -> Momentum:
-    """The z and the last scalars that a node says, of the family or of Optax."""
-    return _read_spa(old, run) if isinstance(old, SPAState) else _read_optax(old, run)
-
-
-def write_momentum(new: Any, momentum: Momentum, run: Run) -> Any:
-    """A new node, of the family or of Optax, with the momentum."""
-    write = _write_spa if isinstance(new, SPAState) else _write_optax
-    return write(new, momentum, run)
-
-
-def _read_spa(old: SPAState, run: Run) -> Momentum:
+def read_spa(old: SPAState, run: Run) -> Momentum:
+    """The momentum of a state of the family."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     z_is_y = z_is_still_y(old)
     z = {path: codec.z(x, stored[path], z_is_y) for path, x in run.y.items()}
     return Momentum(z, old.eta, old.c, old.w, old.mu_y)
 
 
-def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
+def write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
+    """A new state of the family, with the momentum."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored.keys() & momentum.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
@@ -143,7 +133,7 @@ def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
         largest = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
         if codec.follows_params and jnp.any(is_at_limit):
-            checks.warn(
+            _checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
@@ -156,16 +146,14 @@ def _write_spa(new: SPAState, momentum: Momentum, run: Run) -> SPAState:
     return new._replace(count=count, z=z, **scalars)
 
 
-def _read_optax(old: Any, run: Run) -> Momentum:
-    """z = x − scale · m / divisor."""
+def read_optax(old: Any, run: Run) -> Momentum:
+    """The momentum of a state of Optax: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
-    eta, c, w, scale, divisors = (
-        _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
-    )
+    eta, c, w, divisors = _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
     m, z = by_path(momentum_tree(old)), {}
     for path, x in run.y.items():
         divisor = divisors.get(path, 1)
-        z[path] = x - scale.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
+        z[path] = x - w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
     if run.count == 0:
         if any(jnp.any(leaf != 0) for leaf in m.values()):
             raise ValueError(
@@ -175,15 +163,15 @@ def _read_optax(old: Any, run: Run) -> Momentum:
     return Momentum(z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, momentum: Momentum, run: Run) -> Any:
-    """m = (x − z) / scale · divisor, or 0 if the scale is 0."""
+def write_optax(new: Any, momentum: Momentum, run: Run) -> Any:
+    """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        *_, scale, divisors = _scale_of_adamw(run)
+        *_, w, divisors = _scale_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        scale, divisors = scalar_of(momentum.w), {}
+        w, divisors = scalar_of(momentum.w), {}
     m = by_path(momentum_tree(new))
-    inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+    inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x, z = run.y[path], momentum.z[path]
         dtype = wide_dtype(x, z)

@@ -13,15 +13,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._float8 import Float8MomentumState
-from spa_optax._optax_states import ScaleByRmsWithCountState
-from spa_optax._state import SPAState
-from spa_optax._tree_checks import check_not_batched
-from spa_optax._trees import by_path, kinds_of, scalar_of, with_leaves
-from spa_optax._wrappers import PrimalAveragingState, StochasticRoundingState
-from spa_optax.diagnostics._guard import GuardParamsState
-from spa_optax.diagnostics._track import TrackMomentumState
+from . import _checks
+from ._float8 import Float8MomentumState
+from ._optax_states import ScaleByRmsWithCountState
+from ._state import SPAState
+from ._trees import by_path, check_not_batched, kinds_of, scalar_of, with_leaves
+from ._wrappers import PrimalAveragingState, StochasticRoundingState
+from .diagnostics._guard import GuardParamsState
+from .diagnostics._track import TrackMomentumState
 
 # The fields of wrappers that hold other states. Their other fields, such as injected
 # hyper-parameters and gauges, are those of `into`.
@@ -57,7 +56,7 @@ def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     The function sees a wrapper with None in place of its inner states.
     """
 
-    def map_node(node: Any) -> Any:
+    def map_node(node):
         fields = INNER_FIELDS.get(type(node), ())
         inner = {field: _map_nodes(function, getattr(node, field)) for field in fields}
         if not inner:
@@ -71,7 +70,7 @@ def nodes_of(state: PyTree) -> list[Any]:
     """The nodes of a state, wrappers among them."""
     nodes: list[Any] = []
 
-    def collect(node: Any) -> Any:
+    def collect(node):
         nodes.append(node)
         return node
 
@@ -93,7 +92,7 @@ def _count_field(node: Any) -> str | None:
 
 def steps_taken(nodes: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
-    checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    _checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
     counts = [] if count is None else [count]
     for node in nodes:
         field = _count_field(node)
@@ -121,7 +120,7 @@ def with_nodes(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
     """A state with the arrays of old nodes of the same types, and the count k."""
     remaining = list(filter(_is_copied, nodes))
 
-    def fill(node: Any) -> Any:
+    def fill(node):
         if _is_copied(node):
             return _take(remaining, node)
         field = _count_field(node)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._codec import ArrayStep, codec_of, init_z, unwrap
-from spa_optax._coefficients import XZCoefficients, YZCoefficients, without_x
-from spa_optax._dtypes import as_dtype, has_narrow_leaves, scalar_dtype
-from spa_optax._rounding import FOR_PARAMS_AND_Z, seeds_like
-from spa_optax._state import (
+from . import _checks
+from ._codec import ArrayStep, codec_of, init_z, unwrap
+from ._coefficients import XZCoefficients, YZCoefficients, without_x
+from ._dtypes import as_dtype, has_narrow_leaves, scalar_dtype
+from ._rounding import FOR_PARAMS_AND_Z, seeds_like
+from ._state import (
     SPAState,
     check_state,
     check_storage,
@@ -26,10 +26,9 @@ from spa_optax._state import (
     frozen_paths,
     z_is_still_y,
 )
-from spa_optax._tree_checks import check_params
-from spa_optax._trees import is_inexact, is_none
-from spa_optax._types import Scalar
-from spa_optax._xla import hide_from_xla, with_delta
+from ._trees import check_params, is_inexact, is_none
+from ._types import Scalar
+from ._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
 
@@ -58,17 +57,17 @@ def transformation(
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 
-    def warn_of_rounding(params: PyTree, z: PyTree) -> None:
+    def warn_of_rounding(params, z):
         if rounding_key is not None:
             return
         if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
-            checks.warn(
+            _checks.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "
                 "below half an ulp."
             )
 
-    def init_fn(params: PyTree) -> SPAState:
+    def init_fn(params):
         check_params(params)
         z = init_z(params, state_dtype)
         warn_of_rounding(params, z)
@@ -83,11 +82,9 @@ def transformation(
             mu_y=jnp.ones([], dtype),  # y_0 is x_0
         )
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         check_state(state, params)
-        check_storage("state.z", state.z, params, state_dtype)
+        check_storage(state.z, params, state_dtype)
         check_updates(updates, state, params)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
@@ -104,8 +101,8 @@ def transformation(
 
 def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
     """The dtype, or None. Raises ValueError unless it and the key are right."""
-    checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    checks.KEY.optional().check(rounding_key=rounding_key)
+    _checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    _checks.KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     if rounding_key is None and state_dtype == jnp.float8_e4m3fn:
         raise ValueError(
@@ -123,8 +120,10 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
     yz = without_x(xz, state.mu_y, z_is_still_y(state))
-    if rounding_key is not None:
-        yz = with_delta(yz)
+    if rounding_key is not None and yz.delta_y is None:
+        # XLA for TPU v7x makes one kernel of Adam's direction and a step that rounds at
+        # random only if it has a term of δ.
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
     yz, scalars = hide_from_xla(yz, scalars)
@@ -155,7 +154,7 @@ def _eta_if_frozen_stay(
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    return checks.nan_or_raise(changes, eta, message, state.mu_y, mu_y)
+    return _checks.nan_or_raise(changes, eta, message, state.mu_y, mu_y)
 
 
 def _step_arrays(
@@ -169,7 +168,7 @@ def _step_arrays(
     codec, stored_z = codec_of(state.z), unwrap(state.z)
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
-    def step_array(y: Any, stored: Any, g: Any, seed: Any) -> ArrayStep:
+    def step_array(y, stored, g, seed):
         if stored is None:  # not trained
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay

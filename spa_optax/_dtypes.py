@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from spa_optax._trees import is_inexact, map_inexact
+from ._trees import is_inexact, map_inexact
 
 
 def has_narrow_leaves(tree: PyTree) -> bool:
@@ -21,8 +21,7 @@ def has_narrow_leaves(tree: PyTree) -> bool:
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
     trained = filter(is_inexact, jax.tree.leaves(params))
-    has_64_bits = any(jnp.finfo(jnp.result_type(x)).bits == 64 for x in trained)
-    return jnp.dtype(jnp.float64 if has_64_bits else jnp.float32)
+    return jnp.finfo(wide_dtype(*trained)).dtype  # of complex numbers the real one
 
 
 def wide_dtype(*arrays: Any) -> Any:
@@ -35,7 +34,7 @@ def wide_dtype(*arrays: Any) -> Any:
 def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
 
-    def widen_leaf(x: Any) -> Any:
+    def widen_leaf(x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
         return jnp.asarray(x, wide_dtype(x))

@@ -1,16 +1,18 @@
 """What operates on the states of all members: `eval_params` and `reanchor`."""
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._codec import codec_of, unwrap
-from spa_optax._dtypes import wide_dtype
-from spa_optax._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from spa_optax._state import SPAState, check_spa_state, z_is_still_y
-from spa_optax._tree_checks import check_not_batched, check_paths, check_same_tree
-from spa_optax._trees import (
+from . import _checks
+from ._codec import codec_of, unwrap
+from ._dtypes import wide_dtype
+from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
+from ._state import SPAState, check_spa_state, z_is_still_y
+from ._trees import (
     by_path,
+    check_not_batched,
+    check_paths,
+    check_same_tree,
     copy_arrays,
     find_nodes,
     is_inexact,
@@ -19,8 +21,8 @@ from spa_optax._trees import (
     scalar_of,
     with_leaves,
 )
-from spa_optax._wrappers import StochasticRoundingState
-from spa_optax.diagnostics._guard import forget_params
+from ._wrappers import StochasticRoundingState
+from .diagnostics._guard import forget_params
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -56,12 +58,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       6.0 7.0 8.0
     """
     leaves = by_path(params)
-    for state in _states("opt_state", opt_state, params):
+    for state in _states(opt_state, params):
         check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
-        if checks.is_surely(mu_y == 1):
+        if _checks.is_surely(mu_y == 1):
             continue
-        if checks.is_surely(mu_y <= 0):
+        if _checks.is_surely(mu_y <= 0):
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
@@ -105,7 +107,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
-    _states("opt_state", opt_state, old_params, new_params)
+    _states(opt_state, old_params, new_params)
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     pairs = list(zip(old_leaves, new_leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
@@ -114,7 +116,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         )
     old, new = by_path(old_params), by_path(new_params)
 
-    def shift(path: str, z: Array) -> Array:
+    def shift(path, z):
         if not is_inexact(z):
             return new[path]
         if not is_inexact(new[path]):
@@ -126,7 +128,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         edit = new[path].astype(dtype) - old[path].astype(dtype)
         return (z.astype(dtype) + edit).astype(z.dtype)
 
-    def shift_state(state: SPAState) -> SPAState:
+    def shift_state(state):
         if codec_of(state.z).follows_params:
             return state
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
@@ -136,23 +138,23 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     return copy_arrays(forget_params(shifted))
 
 
-def _states(name: str, opt_state: PyTree, *params: PyTree) -> list[SPAState]:
+def _states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     """The states of the family. Raises ValueError unless they fit all of the params."""
     states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)
     if not find_nodes(opt_state, holders):
         raise ValueError(
-            f"`{name}` must hold an `SPAState` or a `StochasticRoundingState`, got "
+            "`opt_state` must hold an `SPAState` or a `StochasticRoundingState`, got "
             f"{kinds_of(opt_state)}"
         )
     for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
         if find_nodes(outer, holders) and not is_opaque_sam(outer):
             raise ValueError(
-                f"`{name}` must hold a state of `params`, got one in a "
+                "`opt_state` must hold a state of `params`, got one in a "
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths(name, [unwrap(state.z) for state in states], tree)
+        check_paths("opt_state", [unwrap(state.z) for state in states], tree)
     for state in states:
-        check_spa_state(name, state)
+        check_spa_state("opt_state", state)
     return states

@@ -1,6 +1,5 @@
 """The momentum of SGD, Lion and Muon in 8 bits."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,13 +7,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._optax_states import AVERAGING_BASES, FLOAT8_FIELDS, refuse
-from spa_optax._rounding import FOR_MOMENTUM, rounded, seeds_like
-from spa_optax._sharding import with_shardings
-from spa_optax._tree_checks import check_kind
-from spa_optax._trees import find_nodes, is_none, kinds_of, replace_nodes
-from spa_optax._types import Count
+from . import _checks
+from ._optax_states import AVERAGING_BASES, FLOAT8_FIELDS, refuse
+from ._rounding import FOR_MOMENTUM, rounded, seeds_like
+from ._sharding import with_shardings
+from ._trees import check_kind, find_nodes, is_none, kinds_of, replace_nodes
+from ._types import Count
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -72,11 +70,11 @@ def float8_momentum(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
       arXiv:2110.02861, Section 2.
     """
-    checks.TRANSFORMATION.check(base=base)
-    checks.KEY.check(key=key)
+    _checks.TRANSFORMATION.check(base=base)
+    _checks.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
 
-    def init_fn(params: PyTree) -> Float8MomentumState:
+    def init_fn(params):
         base_state = with_shardings(tx.init(params), params)
         refuse(base_state, AVERAGING_BASES)
         if find_nodes(base_state, Float8MomentumState):
@@ -92,9 +90,7 @@ def float8_momentum(
             )
         return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         check_kind("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
@@ -112,10 +108,12 @@ def _cast_like(u: Any, x: Any) -> Any:
 
 def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
     """The state with its momentum in float8."""
-    momenta = _momenta(base_state)
+    kinds = tuple(FLOAT8_FIELDS)
+    nodes = find_nodes(base_state, kinds)
+    momenta = [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
     seeds = seeds_like(key, count, momenta, FOR_MOMENTUM)
 
-    def pack(m: Array, seed: Array) -> Float8Array:
+    def pack(m, seed):
         if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
             raise ValueError(
                 f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
@@ -124,36 +122,19 @@ def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8Momentum
         scale = _scale(m)
         return Float8Array(rounded(m / scale, FLOAT8, seed), scale)
 
-    packed = jax.tree.map(pack, momenta, seeds)
-    return Float8MomentumState(count, _with_momenta(base_state, packed))
+    packed = iter(jax.tree.map(pack, momenta, seeds))
+
+    def with_packed(node):
+        return node._replace(**{FLOAT8_FIELDS[type(node)]: next(packed)})
+
+    return Float8MomentumState(count, replace_nodes(base_state, kinds, with_packed))
 
 
 def _unpack(state: Float8MomentumState) -> PyTree:
     """The state of the base with its momentum in float32."""
-
-    def unpack(m: Float8Array) -> Array:
-        return m.q.astype(jnp.float32) * m.scale
-
-    momenta = jax.tree.map(
-        unpack, _momenta(state.base), is_leaf=lambda node: isinstance(node, Float8Array)
+    return replace_nodes(
+        state.base, Float8Array, lambda m: m.q.astype(jnp.float32) * m.scale
     )
-    return _with_momenta(state.base, momenta)
-
-
-def _momenta(base_state: PyTree) -> list[PyTree]:
-    """The trees of momentum."""
-    nodes = find_nodes(base_state, tuple(FLOAT8_FIELDS))
-    return [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
-
-
-def _with_momenta(base_state: PyTree, momenta: Sequence[PyTree]) -> PyTree:
-    """The state of the base with other trees of momentum."""
-    remaining = iter(momenta)
-
-    def with_next(node: Any) -> Any:
-        return node._replace(**{FLOAT8_FIELDS[type(node)]: next(remaining)})
-
-    return replace_nodes(base_state, tuple(FLOAT8_FIELDS), with_next)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

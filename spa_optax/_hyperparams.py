@@ -1,6 +1,5 @@
 """Hyper-parameters: pairs of scalars or schedules, and their values at a count."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike
-
-from spa_optax._types import Count, Scalar
 
 
 class SPAHyperparams(NamedTuple):
@@ -36,15 +33,12 @@ class AdamW(NamedTuple):
     eps: ArrayLike = 1e-8
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
-    """A schedule of a count, or of an array of counts."""
+def schedule_of(at: Callable[[Array], Array]) -> optax.Schedule:
+    """A schedule of a count, or of an array of counts.
 
-    at: Callable[[Array], Array]  # the value at an int32 count
-
-    def __call__(self, count: ArrayLike) -> Array:
-        """The values. Counts are int32, as in states, so values are the same there."""
-        return jnp.vectorize(self.at)(jnp.asarray(count).astype(jnp.int32))
+    Counts are int32, as in states, so that values are the same there.
+    """
+    return lambda count: jnp.vectorize(at)(jnp.asarray(count).astype(jnp.int32))
 
 
 def as_schedule(
@@ -52,7 +46,7 @@ def as_schedule(
 ) -> Callable[[Array], Array]:
     """A hyper-parameter as a function of the count, in the default floating dtype."""
 
-    def at(count: Count) -> Scalar:
+    def at(count):
         try:
             value = hyperparam(count) if callable(hyperparam) else hyperparam
             value = jnp.asarray(value)

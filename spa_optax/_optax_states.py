@@ -11,8 +11,8 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from spa_optax._state import SPAState
-from spa_optax._trees import find_nodes
+from ._state import SPAState
+from ._trees import find_nodes
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
-from spa_optax._dtypes import wide_dtype
-from spa_optax._types import Seed
+from ._dtypes import wide_dtype
+from ._types import Seed
 
 # Folded into the key, so that params and z get other words than momentum, also if both
 # have the same key and count.
@@ -27,7 +27,7 @@ def seeds_like(
     # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
     words = jax.lax.optimization_barrier(words)
 
-    def words_on_cpu(words: Array) -> list[Array]:
+    def words_on_cpu(words):
         # A loop that XLA does not know to be of one step keeps it from fusing the draw
         # into every leaf. Leaves of one shape then share a program, which compiles
         # faster. A second step would change nothing.
@@ -92,7 +92,7 @@ def _stochastic(
     num_dropped = wide.nmant - narrow.nmant
     largest = float(narrow.max)
 
-    def add_and_cut(array: Array) -> Array:
+    def add_and_cut(array):
         bits = _bits_of(array)
         bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
         bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)

@@ -8,17 +8,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array
-from optax import ScalarOrSchedule
 
-from spa_optax import _checks as checks
-from spa_optax._hyperparams import SGDM, Schedule, SPAHyperparams, as_schedule
-from spa_optax._sgdm import eta_and_c, look_ahead
+from . import _checks
+from ._hyperparams import SGDM, SPAHyperparams, as_schedule, schedule_of
+from ._sgdm import eta_and_c, look_ahead
 
 
 def hyperparams_from_sgdm(
-    learning_rate: ScalarOrSchedule,
-    momentum: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: optax.ScalarOrSchedule,
     *,
     horizon: int | None = None,
 ) -> SPAHyperparams:
@@ -52,24 +52,24 @@ def hyperparams_from_sgdm(
       >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
       ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.MOMENTUM.check(momentum=momentum)
-    checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.MOMENTUM.check(momentum=momentum)
+    _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
-    def eta_and_c_at(k: Array) -> tuple[Array, Array]:
+    def eta_and_c_at(k):
         ahead = look_ahead(learning_rate, momentum, k, horizon=horizon)
         return eta_and_c(ahead, ahead.resting_w)
 
     return SPAHyperparams(
-        learning_rate=Schedule(lambda k: eta_and_c_at(k)[0]),
-        averaging=Schedule(lambda k: eta_and_c_at(k)[1]),
+        learning_rate=schedule_of(lambda k: eta_and_c_at(k)[0]),
+        averaging=schedule_of(lambda k: eta_and_c_at(k)[1]),
     )
 
 
 def hyperparams_to_sgdm(
-    learning_rate: ScalarOrSchedule, averaging: ScalarOrSchedule
+    learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
 ) -> SGDM:
     """The hyper-parameters of SGD+M that give the iterates of SPA.
 
@@ -96,20 +96,20 @@ def hyperparams_to_sgdm(
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDM(learning_rate * averaging, 1 - averaging)
     eta_at = as_schedule("learning_rate", learning_rate)
     c_at = as_schedule("averaging", averaging)
 
-    def beta(k: Array) -> Array:
+    def beta(k):
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
         eta, eta_before, decay = eta_at(k), eta_at(before), 1 - c_at(before)
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
-    return SGDM(Schedule(lambda k: eta_at(k) * c_at(k)), Schedule(beta))
+    return SGDM(schedule_of(lambda k: eta_at(k) * c_at(k)), schedule_of(beta))
 
 
 def stagewise(
@@ -157,17 +157,17 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    checks.RATE._replace(kind=checks.SCALAR).check(learning_rate=learning_rate)
-    checks.AVERAGING._replace(kind=checks.SCALAR).check(averaging=averaging)
-    checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
-    checks.ABOVE_1.check(factor=factor)
-    checks.ABOVE_1.optional().check(step_factor=step_factor)
+    _checks.RATE._replace(kind=_checks.SCALAR).check(learning_rate=learning_rate)
+    _checks.AVERAGING._replace(kind=_checks.SCALAR).check(averaging=averaging)
+    _checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
+    _checks.ABOVE_1.check(factor=factor)
+    _checks.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
     eta_at = as_schedule("learning_rate", learning_rate)
     c_at = as_schedule("averaging", averaging)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
-    def log_decay(k: Array) -> Array:
+    def log_decay(k):
         """log(η/η_k): each stage that has begun adds log(s) a step."""
         total = jnp.zeros([], float)
         for b in boundaries:
@@ -175,16 +175,16 @@ def stagewise(
             total += jnp.clip(num_steps * log_step, 0, log_factor)
         return total
 
-    def eta(k: Array) -> Array:
+    def eta(k):
         return eta_at(k) * jnp.exp(-log_decay(k))
 
-    def c_next(k: Array) -> Array:
+    def c_next(k):
         c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "scale":
             return scaled_up_to_1(c, log_ratio)
         return _balanced(c, log_ratio) if averaging_rule == "balance" else c
 
-    return SPAHyperparams(Schedule(eta), Schedule(c_next))
+    return SPAHyperparams(schedule_of(eta), schedule_of(c_next))
 
 
 def _checked_boundaries(
@@ -198,7 +198,7 @@ def _checked_boundaries(
         )
     boundaries = list(boundaries)
     for b in boundaries:
-        checks.POSITIVE_INTEGER.check(boundaries=b)
+        _checks.POSITIVE_INTEGER.check(boundaries=b)
     lengths = [after - b for b, after in itertools.pairwise(boundaries)]
     shortest = min(lengths, default=math.inf)
     if shortest <= 0:
@@ -225,11 +225,11 @@ def _balanced(c: Array, log_ratio: Array) -> Array:
 
 
 def schedule_free_averaging(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
     num_warmup_steps: int = 0,
     *,
     weight_power: float = 2.0,
-) -> Schedule:
+) -> optax.Schedule:
     """The averaging that makes `spa` Schedule-Free: x is a weighted mean of all z.
 
         ω_k = max(η_0, …, η_k)^p        c_{k+1} = ω_k / (ω_0 + … + ω_k)
@@ -262,9 +262,9 @@ def schedule_free_averaging(
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    checks.NOT_NEGATIVE.check(weight_power=weight_power)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
+    _checks.NOT_NEGATIVE.check(weight_power=weight_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
     else:  # over the number
@@ -277,13 +277,13 @@ def schedule_free_averaging(
     infinite = np.full_like(weights, np.inf)
     inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
 
-    def c_next(k: Array) -> Array:
+    def c_next(k):
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
         # Afterwards each step adds the same weight.
         num_later = jnp.maximum(k - num_warmup_steps, 0)
         return 1 / (in_table + num_later.astype(float))
 
-    return Schedule(c_next)
+    return schedule_of(c_next)
 
 
 def _rates_of_warmup(
@@ -300,8 +300,8 @@ def _rates_of_warmup(
         raise ValueError("`learning_rate` must not depend on traced values") from None
     first, rest = np.split(rates, [num_warmup_steps + 1])
     largest = first.max()  # NaN if one is
-    checks.RATE.check(learning_rate=float(first.min()))
-    checks.RATE.check(learning_rate=float(largest))
+    _checks.RATE.check(learning_rate=float(first.min()))
+    _checks.RATE.check(learning_rate=float(largest))
     has_risen = (rest > (1 + 1e-6) * largest) | (largest == 0)
     if has_risen.any():  # not if it is NaN, as past its end
         k = np.argmax(has_risen)

@@ -28,10 +28,10 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from spa_optax._checks import is_plain_number
-from spa_optax._coefficients import XZCoefficients, zero_where
-from spa_optax._hyperparams import as_schedule
-from spa_optax._types import Count, Flag, Scalar
+from ._checks import is_plain_number
+from ._coefficients import XZCoefficients, zero_where
+from ._hyperparams import as_schedule
+from ._types import Count, Flag, Scalar
 
 
 class LookAhead(NamedTuple):
@@ -97,7 +97,7 @@ def _w_of_schedules(
 ) -> tuple[Scalar, Flag]:
     """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
 
-    def after(num_steps: Array) -> Array:
+    def after(num_steps):
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 

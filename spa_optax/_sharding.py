@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
-from spa_optax._trees import leaves_with_path
+from ._trees import leaves_with_path
 
 
 def where_sharded(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
@@ -51,7 +51,7 @@ def with_shardings(state: PyTree, params: PyTree) -> PyTree:
     """
     owners = dict(leaves_with_path(params))
 
-    def shard(path: Any, leaf: Any) -> Any:
+    def shard(path, leaf):
         ends = (keystr(path[i:]) for i in range(len(path) + 1))
         owner = next((owners[end] for end in ends if end in owners), None)
         return sharded_like(leaf, owner)

@@ -4,16 +4,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from spa_optax import _checks as checks
-from spa_optax._codec import codec_of
-from spa_optax._coefficients import XZCoefficients
-from spa_optax._core import transformation
-from spa_optax._hyperparams import as_schedule
-from spa_optax._sgdm import look_ahead, sgdm_coefficients
-from spa_optax._state import SPAState
+from . import _checks
+from ._codec import codec_of
+from ._coefficients import XZCoefficients
+from ._core import transformation
+from ._hyperparams import as_schedule
+from ._sgdm import look_ahead, sgdm_coefficients
 
 
-@checks.suggests(
+@_checks.suggests(
     momentum="spa(learning_rate, averaging=1 - momentum)",
     nesterov="spa_from_sgdm(learning_rate, momentum, nesterov=True)",
     b1="spa(learning_rate, averaging=1 - b1)",
@@ -95,17 +94,17 @@ def spa(
       al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic
       momentum, arXiv:1810.06801.
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging)
-    checks.INTERPOLATION.check(interpolation=interpolation)
-    checks.check_stays_above_0("interpolation", interpolation)
-    checks.check_fits_8_bits(state_dtype, "averaging", averaging)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.check_averaging(averaging)
+    _checks.INTERPOLATION.check(interpolation=interpolation)
+    _checks.check_stays_above_0("interpolation", interpolation)
+    _checks.check_fits_8_bits(state_dtype, "averaging", averaging)
     eta_at = as_schedule("learning_rate", learning_rate)
     c_at = as_schedule("averaging", averaging)
     mu_y_at = as_schedule("interpolation", interpolation)
-    params_are_x = checks.is_constant(interpolation, 1)
+    params_are_x = _checks.is_constant(interpolation, 1)
 
-    def rule(state: SPAState) -> XZCoefficients:
+    def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
         # m = (x − z)/w. Where η is 0, z stays and x − z shrinks by 1 − c. If w does so
         # too, m stays.
@@ -117,12 +116,12 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=checks.is_constant(averaging, 1),
-        mu_y_may_change=not checks.is_plain_number(interpolation),
+        params_are_z=_checks.is_constant(averaging, 1),
+        mu_y_may_change=not _checks.is_plain_number(interpolation),
     )
 
 
-@checks.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
+@_checks.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
 def spa_from_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -191,14 +190,14 @@ def spa_from_sgdm(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.MOMENTUM.check(momentum=momentum)
-    checks.FLAG.check(nesterov=nesterov)
-    checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.MOMENTUM.check(momentum=momentum)
+    _checks.FLAG.check(nesterov=nesterov)
+    _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     beta_at = as_schedule("momentum", momentum)
-    checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
+    _checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
-    def rule(state: SPAState) -> XZCoefficients:
+    def rule(state):
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
@@ -209,5 +208,5 @@ def spa_from_sgdm(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=checks.is_constant(momentum, 0),
+        params_are_z=_checks.is_constant(momentum, 0),
     )

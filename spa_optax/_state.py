@@ -5,11 +5,19 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from spa_optax._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
-from spa_optax._dtypes import has_narrow_leaves
-from spa_optax._tree_checks import check_kind, check_params_passed, check_same_tree
-from spa_optax._trees import by_path, fill_none, is_inexact, map_inexact, scalar_of
-from spa_optax._types import Count, Flag, Scalar
+from ._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
+from ._dtypes import has_narrow_leaves
+from ._trees import (
+    by_path,
+    check_kind,
+    check_params_passed,
+    check_same_tree,
+    fill_none,
+    is_inexact,
+    map_inexact,
+    scalar_of,
+)
+from ._types import Count, Flag, Scalar
 
 
 class SPAState(NamedTuple):
@@ -43,7 +51,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     codec = codec_of(state.z)
     z_is_y = z_is_still_y(state)
 
-    def value(y: Any, stored: Any) -> Array:
+    def value(y, stored):
         return codec.z(jnp.asarray(y), jnp.asarray(stored), z_is_y)
 
     return fill_none(map_inexact(value, params, unwrap(state.z)), params)
@@ -73,12 +81,12 @@ def check_spa_state(name: str, state: Any) -> None:
         )
 
 
-def check_storage(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> None:
+def check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
     found, expected = codec_of(z), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
-            f"`{name}` must hold {expected.name}, for the dtypes of `params` and for "
+            f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
             f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
             "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
             "are those that the state was made for."
@@ -93,7 +101,7 @@ def check_storage(name: str, z: PyTree, params: PyTree, state_dtype: Any) -> Non
         is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
         if leaf.dtype != dtype and not is_wider:
             raise ValueError(
-                f"`{name}` must be in {dtype}, for `state_dtype={state_dtype}`, got "
+                f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
                 f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
                 "into=tx.init(params))`."
             )

@@ -1,10 +1,11 @@
-"""Finds and replaces the nodes and leaves of trees."""
+"""Trees: their leaves and nodes found and replaced, and checks of what they must be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 
@@ -26,7 +27,7 @@ def is_inexact(x: Any) -> bool:
 def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
     """`jax.tree.map` over floating-point leaves that all trees have; None elsewhere."""
 
-    def map_leaf(first: Any, *others: Any) -> Any:
+    def map_leaf(first, *others):
         if not is_inexact(first) or any(map(is_none, others)):
             return None
         return function(first, *others)
@@ -37,7 +38,7 @@ def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> P
 def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
     """A tree with leaves from another where it has None; None where that has None."""
 
-    def choose(leaf: Any, other: Any) -> Any:
+    def choose(leaf, other):
         return other if leaf is None or other is None else leaf
 
     return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
@@ -52,7 +53,7 @@ def scalar_of(value: PyTree) -> Array:
 def copy_arrays(state: PyTree) -> PyTree:
     """A state that shares no buffer with another, so that both can be donated."""
 
-    def copy_leaf(leaf: Any) -> Any:
+    def copy_leaf(leaf):
         return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
     return jax.tree.map(copy_leaf, state)
@@ -61,18 +62,18 @@ def copy_arrays(state: PyTree) -> PyTree:
 def find_nodes(state: PyTree, kinds: Any) -> list[Any]:
     """The nodes of a type, or of some types, in a state."""
 
-    def is_wanted(node: Any) -> bool:
+    def is_wanted(node):
         return isinstance(node, kinds)
 
     return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def find_node(name: str, state: PyTree, kind: type) -> Any:
-    """The one node of a type that a state holds."""
+def find_node(state: PyTree, kind: type) -> Any:
+    """The one node of a type that an `opt_state` holds."""
     found = find_nodes(state, kind)
     if len(found) != 1:
         raise ValueError(
-            f"`{name}` must hold one `{kind.__name__}`, got {len(found)} in "
+            f"`opt_state` must hold one `{kind.__name__}`, got {len(found)} in "
             f"{kinds_of(state)}"
         )
     return found[0]
@@ -81,10 +82,10 @@ def find_node(name: str, state: PyTree, kind: type) -> Any:
 def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
     """A state with the nodes of a type, or of some types, replaced."""
 
-    def is_wanted(node: Any) -> bool:
+    def is_wanted(node):
         return isinstance(node, kinds)
 
-    def replace_node(node: Any) -> Any:
+    def replace_node(node):
         return new(node) if is_wanted(node) else node
 
     return jax.tree.map(replace_node, state, is_leaf=is_wanted)
@@ -107,7 +108,7 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, in order, by their paths; numbers as arrays."""
 
-    def as_array(leaf: Any) -> Any:
+    def as_array(leaf):
         return jnp.asarray(leaf) if is_array(leaf) else leaf
 
     leaves = leaves_with_path(tree)
@@ -117,7 +118,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure and the dtypes of a node (of nnx, its variables)."""
 
-    def cast(leaf: Any, old: Any) -> Any:
+    def cast(leaf, old):
         if not is_array(old):
             return leaf
         if jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
@@ -127,3 +128,101 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
     pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(node), strict=True)
     return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
+
+
+def check_kind(name: str, state: Any, kind: type) -> None:
+    """Raises ValueError unless a state is of a type, and its count an integer.
+
+    A count that was cast to bfloat16 would stop at 256.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}"
+        )
+    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
+        )
+
+
+def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
+    """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
+    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
+    for tree in trees:
+        for path, leaf in by_path(tree).items():
+            if shapes.pop(path, None) == np.shape(leaf):
+                continue
+            raise ValueError(
+                f"`{name}` must have leaves of the paths and shapes of `params`, each "
+                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
+                "`params` are `nnx.state(model, nnx.Param)`."
+            )
+
+
+def check_same_tree(
+    name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
+) -> None:
+    """Raises ValueError unless two trees agree in structure and shapes.
+
+    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
+    as in nnx.
+    """
+    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
+    in_one = leaves.keys() ^ others.keys()
+    if in_one:
+        path = min(in_one)
+        owner = name if path in leaves else like_name
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
+            f"leaf at {path or 'its root'}"
+        )
+    nodes = jax.tree.structure(tree, is_leaf=is_none)
+    other_nodes = jax.tree.structure(like, is_leaf=is_none)
+    if same_nodes and nodes != other_nodes:
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
+            f"{nodes}"
+        )
+    for path, leaf in leaves.items():
+        other = others[path]
+        if leaf is None or other is None or np.shape(leaf) == np.shape(other):
+            continue
+        raise ValueError(
+            f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
+            f"{np.shape(other)} at {path or 'its root'}"
+        )
+
+
+def check_not_batched(name: str, *counts: Any) -> None:
+    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(
+            f"`{name}` must hold arrays, got shapes: use `jax.eval_shape` on the call"
+        )
+    if any(jnp.shape(leaf) for leaf in jax.tree.leaves(counts)):
+        raise ValueError(
+            f"`{name}` must be of one run, got a batch of them: use `jax.vmap`"
+        )
+
+
+def check_params_passed(params: PyTree) -> None:
+    """Raises ValueError if an update has no params."""
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, got None")
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        if leaf is None or is_inexact(leaf) or (path and is_array(leaf)):
+            continue
+        if is_array(leaf):
+            raise ValueError(
+                "`params` must be floating-point arrays, got "
+                f"{jnp.result_type(leaf)} at {path or 'its root'}"
+            )
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {type(leaf)!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
+        )

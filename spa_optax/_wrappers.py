@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._dtypes import widen
-from spa_optax._optax_states import (
+from . import _checks
+from ._dtypes import widen
+from ._optax_states import (
     AVERAGING_BASES,
     UNFIT_AT_PARAMS,
     UNFIT_AT_Z,
@@ -17,13 +17,21 @@ from spa_optax._optax_states import (
     refuse,
     refuse_sam_that_moves_params,
 )
-from spa_optax._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
-from spa_optax._sharding import with_shardings
-from spa_optax._spa import spa
-from spa_optax._state import SPAState, current_z
-from spa_optax._tree_checks import check_kind, check_params_passed, check_same_tree
-from spa_optax._trees import fill_none, find_nodes, is_inexact, is_none, map_inexact
-from spa_optax._types import Count
+from ._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
+from ._sharding import with_shardings
+from ._spa import spa
+from ._state import SPAState, current_z
+from ._trees import (
+    check_kind,
+    check_params_passed,
+    check_same_tree,
+    fill_none,
+    find_nodes,
+    is_inexact,
+    is_none,
+    map_inexact,
+)
+from ._types import Count
 
 
 class StochasticRoundingState(NamedTuple):
@@ -66,16 +74,14 @@ def in_float32(
       >>> print(tx.init(params).nu.dtype)
       float32
     """
-    checks.TRANSFORMATION.check(inner=inner)
+    _checks.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
-    def init_fn(params: PyTree) -> PyTree:
+    def init_fn(params):
         wide = widen(params)
         return with_shardings(tx.init(wide), wide)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         wide = updates
         if params is not None:
             check_same_tree("updates", updates, "params", params)
@@ -90,7 +96,7 @@ def in_float32(
 def _like_params(updates: PyTree, params: PyTree) -> PyTree:
     """Updates that are floating-point where params are, and None elsewhere."""
 
-    def cast(x: Any, g: Any) -> Any:
+    def cast(x, g):
         return g if is_inexact(g) else jnp.asarray(g, jnp.result_type(x))
 
     return map_inexact(cast, params, updates)
@@ -148,8 +154,8 @@ def primal_averaging(
       Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131,
       Section 3.
     """
-    checks.TRANSFORMATION.check(base=base)
-    checks.one_of("params", "z").check(params_of_base=params_of_base)
+    _checks.TRANSFORMATION.check(base=base)
+    _checks.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     unfit_there = UNFIT_AT_Z if params_of_base == "z" else UNFIT_AT_PARAMS
     average = spa(
@@ -160,7 +166,7 @@ def primal_averaging(
         rounding_key=rounding_key,
     )
 
-    def init_fn(params: PyTree) -> PrimalAveragingState:
+    def init_fn(params):
         base_state = tx.init(params)
         refuse_sam_that_moves_params(base_state)
         refuse(base_state, AVERAGING_BASES | UNFIT_BASES | unfit_there)
@@ -172,9 +178,7 @@ def primal_averaging(
         average_state: Any = average.init(params)
         return PrimalAveragingState(base_state, average_state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         check_kind("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
@@ -222,25 +226,23 @@ def stochastic_rounding(
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015,
       arXiv:1502.02551, Section 3.
     """
-    checks.TRANSFORMATION.check(base=base)
-    checks.KEY.check(key=key)
+    _checks.TRANSFORMATION.check(base=base)
+    _checks.KEY.check(key=key)
     tx = in_float32(base)
 
-    def init_fn(params: PyTree) -> StochasticRoundingState:
+    def init_fn(params):
         base_state = tx.init(params)
         refuse(base_state, AVERAGING_BASES)
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         check_params_passed(params)
         check_kind("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
 
-        def round_leaf(u: Any, x: Any, seed: Any) -> Array | None:
+        def round_leaf(u, x, seed):
             if u is None or x is None:
                 return None
             if not is_inexact(x):

@@ -2,21 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from spa_optax._coefficients import YZCoefficients
-from spa_optax._dtypes import wide_dtype
-from spa_optax._trees import is_array
-
-
-def with_delta(yz: YZCoefficients) -> YZCoefficients:
-    """The same step with a term of δ, if need be of 0.
-
-    XLA for TPU v7x makes one kernel of Adam's direction and a step that rounds at
-    random only if it has that term.
-    """
-    delta_y = jnp.zeros_like(yz.eta) if yz.delta_y is None else yz.delta_y
-    return yz._replace(delta_y=delta_y)
+from ._dtypes import wide_dtype
+from ._trees import is_array
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:
@@ -36,7 +25,7 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     one = jnp.ones([], jnp.float32)
     leaves, structure = jax.tree.flatten((used, stored, one))
 
-    def as_slices(leaves: list[Array]) -> list[Array]:
+    def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
         dtype = wide_dtype(*leaves)
         vector = behind_a_barrier(jnp.stack([x.astype(dtype) for x in leaves]))

@@ -457,6 +457,19 @@ def test_injected_hyperparameters_are_compared_in_their_dtype(dtype: Any) -> Non
             convert(state, x, into=tx.init(x), other=other)
 
 
+def test_an_injected_integer_is_a_number() -> None:
+    x = jnp.ones(2)
+    inject = optax.inject_hyperparams
+    _, state = run(inject(optax.sgd)(1, momentum=0.5), x, [x])
+    tx = spa_from_sgdm(1.0, momentum=0.5)
+    convert(state, x, into=tx.init(x), other=SGDM(1, 0.5))
+    with pytest.raises(ValueError, match=r"`other`.*learning_rate.*got 2"):
+        convert(state, x, into=tx.init(x), other=SGDM(2, 0.5))
+    tx = inject(spa)(1)
+    _, state = run(tx, x, [x])
+    chex.assert_trees_all_equal(convert(state, x, into=tx.init(x)), state)
+
+
 # The family.
 
 

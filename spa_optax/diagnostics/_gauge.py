@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from spa_optax._codec import codec_of, unwrap
-from spa_optax._coefficients import XZCoefficients
-from spa_optax._state import SPAState, z_is_still_y
-from spa_optax._trees import find_nodes, map_inexact
-from spa_optax._types import Count, Flag, Scalar
+from .._codec import codec_of, unwrap
+from .._coefficients import XZCoefficients
+from .._state import SPAState, z_is_still_y
+from .._trees import find_nodes, map_inexact
+from .._types import Count, Flag, Scalar
 
 
 class Sums(NamedTuple):
@@ -89,7 +89,7 @@ class Gauge(NamedTuple):
 def new_gauge() -> Gauge:
     """The gauge before the first step. Its arrays are separate, and can be donated."""
 
-    def zero(dtype: Any = jnp.float32) -> Array:
+    def zero(dtype=jnp.float32):
         return jnp.zeros([], dtype)
 
     return Gauge(
@@ -125,7 +125,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
     """The sums with z_k − y_k for d_k, as the state holds it."""
     codec, z_is_y = codec_of(state.z), z_is_still_y(state)
 
-    def of_array(y: Any, stored: Array, g: Any) -> Sums:
+    def of_array(y, stored, g):
         y = jnp.asarray(y)
         d = codec.z_minus_y(y, stored, z_is_y)
         g = jnp.asarray(g).astype(d.dtype)
@@ -230,7 +230,7 @@ def _updated_means(
     )
     is_counted = sums_are_finite & (gauge.last_iterate > 0)
 
-    def average(mean: Any, term: Any) -> Array:
+    def average(mean, term):
         return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)
 
     return jax.tree.map(average, gauge.means, terms)

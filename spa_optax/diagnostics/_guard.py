@@ -6,13 +6,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import PyTree
 
-from spa_optax import _checks as checks
-from spa_optax._dtypes import as_dtype, wide_dtype
-from spa_optax._tree_checks import check_kind, check_params_passed
-from spa_optax._trees import by_path, copy_arrays, is_none, map_inexact, replace_nodes
-from spa_optax._types import Flag
+from .. import _checks
+from .._dtypes import as_dtype, wide_dtype
+from .._trees import (
+    by_path,
+    check_kind,
+    check_params_passed,
+    copy_arrays,
+    is_none,
+    map_inexact,
+    replace_nodes,
+)
+from .._types import Flag
 
 
 class GuardParamsState(NamedTuple):
@@ -65,10 +72,10 @@ def guard_params(
       ...     print(str(error)[:58])
       `params` must be those that the last update made, got othe
     """
-    checks.TRANSFORMATION.check(inner=inner)
+    _checks.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
-    def init_fn(params: PyTree) -> GuardParamsState:
+    def init_fn(params):
         return GuardParamsState(
             inner=inner.init(params),
             has_stepped=jnp.zeros([], bool),
@@ -76,9 +83,7 @@ def guard_params(
             after=copy_arrays(params),
         )
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update_fn(updates, state, params=None, **extra):
         check_kind("state", state, GuardParamsState)
         check_params_passed(params)
         _check_not_moved(state, params)
@@ -96,7 +101,7 @@ def guard_params(
 def forget_params(opt_state: PyTree) -> PyTree:
     """A state whose guards do not check the params of the next step."""
 
-    def forget(guard: GuardParamsState) -> GuardParamsState:
+    def forget(guard):
         inner = forget_params(guard.inner)
         return guard._replace(inner=inner, has_stepped=jnp.zeros([], bool))
 
@@ -110,7 +115,7 @@ def _add(x: Any, u: Any) -> Any:
 def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
     """Raises, also in compiled code, where params are not those after the last step."""
 
-    def is_moved(*leaves: ArrayLike) -> Flag:
+    def is_moved(*leaves):
         y, before, after = map(jnp.asarray, leaves)
         eps = float(jnp.finfo(y.dtype).eps)
         y, before, after = as_dtype((y, before, after), wide_dtype(y))

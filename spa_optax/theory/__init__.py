@@ -1,5 +1,5 @@
 """The audit of a schedule by the theory of the paper, arXiv:2010.00406."""
 
-from spa_optax.theory._audit import Audit, audit, audit_sgdm
+from ._audit import Audit, audit, audit_sgdm
 
 __all__ = ["Audit", "audit", "audit_sgdm"]

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from spa_optax import _checks as checks
-from spa_optax._hyperparams import as_schedule
-from spa_optax._schedules import hyperparams_to_sgdm
-from spa_optax._sgdm import eta_and_c, look_ahead
+from .. import _checks
+from .._hyperparams import as_schedule
+from .._schedules import hyperparams_to_sgdm
+from .._sgdm import eta_and_c, look_ahead
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
@@ -108,8 +108,8 @@ def audit(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and
       Sections 5 and 6.
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     sgdm = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
         as_schedule("learning_rate", learning_rate),
@@ -149,12 +149,12 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
-    checks.FLAG.check(nesterov=nesterov)
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.MOMENTUM.check(momentum=momentum)
-    checks.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _checks.FLAG.check(nesterov=nesterov)
+    _checks.RATE.check(learning_rate=learning_rate)
+    _checks.MOMENTUM.check(momentum=momentum)
+    _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
 
-    def at(k: Array) -> tuple[Array, ...]:
+    def at(k):
         ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
         eta, c = eta_and_c(ahead, ahead.resting_w)
         # Without any momentum x goes where z goes.
@@ -171,13 +171,6 @@ def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
     return [np.array(v, float) for v in values]
 
 
-def _is_in_range(audit: Audit) -> StepMask:
-    """Whether 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not."""
-    eta, c, beta = audit.eta, audit.c, audit.beta
-    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm else ~(beta < 0)
-    return (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits
-
-
 def _is_spike(alpha: Values) -> StepMask:
     """Whether α is over twice both neighbours. The first and last never are."""
     padded = np.pad(alpha, 1, constant_values=np.inf)
@@ -185,8 +178,13 @@ def _is_spike(alpha: Values) -> StepMask:
 
 
 def _out_of_range(audit: Audit) -> Finding | None:
-    """Hyper-parameters that no step can have."""
-    out = ~_is_in_range(audit)
+    """Hyper-parameters that no step can have.
+
+    In range are 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not.
+    """
+    eta, c, beta = audit.eta, audit.c, audit.beta
+    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm else ~(beta < 0)
+    out = ~((eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits)
     if not out.any():
         return None
     text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
