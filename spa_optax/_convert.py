@@ -24,10 +24,10 @@ from ._convert_momentum import (
     write_spa,
 )
 from ._convert_nodes import (
-    nodes_of,
-    nodes_of_type,
+    carried_into,
+    known_nodes,
+    of_type,
     steps_taken,
-    with_nodes,
 )
 from ._dtypes import has_narrow_leaves
 from ._hyperparams import SGDM, AdamW
@@ -129,7 +129,7 @@ def convert(
     arguments = (old_state, params, into, other, averaging, new_params, count)
     _check_arguments(arguments, other, averaging)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    nodes, new_nodes = nodes_of(old_state), nodes_of(into)
+    nodes, new_nodes = known_nodes(old_state), known_nodes(into)
     pair = _pair_of(nodes, new_nodes, params)
     k = steps_taken(nodes, count)
     if pair is not None:
@@ -149,7 +149,7 @@ def convert(
         write = write_spa if isinstance(new, SPAState) else write_optax
         written = write(new, read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
-    return copy_arrays(with_nodes(into, nodes, k))
+    return copy_arrays(carried_into(into, nodes, k))
 
 
 def _check_arguments(
@@ -180,7 +180,7 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
     """Raises ValueError if a state injects other numbers than `other` has."""
     given = {} if other is None else other._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in nodes_of_type(nodes, injecting):
+    for node in of_type(nodes, injecting):
         for name in given.keys() & node.hyperparams.keys():
             value, injected = given[name], node.hyperparams[name]
             if callable(value) or jnp.shape(injected):
@@ -201,10 +201,10 @@ def _pair_of(
 
     Raises ValueError unless the first can become the second.
     """
-    if not nodes_of_type(nodes + new_nodes, SPAState):
+    if not of_type(nodes + new_nodes, SPAState):
         return None
-    averages = nodes_of_type(nodes, PrimalAveragingState)
-    if len(averages) != len(nodes_of_type(new_nodes, PrimalAveragingState)):
+    averages = of_type(nodes, PrimalAveragingState)
+    if len(averages) != len(of_type(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
@@ -235,8 +235,8 @@ def _momentum_of(
     A kind of Optax's that both states hold equally often is not translated but copied.
     """
     for kind in CONVERTED_FIELDS:
-        found = nodes_of_type(nodes, kind)
-        if kind is not SPAState and len(found) == len(nodes_of_type(other_nodes, kind)):
+        found = of_type(nodes, kind)
+        if kind is not SPAState and len(found) == len(of_type(other_nodes, kind)):
             continue
         if len(found) > 1:
             raise ValueError(
@@ -259,7 +259,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
     of_spa = nodes if isinstance(old, SPAState) else new_nodes
-    found = nodes_of_type(of_spa, ScaleByRmsWithCountState)
+    found = of_type(of_spa, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
@@ -271,7 +271,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
 
 def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
     """Warns if z would be made from params of fewer bits than the run seems to have."""
-    if isinstance(old, SPAState) or nodes_of_type(nodes, StochasticRoundingState):
+    if isinstance(old, SPAState) or of_type(nodes, StochasticRoundingState):
         return
     leaves = by_path(params)
     trained = [leaves[path] for path in by_path(momentum_tree(old))]

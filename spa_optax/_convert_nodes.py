@@ -61,12 +61,13 @@ def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
         inner = {field: _map_nodes(function, getattr(node, field)) for field in fields}
         if not inner:
             return function(node)
-        return function(node._replace(**dict.fromkeys(fields)))._replace(**inner)
+        without_inner = node._replace(**dict.fromkeys(fields))
+        return function(without_inner)._replace(**inner)
 
     return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
-def nodes_of(state: PyTree) -> list[Any]:
+def known_nodes(state: PyTree) -> list[Any]:
     """The nodes of a state, wrappers among them."""
     nodes: list[Any] = []
 
@@ -78,7 +79,7 @@ def nodes_of(state: PyTree) -> list[Any]:
     return nodes
 
 
-def nodes_of_type(nodes: list[Any], kind: Any) -> list[Any]:
+def of_type(nodes: list[Any], kind: Any) -> list[Any]:
     """Some nodes. `find_nodes` would also look into unknown wrappers."""
     return [node for node in nodes if isinstance(node, kind)]
 
@@ -106,7 +107,7 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
             f"must be the same, got {values or None}. Pass `count=k` if `old_state` "
             "has none."
         )
-    for node in nodes_of_type(nodes, optax.MultiStepsState):
+    for node in of_type(nodes, optax.MultiStepsState):
         mini_step = scalar_of(node.mini_step)
         if mini_step > 0:
             raise ValueError(
@@ -116,7 +117,7 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def with_nodes(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
+def carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
     """A state with the arrays of old nodes of the same types, and the count k."""
     remaining = list(filter(_is_copied, nodes))
 

@@ -89,7 +89,8 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
-        if xz.mu_y is not None and (frozen := frozen_paths(updates, state)):
+        if xz.mu_y is not None:
+            frozen = frozen_paths(updates, state)
             eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
             xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
@@ -126,7 +127,7 @@ def _step(
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
-    yz, scalars = hide_from_xla(yz, scalars)
+    yz, scalars = hide_from_xla(yz, scalars)  # the same numbers
     u, z = _step_arrays(updates, state, params, yz, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
@@ -143,6 +144,8 @@ def _eta_if_frozen_stay(
 
     Raises ValueError where μ_y may change, even if it has not yet.
     """
+    if not frozen:
+        return eta
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "

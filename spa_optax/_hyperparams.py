@@ -33,7 +33,7 @@ class AdamW(NamedTuple):
     eps: ArrayLike = 1e-8
 
 
-def schedule_of(at: Callable[[Array], Array]) -> optax.Schedule:
+def vectorized(at: Callable[[Array], Array]) -> optax.Schedule:
     """A schedule of a count, or of an array of counts.
 
     Counts are int32, as in states, so that values are the same there.

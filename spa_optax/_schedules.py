@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array
 
 from . import _checks
-from ._hyperparams import SGDM, SPAHyperparams, as_schedule, schedule_of
+from ._hyperparams import SGDM, SPAHyperparams, as_schedule, vectorized
 from ._sgdm import eta_and_c, look_ahead
 
 
@@ -63,8 +63,8 @@ def hyperparams_from_sgdm(
         return eta_and_c(ahead, ahead.resting_w)
 
     return SPAHyperparams(
-        learning_rate=schedule_of(lambda k: eta_and_c_at(k)[0]),
-        averaging=schedule_of(lambda k: eta_and_c_at(k)[1]),
+        learning_rate=vectorized(lambda k: eta_and_c_at(k)[0]),
+        averaging=vectorized(lambda k: eta_and_c_at(k)[1]),
     )
 
 
@@ -109,7 +109,7 @@ def hyperparams_to_sgdm(
         ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * decay
 
-    return SGDM(schedule_of(lambda k: eta_at(k) * c_at(k)), schedule_of(beta))
+    return SGDM(vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta))
 
 
 def stagewise(
@@ -184,7 +184,7 @@ def stagewise(
             return scaled_up_to_1(c, log_ratio)
         return _balanced(c, log_ratio) if averaging_rule == "balance" else c
 
-    return SPAHyperparams(schedule_of(eta), schedule_of(c_next))
+    return SPAHyperparams(vectorized(eta), vectorized(c_next))
 
 
 def _checked_boundaries(
@@ -283,7 +283,7 @@ def schedule_free_averaging(
         num_later = jnp.maximum(k - num_warmup_steps, 0)
         return 1 / (in_table + num_later.astype(float))
 
-    return schedule_of(c_next)
+    return vectorized(c_next)
 
 
 def _rates_of_warmup(

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import SPAHyperparams, as_schedule, schedule_of
+from spa_optax._hyperparams import SPAHyperparams, as_schedule, vectorized
 from spa_optax._schedules import scaled_up_to_1
 
 Reals = Float[Array, "..."]
@@ -284,5 +284,5 @@ def momentum_drop(
         )
 
     return SPAHyperparams(
-        schedule_of(eta_at if hold == "eta" else eta_for_alpha), schedule_of(c)
+        vectorized(eta_at if hold == "eta" else eta_for_alpha), vectorized(c)
     )
