@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def printed_without_digits(cells: Any) -> str:
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
     texts = [output["text"] for output in outputs if output.get("name") == "stdout"]
     return re.sub(r"[-\d.]+", "", "".join(texts))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_indented_blocks_are_python(name: str) -> None:
+    """Those that import something. They do not run, since they need a trainer."""
+    for block in re.findall(r"(?:^(?: {4}.*)?\n)+", PAGES[name], re.MULTILINE):
+        code = textwrap.dedent(block).strip("\n")
+        if code.startswith(("import ", "from ")):
+            compile(code, name, "exec")
 
 
 @pytest.mark.parametrize("name", PAGES)
