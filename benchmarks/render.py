@@ -270,7 +270,8 @@ def of_fine_tuning(records: list[Record]) -> str:
         cells = [mean_accuracy(by_rate.get(rate, [])) for rate in rates]
         rows.append([f"{of_row[0]['bytes']:.1f}", *cells, typed(FINE_TUNED[name])])
     rows.sort(key=lambda row: -float(row[0]))
-    return common.markdown(["bytes", *(f"{r:g}" for r in rates), "optimizer"], rows)
+    header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]
+    return common.markdown(["bytes", *header, "optimizer"], rows)
 
 
 def typed(text: str) -> str:
