@@ -245,7 +245,7 @@ ROWS = {
     "spa_from_sgdm": Row(spa_of_sgd, {"rate": 0.25, "momentum": 0.9}),
 }
 ROWS |= {
-    "AdamW, all in bfloat16": Row(adamw, ADAMW, BF16),
+    "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
     "AdamW, 8-bit moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
     "AdamW, companded moments": Row(rounded(coded_adamw(COMPANDED)), ADAMW, BF16),
