@@ -32,6 +32,7 @@ TYPED = {
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
     "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
+    "AdamW, rounded to nearest": "optax.adamw(…), bfloat16 params",
     "AdamW": "optax.adamw(…)",
     DEFAULT_B1: "optax.adamw(…)",
     "NAdamW": "optax.adamw(…, nesterov=True)",
@@ -56,7 +57,7 @@ FINE_TUNED = {
 # The rows of README.md: each with its names in both tables above.
 IN_SHORT = {
     "`optax.adamw`, float32 params": ("float32", DEFAULT_B1),
-    "`optax.adamw`, bfloat16 params": ("bfloat16", ""),
+    "`optax.adamw`, bfloat16 params": ("bfloat16", "AdamW, rounded to nearest"),
     "`stochastic_rounding(optax.adamw(…, mu_dtype=jnp.bfloat16), key)`": (
         "stochastic_rounding",
         "AdamW, bfloat16 m",
