@@ -69,9 +69,6 @@ IN_SHORT = {
         "Adafactor, bfloat16 params",
     ),
 }
-# The best learning rates in fine-tuning; with bfloat16 params alone it is larger, since
-# there larger steps are not rounded away.
-BEST_RATE, BEST_RATE_IN_BFLOAT16 = 1e-4, 2e-4
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
@@ -232,28 +229,35 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 
 
 def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
-    """The table of README.md: bytes, accuracy at the best rate, and loss."""
-    tuned = groups(fine_tuned(fine_tuning), "row", "rate")
+    """The table of README.md: bytes, accuracy at the best rate, and loss.
+
+    The best rate is that of the highest accuracy, of those with five seeds.
+    """
+    of_row = groups(fine_tuned(fine_tuning), "row")
     trained, rows = pretrained(pretraining), []
     for text, (tuned_name, trained_name) in IN_SHORT.items():
-        rate = BEST_RATE_IN_BFLOAT16 if tuned_name == "bfloat16" else BEST_RATE
-        runs = tuned[tuned_name, rate]
+        by_rate = groups(of_row[tuned_name], "rate").values()
+        runs = max((r for r in by_rate if len(r) >= 5), key=mean_accuracy)
         loss = "–"
         if trained_name in trained:
             loss = f"{mean_loss(trained[trained_name]):.3f}"
             mu_y = trained[trained_name][0]["settings"].get("mu_y", 1)
             loss += f" (`interpolation={mu_y}`)" if mu_y != 1 else ""
-        rows.append([f"{runs[0]['bytes']:.0f}", mean_accuracy(runs), loss, text])
+        accuracy = f"{mean_accuracy(runs):.3f}"
+        rows.append([f"{runs[0]['bytes']:.0f}", accuracy, loss, text])
     header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
     return common.markdown(header, rows)
 
 
-def mean_accuracy(runs: list[Record]) -> str:
-    """The mean, with the number of seeds if there are fewer than five."""
+def mean_accuracy(runs: list[Record]) -> float:
+    return statistics.mean(run["accuracy"] for run in runs)
+
+
+def cell_of(runs: list[Record]) -> str:
+    """The mean accuracy, with the number of seeds if there are fewer than five."""
     if not runs:
         return ""
-    mean = f"{statistics.mean(run['accuracy'] for run in runs):.3f}"
-    num_seeds = len(runs)
+    mean, num_seeds = f"{mean_accuracy(runs):.3f}", len(runs)
     if num_seeds >= 5:
         return mean
     return f"{mean} ({num_seeds} seed{'s' if num_seeds > 1 else ''})"
@@ -268,7 +272,7 @@ def of_fine_tuning(records: list[Record]) -> str:
         if name not in FINE_TUNED:
             continue
         by_rate = groups(of_row, "rate")
-        cells = [mean_accuracy(by_rate.get(rate, [])) for rate in rates]
+        cells = [cell_of(by_rate.get(rate, [])) for rate in rates]
         rows.append([f"{of_row[0]['bytes']:.1f}", *cells, typed(FINE_TUNED[name])])
     rows.sort(key=lambda row: -float(row[0]))
     header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]

@@ -39,6 +39,7 @@ from ._trees import (
     check_paths,
     check_same_tree,
     copy_arrays,
+    is_inexact,
     kinds_of,
     scalar_of,
 )
@@ -187,7 +188,8 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
                 continue
             # The state has rounded it to a dtype of its own.
             rounded = jnp.asarray(value).astype(jnp.result_type(injected))
-            if not jnp.allclose(rounded, injected, rtol=1e-6, atol=0):
+            ulp = float(jnp.finfo(rounded.dtype).eps) if is_inexact(rounded) else 0.0
+            if not jnp.allclose(rounded, injected, rtol=ulp, atol=0):
                 raise ValueError(
                     f"`other` must have the {name} that the state injects, "
                     f"{injected:g}, got {value}"

@@ -438,6 +438,8 @@ def test_injected_hyperparameters_must_be_those_of_the_other_optimizer() -> None
             convert(state, x, into=tx.init(x), other=other)
     convert(state, x, into=tx.init(x), other=SGDM(0.2, 0.9))
     convert(state, x, into=tx.init(x), other=SGDM(lambda k: 0.2, 0.9))
+    with pytest.raises(ValueError, match=r"`other`.*learning_rate"):  # by four ulps
+        convert(state, x, into=tx.init(x), other=SGDM(0.2 * (1 + 4e-7), 0.9))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
