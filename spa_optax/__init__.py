@@ -2,11 +2,10 @@
 
 from . import diagnostics, theory
 from ._adamw import spa_adamw
-from ._convert import convert
+from ._convert import AdamW, convert
 from ._evaluate import eval_params, reanchor
-from ._float8 import float8_momentum
-from ._hyperparams import SGDM, AdamW
 from ._schedules import (
+    SGDM,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -15,6 +14,7 @@ from ._schedules import (
 from ._spa import spa, spa_from_sgdm
 from ._state import SPAState
 from ._wrappers import (
+    float8_momentum,
     in_float32,
     primal_averaging,
     stochastic_rounding,

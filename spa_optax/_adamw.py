@@ -9,7 +9,7 @@ import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from . import _checks
-from ._hyperparams import as_schedule
+from ._checks import as_schedule
 from ._spa import spa
 from ._wrappers import in_float32
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
-from optax import GradientTransformation, MultiSteps
+from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
@@ -133,9 +133,10 @@ def _is_state_dtype(value: Any) -> bool:
 RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
 AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
 # Above 0 in float32, too.
-INTERPOLATION = Requirement(
-    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE
+POSITIVE_FRACTION = Requirement(
+    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR
 )
+INTERPOLATION = POSITIVE_FRACTION._replace(kind=SCHEDULE)
 MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
 B1 = MOMENTUM._replace(kind=SCALAR)
 B2 = Requirement(
@@ -187,6 +188,31 @@ def nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Arra
     if is_surely(is_wrong):
         raise ValueError(message.format(*map(float, found)))
     return jnp.where(is_wrong, jnp.nan, value)
+
+
+def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:
+    """A hyper-parameter as a function of the count, in the default floating dtype."""
+
+    def at(count):
+        try:
+            value = hyperparam(count) if callable(hyperparam) else hyperparam
+            value = jnp.asarray(value)
+        except jax.errors.UnexpectedTracerError:  # it has leaked from elsewhere
+            raise
+        except jax.errors.JAXTypeError as error:
+            raise ValueError(
+                f"`{name}` must be a schedule that can be traced, with `jnp.where` in "
+                f"place of `if`, got a {type(error).__name__}"
+            ) from error
+        if value.shape != ():
+            raise ValueError(
+                f"`{name}` must be a scalar or a schedule of scalars, got an array of "
+                f"shape {value.shape}"
+            )
+        # `inject_hyperparams` casts to the params' dtype, which may be complex.
+        return jnp.real(value).astype(jnp.result_type(float))
+
+    return at
 
 
 def check_stays_above_0(name: str, schedule: Any) -> None:

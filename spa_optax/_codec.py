@@ -19,11 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ._coefficients import YZCoefficients
-from ._dtypes import as_dtype, has_narrow_leaves, wide_dtype
 from ._rounding import round_update, rounded
-from ._sharding import sharded_like, where_sharded
-from ._trees import is_inexact
-from ._types import Flag, Seed
+from ._trees import Flag, Seed, as_dtype, has_narrow_leaves, is_inexact, wide_dtype
+from ._xla import sharded_like, where_sharded
 
 
 class ArrayStep(NamedTuple):
@@ -53,7 +51,11 @@ class ZItself:
         return jnp.array(y, dtype=dtype, copy=True)
 
     def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        """The value of z, in the dtype to compute in. Before the first step it is y."""
+        """The value of z, in the dtype to compute in.
+
+        `z_is_y` says that no step was taken. Then z is y, which may have been replaced
+        since `init`, as by pretrained params.
+        """
         dtype = wide_dtype(y, stored)
         return where_sharded(z_is_y, y.astype(dtype), stored.astype(dtype))
 
@@ -66,18 +68,20 @@ class ZItself:
         """What is stored of z, in a dtype, beside the params y after the same step."""
         return rounded(z, dtype, seed)
 
-    def keep(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        """What is stored of z after a step without a gradient, in which y stays."""
-        return self.z(y, stored, z_is_y).astype(stored.dtype)
-
     def step(
-        self, y: Array, stored: Array, g: Array, yz: YZCoefficients, seed: Seed | None
+        self,
+        y: Array,
+        stored: Array,
+        g: Array,
+        yz: YZCoefficients,
+        z_is_y: Flag,
+        seed: Seed | None,
     ) -> ArrayStep:
         """One step of y and z.
 
         z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
         """
-        z = self.z(y, stored, yz.z_is_y)
+        z = self.z(y, stored, z_is_y)
         wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
@@ -123,12 +127,9 @@ class Difference:
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
-    def keep(self, y, stored, z_is_y):
-        return stored
-
-    def step(self, y, stored, g, yz, seed):
+    def step(self, y, stored, g, yz, z_is_y, seed):
         # The same step in d:  d ← r d − η g;  y ← y + c_y d − δ_y g
-        d = self.z_minus_y(y, stored, yz.z_is_y)
+        d = self.z_minus_y(y, stored, z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _checks
-from ._types import Flag, Scalar
+from ._trees import Flag, Scalar
 
 
 class XZCoefficients(NamedTuple):
@@ -48,7 +48,6 @@ class YZCoefficients(NamedTuple):
     c_y: Scalar
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
-    z_is_y: Flag  # as before the first step; then y may have been replaced since `init`
 
 
 def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
@@ -76,7 +75,7 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
     if next_mu_y is None:
         eta = _eta_if_params_are_x(eta, mu_y, z_is_y)
-        return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r, z_is_y=z_is_y)
+        return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r)
     if xz.r is not None:
         raise ValueError("`r` must be None beside a `mu_y`, got both")
     change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
@@ -84,7 +83,7 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     delta_y = eta * (1 - c) * (1 + change - next_mu_y)
     if xz.delta is not None:
         delta_y += next_mu_y * xz.delta
-    return YZCoefficients(eta, c_y, delta_y, r=None, z_is_y=z_is_y)
+    return YZCoefficients(eta, c_y, delta_y, r=None)
 
 
 def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:

@@ -1,39 +1,31 @@
 """Moves a run in the middle: from one optimizer's state into another's.
 
+A state is a tree of nodes, the states of Optax's transforms and of this package's.
 `convert` finds the node with the momentum in both states, reads it from the old one and
 writes it into the new one. Counters count on from k. All other nodes are copied by type
 and shape.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import PyTree
+from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
-from ._convert_momentum import (
-    Run,
-    inexact_params,
-    momentum_tree,
-    read_optax,
-    read_spa,
-    write_optax,
-    write_spa,
-)
-from ._convert_nodes import (
-    carried_into,
-    known_nodes,
-    of_type,
-    steps_taken,
-)
-from ._dtypes import has_narrow_leaves
-from ._hyperparams import SGDM, AdamW
+from ._checks import as_schedule
+from ._codec import codec_of, unwrap
 from ._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
-from ._state import SPAState
+from ._schedules import SGDM
+from ._sgdm import eta_and_c, look_ahead, nonzero_w
+from ._state import SPAState, z_is_still_y
 from ._trees import (
+    ByPath,
+    Count,
     by_path,
     check_not_batched,
     check_paths,
@@ -42,10 +34,41 @@ from ._trees import (
     is_inexact,
     kinds_of,
     scalar_of,
+    wide_dtype,
+    with_leaves,
 )
-from ._types import ByPath
-from ._wrappers import PrimalAveragingState, StochasticRoundingState
+from ._wrappers import (
+    Float8MomentumState,
+    PrimalAveragingState,
+    StochasticRoundingState,
+)
+from .diagnostics._track import TrackMomentumState
 
+# The fields of wrappers that hold other states. Their other fields, such as injected
+# hyper-parameters and gauges, are those of `into`.
+INNER_FIELDS: dict[type, tuple[str, ...]] = {
+    optax.MaskedState: ("inner_state",),
+    optax.PartitionState: ("inner_states",),
+    optax.InjectHyperparamsState: ("inner_state",),
+    optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
+    optax.MultiStepsState: ("inner_opt_state",),
+    optax.ApplyIfFiniteState: ("inner_state",),
+    PrimalAveragingState: ("base", "average"),
+    StochasticRoundingState: ("base",),
+    Float8MomentumState: ("base",),
+    TrackMomentumState: ("inner",),
+}
+# The fields that count the steps taken.
+COUNT_FIELDS: dict[type, str] = {
+    optax.InjectHyperparamsState: "count",
+    optax.InjectStatefulHyperparamsState: "count",
+    optax.MultiStepsState: "gradient_step",
+    StochasticRoundingState: "count",
+    Float8MomentumState: "count",
+    SPAState: "count",
+    optax.ScaleByAdamState: "count",
+    ScaleByRmsWithCountState: "count",
+}
 REQUIREMENTS = {
     "learning_rate": _checks.RATE,
     "momentum": _checks.MOMENTUM,
@@ -54,6 +77,15 @@ REQUIREMENTS = {
     "b2": _checks.B2,
     "eps": _checks.EPS,
 }
+
+
+class AdamW(NamedTuple):
+    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 def convert(
@@ -130,27 +162,26 @@ def convert(
     arguments = (old_state, params, into, other, averaging, new_params, count)
     _check_arguments(arguments, other, averaging)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    nodes, new_nodes = known_nodes(old_state), known_nodes(into)
+    nodes, new_nodes = _known_nodes(old_state), _known_nodes(into)
     pair = _pair_of(nodes, new_nodes, params)
-    k = steps_taken(nodes, count)
+    k = _steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
         of_optax = new_nodes if isinstance(old, SPAState) else nodes
         _check_injected(of_optax, other)
-        _warn_of_narrow_params(old, nodes, params)
         run = Run(
             count=k,
-            y=inexact_params(old, by_path(params)),
+            y=_inexact_params(old, by_path(params)),
             new_params=by_path(new_params),
             nu=_nu_of(old, new, nodes, new_nodes),
             other=other,
             averaging=averaging,
         )
-        read = read_spa if isinstance(old, SPAState) else read_optax
-        write = write_spa if isinstance(new, SPAState) else write_optax
+        read = _read_spa if isinstance(old, SPAState) else _read_optax
+        write = _write_spa if isinstance(new, SPAState) else _write_optax
         written = write(new, read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
-    return copy_arrays(carried_into(into, nodes, k))
+    return copy_arrays(_carried_into(into, nodes, k))
 
 
 def _check_arguments(
@@ -181,7 +212,7 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
     """Raises ValueError if a state injects other numbers than `other` has."""
     given = {} if other is None else other._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in of_type(nodes, injecting):
+    for node in _of_type(nodes, injecting):
         for name in given.keys() & node.hyperparams.keys():
             value, injected = given[name], node.hyperparams[name]
             if callable(value) or jnp.shape(injected):
@@ -203,10 +234,10 @@ def _pair_of(
 
     Raises ValueError unless the first can become the second.
     """
-    if not of_type(nodes + new_nodes, SPAState):
+    if not _of_type(nodes + new_nodes, SPAState):
         return None
-    averages = of_type(nodes, PrimalAveragingState)
-    if len(averages) != len(of_type(new_nodes, PrimalAveragingState)):
+    averages = _of_type(nodes, PrimalAveragingState)
+    if len(averages) != len(_of_type(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
@@ -215,7 +246,7 @@ def _pair_of(
         )
     old = _momentum_of("old_state", nodes, new_nodes, params)
     new = _momentum_of("into", new_nodes, nodes, params)
-    missing = by_path(momentum_tree(new)).keys() - by_path(momentum_tree(old)).keys()
+    missing = by_path(_momentum_tree(new)).keys() - by_path(_momentum_tree(old)).keys()
     if missing:
         raise ValueError(
             "`into` must train only what `old_state` trains, got "
@@ -237,8 +268,8 @@ def _momentum_of(
     A kind of Optax's that both states hold equally often is not translated but copied.
     """
     for kind in CONVERTED_FIELDS:
-        found = of_type(nodes, kind)
-        if kind is not SPAState and len(found) == len(of_type(other_nodes, kind)):
+        found = _of_type(nodes, kind)
+        if kind is not SPAState and len(found) == len(_of_type(other_nodes, kind)):
             continue
         if len(found) > 1:
             raise ValueError(
@@ -247,7 +278,7 @@ def _momentum_of(
             )
         if found:
             check_not_batched(name, found[0]._asdict().get("count", ()))
-            check_paths(name, [momentum_tree(found[0])], params)
+            check_paths(name, [_momentum_tree(found[0])], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
@@ -261,7 +292,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
     of_spa = nodes if isinstance(old, SPAState) else new_nodes
-    found = of_type(of_spa, ScaleByRmsWithCountState)
+    found = _of_type(of_spa, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
@@ -269,22 +300,6 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
             f"{kinds_of(tuple(of_spa))}"
         )
     return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
-
-
-def _warn_of_narrow_params(old: Any, nodes: list[Any], params: PyTree) -> None:
-    """Warns if z would be made from params of fewer bits than the run seems to have."""
-    if isinstance(old, SPAState) or of_type(nodes, StochasticRoundingState):
-        return
-    leaves = by_path(params)
-    trained = [leaves[path] for path in by_path(momentum_tree(old))]
-    if has_narrow_leaves(trained) and not has_narrow_leaves(
-        getattr(old, "nu", momentum_tree(old))
-    ):
-        _checks.warn(
-            "`params` should be the float32 master copy of the run, if it has one: its "
-            "moments are in float32, and z is made from `params`. Pass the cast ones "
-            "as `new_params`."
-        )
 
 
 def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
@@ -297,3 +312,265 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
             node for node in nodes if not isinstance(node, ScaleByRmsWithCountState)
         ]
     return [*nodes, written]
+
+
+class Run(NamedTuple):
+    """What is known of a run, apart from its momentum."""
+
+    count: Count  # k
+    y: ByPath  # the params with momentum, in 32 bits or more
+    new_params: ByPath  # those to go on with
+    nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
+    other: SGDM | AdamW | None  # the argument of `convert`
+    averaging: optax.ScalarOrSchedule | None
+
+
+class MomentumScale(NamedTuple):
+    """How Optax's momentum m says where z is: x − z = w · m / divisor."""
+
+    eta: Array  # η, c and w of the step
+    c: Array
+    w: Array
+    divisors: ByPath  # none for SGD
+
+
+def _momentum_tree(node: Any) -> PyTree:
+    """The momentum of a node of a state, with a leaf for each parameter."""
+    return unwrap(getattr(node, CONVERTED_FIELDS[type(node)]))
+
+
+def _inexact_params(node: Any, params: ByPath) -> ByPath:
+    """The params that have a momentum in a node, in 32 bits or more."""
+    found = {path: params[path] for path in by_path(_momentum_tree(node))}
+    return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
+
+
+def _scale_of_sgdm(run: Run) -> MomentumScale:
+    """x − z = w m, with the scalars of step k − 1."""
+    if not isinstance(run.other, SGDM):
+        raise ValueError(
+            "`other` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
+            f"hyper-parameters of `optax.sgd`, got {run.other!r}"
+        )
+    alpha, beta, nesterov = run.other
+    last = jnp.maximum(run.count - 1, 0)
+    ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(ahead.resting_w, ahead.a, w=jnp.zeros_like(ahead.a))
+    eta, c = eta_and_c(ahead, w)
+    return MomentumScale(eta, c, w, divisors={})
+
+
+def _scale_of_adamw(run: Run) -> MomentumScale:
+    """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k.
+
+    Without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
+    and that of `spa_adamw` by −c (x − z). With c = 1 − β₁ and w = η (1 − c) both are
+    the same. ν is that of step k − 1, and so is its bias.
+    """
+    k, other = run.count, run.other
+    if not isinstance(other, AdamW):
+        raise ValueError(
+            "`other` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
+            "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
+            f"{other!r}"
+        )
+    averaging: Any = 1 - other.b1 if run.averaging is None else run.averaging
+    eta = as_schedule("learning_rate", other.learning_rate)(k)
+    c = as_schedule("averaging", averaging)(k)
+    if c <= 0 or (eta <= 0 and k > 0):
+        raise ValueError(
+            "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
+            f"distance, got {c} and {eta}"
+        )
+
+    def divisor(nu):
+        nu = nu.astype(wide_dtype(nu))
+        nu_hat = nu / _bias(other.b2, jnp.maximum(k, 1), nu.dtype)
+        size = _bias(other.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + other.eps)
+        return c.astype(nu.dtype) * size
+
+    divisors = {path: divisor(nu) for path, nu in run.nu.items()}
+    return MomentumScale(eta, c, eta * (1 - c), divisors)
+
+
+def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
+    """1 − decay^k, by which Adam divides a moment."""
+    return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
+
+
+def _read_spa(old: SPAState, run: Run) -> SPAState:
+    """The momentum of a state of the family."""
+    codec, stored = codec_of(old.z), by_path(unwrap(old.z))
+    z_is_y = z_is_still_y(old)
+    z = {path: codec.z(y, stored[path], z_is_y) for path, y in run.y.items()}
+    return old._replace(z=z)
+
+
+def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
+    """A new state of the family, with the momentum."""
+    codec, stored = codec_of(new.z), by_path(unwrap(new.z))
+    for path in stored.keys() & momentum.z.keys():
+        y, dtype = run.new_params[path], stored[path].dtype
+        stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)
+        largest = float(jnp.finfo(dtype).max)
+        is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
+        if codec.follows_params and jnp.any(is_at_limit):
+            _checks.warn(
+                "`into` should hold z in bfloat16 or wider: z − params is clipped at "
+                f"{path or 'its root'}"
+            )
+    return with_leaves(new, momentum._replace(z=list(stored.values())))
+
+
+def _read_optax(old: Any, run: Run) -> SPAState:
+    """The momentum of a state of Optax: z = x − w · m / divisor."""
+    is_sgdm = isinstance(old, optax.TraceState)
+    eta, c, w, divisors = _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
+    m, z = by_path(_momentum_tree(old)), {}
+    for path, x in run.y.items():
+        divisor = divisors.get(path, 1)
+        z[path] = x - w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
+    if run.count == 0:
+        if any(jnp.any(leaf != 0) for leaf in m.values()):
+            raise ValueError(
+                "`count` must be >= 1 where `old_state` holds momentum, got 0"
+            )
+        eta = c = w = jnp.zeros([])  # as `init` makes them
+    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
+
+
+def _write_optax(new: Any, momentum: SPAState, run: Run) -> Any:
+    """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
+    is_adamw = isinstance(new, optax.ScaleByAdamState)
+    if is_adamw:
+        *_, w, divisors = _scale_of_adamw(run)
+    else:  # the state's w need not be that of `spa_from_sgdm`
+        w, divisors = scalar_of(momentum.w), {}
+    m = by_path(_momentum_tree(new))
+    inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
+    for path in m.keys() & run.y.keys():
+        x, z = run.y[path], momentum.z[path]
+        dtype = wide_dtype(x, z)
+        x_minus_z = x.astype(dtype) - z.astype(dtype)
+        m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
+    tree = with_leaves(_momentum_tree(new), list(m.values()))
+    if not is_adamw:
+        return optax.TraceState(tree)
+    nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+    return new._replace(
+        count=with_leaves(new.count, run.count), mu=tree, nu=with_leaves(new.nu, nu)
+    )
+
+
+def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """A state with a function of each node. A wrapper comes after its inner states.
+
+    The function sees a wrapper with None in place of its inner states.
+    """
+
+    def map_node(node):
+        fields = INNER_FIELDS.get(type(node), ())
+        inner = {field: _map_nodes(function, getattr(node, field)) for field in fields}
+        if not inner:
+            return function(node)
+        without_inner = node._replace(**dict.fromkeys(fields))
+        return function(without_inner)._replace(**inner)
+
+    return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
+
+
+def _known_nodes(state: PyTree) -> list[Any]:
+    """The nodes of a state, wrappers among them."""
+    nodes: list[Any] = []
+
+    def collect(node):
+        nodes.append(node)
+        return node
+
+    _map_nodes(collect, state)
+    return nodes
+
+
+def _of_type(nodes: list[Any], kind: Any) -> list[Any]:
+    """Some nodes. `find_nodes` would also look into unknown wrappers."""
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _count_field(node: Any) -> str | None:
+    """The field that counts the steps taken. Optax's schedules have it alone."""
+    if getattr(node, "_fields", ()) == ("count",):
+        return "count"
+    return COUNT_FIELDS.get(type(node))
+
+
+def _steps_taken(nodes: list[Any], count: object) -> Array:
+    """The count k. Raises ValueError unless all counts agree, between two steps."""
+    _checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    counts = [] if count is None else [count]
+    for node in nodes:
+        field = _count_field(node)
+        if field is not None:
+            counts.append(getattr(node, field))
+    check_not_batched("old_state", counts)
+    values = sorted({int(scalar_of(value)) for value in counts})
+    if len(values) != 1:
+        raise ValueError(
+            "`count` must be the number of steps taken, and all counts in `old_state` "
+            f"must be the same, got {values or None}. Pass `count=k` if `old_state` "
+            "has none."
+        )
+    for node in _of_type(nodes, optax.MultiStepsState):
+        mini_step = scalar_of(node.mini_step)
+        if mini_step > 0:
+            raise ValueError(
+                "`old_state` must not hold accumulated gradients, which would be lost, "
+                f"got those of {mini_step} batches. Convert when `mini_step` is 0."
+            )
+    return jnp.asarray(values[0], jnp.int32)
+
+
+def _carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
+    """A state with the arrays of old nodes of the same types, and the count k."""
+    remaining = list(filter(_is_copied, nodes))
+
+    def fill(node):
+        if _is_copied(node):
+            return _take(remaining, node)
+        field = _count_field(node)
+        if field is None:
+            return node
+        return node._replace(**{field: with_leaves(getattr(node, field), k)})
+
+    state = _map_nodes(fill, into)
+    if remaining:
+        raise ValueError(
+            "`into` must hold all states of `old_state` beside the momentum, got none "
+            f"for its {kinds_of(tuple(remaining))}. Build it from an optimizer "
+            "with the same chain."
+        )
+    return state
+
+
+def _is_copied(node: Any) -> bool:
+    """Whether a node has arrays, and is neither a wrapper nor a schedule's count."""
+    is_count = getattr(node, "_fields", ()) == ("count",)
+    return bool(_shapes(node)) and not is_count and type(node) not in INNER_FIELDS
+
+
+def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
+    return {path: np.shape(leaf) for path, leaf in by_path(node).items()}
+
+
+def _take(nodes: list[Any], new: Any) -> Any:
+    """A new node with the arrays of the first old one that fits, which is taken out."""
+    shapes = _shapes(new)
+    for i, node in enumerate(nodes):
+        is_same_kind = type(node) is type(new) or not hasattr(new, "_fields")
+        if is_same_kind and shapes.items() <= _shapes(node).items():
+            leaves = by_path(nodes.pop(i))
+            return with_leaves(new, [leaves[path] for path in shapes])
+    raise ValueError(
+        "`into` must hold only states of `old_state` beside the momentum, in the same "
+        f"shapes, got a `{type(new).__name__}` with {shapes}. Build it from an "
+        "optimizer with the same chain, masks and options."
+    )

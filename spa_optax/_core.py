@@ -16,7 +16,6 @@ from jaxtyping import PRNGKeyArray, PyTree
 from . import _checks
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
-from ._dtypes import as_dtype, has_narrow_leaves, scalar_dtype
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import (
     SPAState,
@@ -26,8 +25,16 @@ from ._state import (
     frozen_paths,
     z_is_still_y,
 )
-from ._trees import check_params, is_inexact, is_none
-from ._types import Scalar
+from ._trees import (
+    Flag,
+    Scalar,
+    as_dtype,
+    check_params,
+    has_narrow_leaves,
+    is_inexact,
+    is_none,
+    scalar_dtype,
+)
 from ._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -120,15 +127,16 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    yz = without_x(xz, state.mu_y, z_is_still_y(state))
+    z_is_y = z_is_still_y(state)
+    yz = without_x(xz, state.mu_y, z_is_y)
     if rounding_key is not None and yz.delta_y is None:
         # XLA for TPU v7x makes one kernel of Adam's direction and a step that rounds at
         # random only if it has a term of δ.
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
-    yz, scalars = hide_from_xla(yz, scalars)  # the same numbers
-    u, z = _step_arrays(updates, state, params, yz, rounding_key)
+    (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)  # the same numbers
+    u, z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
@@ -165,6 +173,7 @@ def _step_arrays(
     state: SPAState,
     params: PyTree,
     yz: YZCoefficients,
+    z_is_y: Flag,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
@@ -176,9 +185,12 @@ def _step_arrays(
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay
             return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
-        if g is None:  # frozen
-            return ArrayStep(None, codec.keep(jnp.asarray(y), stored, yz.z_is_y))
-        return codec.step(jnp.asarray(y), stored, jnp.asarray(g), yz, seed)
+        y = jnp.asarray(y)
+        if g is not None:
+            return codec.step(y, stored, jnp.asarray(g), yz, z_is_y, seed)
+        if codec.follows_params:  # frozen, so z − y stays
+            return ArrayStep(None, stored)
+        return ArrayStep(None, codec.z(y, stored, z_is_y).astype(stored.dtype))
 
     steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)

@@ -5,7 +5,6 @@ from jaxtyping import PyTree
 
 from . import _checks
 from ._codec import codec_of, unwrap
-from ._dtypes import wide_dtype
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from ._state import SPAState, check_spa_state, z_is_still_y
 from ._trees import (
@@ -19,10 +18,10 @@ from ._trees import (
     kinds_of,
     replace_nodes,
     scalar_of,
+    wide_dtype,
     with_leaves,
 )
 from ._wrappers import StochasticRoundingState
-from .diagnostics._guard import forget_params
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -134,8 +133,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))
 
-    shifted = replace_nodes(opt_state, SPAState, shift_state)
-    return copy_arrays(forget_params(shifted))
+    return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
 
 
 def _states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:

@@ -2,7 +2,7 @@
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
 in a table here. Which wrappers `convert` looks into, and which states count steps, is
-in `_convert_nodes.py`.
+in `_convert.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 from jaxtyping import PyTree
+from optax import contrib
 
 from ._state import SPAState
 from ._trees import find_nodes
@@ -33,8 +34,8 @@ SKIPPING_STATES = (
 # Wrappers that move the params apart from those of what they wrap.
 PARAMS_MOVING_STATES = (
     optax.LookaheadState,
-    optax.contrib.MechanicState,
-    optax.contrib.SAMState,  # unless it is opaque
+    contrib.MechanicState,
+    contrib.SAMState,  # unless it is opaque
     ScheduleFreeState,
 )
 # Other momentum, in which noise adds up too. Inside `track_momentum` it hides what
@@ -50,18 +51,18 @@ MOMENTUM_STATES = (
     optax.ScaleByNovogradState,
     optax.ScaleBySM3State,
     optax.TraceState,
-    optax.contrib.MomoAdamState,
-    optax.contrib.MomoState,
-    optax.contrib.MuonState,
-    optax.contrib.ScaleByAdemamixState,
-    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+    contrib.MomoAdamState,
+    contrib.MomoState,
+    contrib.MuonState,
+    contrib.ScaleByAdemamixState,
+    contrib.ScaleBySimplifiedAdEMAMixState,
 )
 # The momentum of SGD, Lion and Muon, with its field. One power of two scales a whole
 # array of it to 8 bits. Adam's needs another scale for each element.
 FLOAT8_FIELDS: dict[type, str] = {
     optax.TraceState: "trace",
     optax.ScaleByLionState: "mu",
-    optax.contrib.MuonState: "mu",
+    contrib.MuonState: "mu",
 }
 # The momentum that `convert` translates, with its field. In a state that holds several
 # kinds it translates the first. Others, such as the momentum of a base, it copies.
@@ -101,23 +102,23 @@ UNFIT_BASES: Refusals = {
         "`base` must not move the params back, got a `{}`. Average instead."
     ),
     **dict.fromkeys(
-        (optax.contrib.ProdigyState, optax.contrib.DAdaptAdamWState),
+        (contrib.ProdigyState, contrib.DAdaptAdamWState),
         "`base` must not find its rate by how far the params went, got a `{}`. It "
         "cannot see z. Use another base.",
     ),
 }
-if hasattr(optax.contrib, "MadgradState"):  # not in Optax 0.2.5
-    UNFIT_BASES[optax.contrib.MadgradState] = (
+if hasattr(contrib, "MadgradState"):  # not in Optax 0.2.5
+    UNFIT_BASES[contrib.MadgradState] = (
         "`base` must not average, got a `{}`. Use it alone."
     )
 # `primal_averaging(params_of_base="params")` also refuses what compares the params with
 # the first ones.
 UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
     (
-        optax.contrib.COCOBState,
-        optax.contrib.MechanicState,
-        optax.contrib.DoGState,
-        optax.contrib.DoWGState,
+        contrib.COCOBState,
+        contrib.MechanicState,
+        contrib.DoGState,
+        contrib.DoWGState,
     ),
     "`base` must not compare the params with the first ones, got a `{}`. Set "
     '`params_of_base="z"`.',
@@ -128,13 +129,13 @@ UNFIT_AT_Z: Refusals = {
     **dict.fromkeys(
         (
             optax.ScaleByLBFGSState,
-            optax.contrib.MomoState,
-            optax.contrib.MomoAdamState,
+            contrib.MomoState,
+            contrib.MomoAdamState,
         ),
         "`base` must not relate the params to gradients, got a `{}`. Set "
         '`params_of_base="params"`.',
     ),
-    optax.contrib.SAMState: (
+    contrib.SAMState: (
         "`base` must not take gradients at its own params, got a `{}`. Set "
         '`params_of_base="params"`.'
     ),
@@ -150,7 +151,7 @@ def refuse(state: PyTree, refusals: Refusals) -> None:
 
 def refuse_sam_that_moves_params(state: PyTree) -> None:
     """Raises ValueError where the state of a base holds a SAM that is not opaque."""
-    for node in find_nodes(state, optax.contrib.SAMState):
+    for node in find_nodes(state, contrib.SAMState):
         if not is_opaque_sam(node):
             raise ValueError(
                 "`base` must not move the params aside, got a `SAMState`. Set "
@@ -160,4 +161,4 @@ def refuse_sam_that_moves_params(state: PyTree) -> None:
 
 def is_opaque_sam(node: Any) -> bool:
     """Whether a state is that of a SAM in `opaque_mode`, which keeps no params."""
-    return isinstance(node, optax.contrib.SAMState) and node.cache is None
+    return isinstance(node, contrib.SAMState) and node.cache is None

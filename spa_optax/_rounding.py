@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
-from ._dtypes import wide_dtype
-from ._types import Seed
+from ._trees import Seed, wide_dtype
 
 # Folded into the key, so that params and z get other words than momentum, also if both
 # have the same key and count.

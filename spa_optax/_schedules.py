@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,23 @@ import optax
 from jaxtyping import Array
 
 from . import _checks
-from ._hyperparams import SGDM, SPAHyperparams, as_schedule, vectorized
+from ._checks import as_schedule
 from ._sgdm import eta_and_c, look_ahead
+
+
+class SPAHyperparams(NamedTuple):
+    """Hyper-parameters of SPA, scalars or schedules: `spa(*hyperparams)`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
+
+
+class SGDM(NamedTuple):
+    """Hyper-parameters of SGD with momentum: `optax.sgd(*hyperparams)`."""
+
+    learning_rate: optax.ScalarOrSchedule  # α_k at count k
+    momentum: optax.ScalarOrSchedule  # β_k at count k
+    nesterov: bool = False
 
 
 def hyperparams_from_sgdm(
@@ -38,8 +53,8 @@ def hyperparams_from_sgdm(
         At the default w is off by some 1e-8 of itself.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules, with c_{k+1} = 0 where α_k
-      = 0.
+      Numbers if both arguments are numbers, else schedules. Where α_k is 0, c_{k+1} is
+      0, or 1 if no later α is above 0.
 
     Raises:
       ValueError: if a number is out of range.
@@ -132,7 +147,7 @@ def stagewise(
 
     Args:
       learning_rate: η ≥ 0 of the first stage.
-      averaging: c in [0, 1] of the first stage.
+      averaging: c in (0, 1] of the first stage.
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
@@ -158,7 +173,7 @@ def stagewise(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
     _checks.RATE._replace(kind=_checks.SCALAR).check(learning_rate=learning_rate)
-    _checks.AVERAGING._replace(kind=_checks.SCALAR).check(averaging=averaging)
+    _checks.POSITIVE_FRACTION.check(averaging=averaging)
     _checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
     _checks.ABOVE_1.check(factor=factor)
     _checks.ABOVE_1.optional().check(step_factor=step_factor)
@@ -181,8 +196,10 @@ def stagewise(
     def c_next(k):
         c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
         if averaging_rule == "scale":
-            return scaled_up_to_1(c, log_ratio)
-        return _balanced(c, log_ratio) if averaging_rule == "balance" else c
+            return jnp.minimum(c * jnp.exp(log_ratio), 1)
+        if averaging_rule == "balance":
+            return c / (c + (1 - c) * jnp.exp(-log_ratio))
+        return c
 
     return SPAHyperparams(vectorized(eta), vectorized(c_next))
 
@@ -210,18 +227,6 @@ def _checked_boundaries(
             f"before the next boundary, got {step_factor}"
         )
     return boundaries
-
-
-def scaled_up_to_1(c: Array, log_ratio: Array) -> Array:
-    """min(1, c·ratio). A c of 0 stays 0, also if the ratio overflows."""
-    enough = 1 - jnp.log(jnp.where(c > 0, c, 1))  # log(e/c)
-    return jnp.minimum(c * jnp.exp(jnp.minimum(log_ratio, enough)), 1)
-
-
-def _balanced(c: Array, log_ratio: Array) -> Array:
-    """The c' with 1/c' − 1 = (1/c − 1)/ratio. A c of 0 stays 0."""
-    positive_c = jnp.where(c > 0, c, 1)
-    return jnp.where(c > 0, c / (positive_c + (1 - c) * jnp.exp(-log_ratio)), 0)
 
 
 def schedule_free_averaging(
@@ -310,3 +315,11 @@ def _rates_of_warmup(
             f"{num_warmup_steps} (`num_warmup_steps`), got {rest[k]:g} at {later[k]}"
         )
     return first
+
+
+def vectorized(at: Callable[[Array], Array]) -> optax.Schedule:
+    """A schedule of a count, or of an array of counts.
+
+    Counts are int32, as in states, so that values are the same there.
+    """
+    return lambda count: jnp.vectorize(at)(jnp.asarray(count).astype(jnp.int32))

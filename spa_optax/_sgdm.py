@@ -28,10 +28,9 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from ._checks import is_plain_number
+from ._checks import as_schedule, is_plain_number
 from ._coefficients import XZCoefficients, zero_where
-from ._hyperparams import as_schedule
-from ._types import Count, Flag, Scalar
+from ._trees import Count, Flag, Scalar
 
 
 class LookAhead(NamedTuple):
@@ -146,9 +145,9 @@ def _zero_out_of_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
 
 
 def eta_and_c(ahead: LookAhead, next_w: Scalar) -> tuple[Scalar, Scalar]:
-    """η_k and c_{k+1}, for a w_{k+1}."""
+    """η_k and c_{k+1}, for a w_{k+1}. Without momentum x goes to z: c is 1."""
     total = ahead.a + next_w
-    c = ahead.a / jnp.where(total == 0, 1, total)
+    c = jnp.where(next_w == 0, 1, ahead.a / jnp.where(total == 0, 1, total))
     return (total + ahead.alpha if ahead.nesterov else total), c
 
 
@@ -162,7 +161,6 @@ def sgdm_coefficients(
     next_w = _choose_next_w(ahead, w, follows_params)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
     eta, c = eta_and_c(ahead, next_w)
-    c = jnp.where(next_w == 0, 1, c)  # x goes to z
     return XZCoefficients(
         eta=eta,
         c=c,

@@ -5,10 +5,10 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _checks
+from ._checks import as_schedule
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
-from ._hyperparams import as_schedule
 from ._sgdm import look_ahead, sgdm_coefficients
 
 

@@ -6,18 +6,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
-from ._dtypes import has_narrow_leaves
 from ._trees import (
+    Count,
+    Flag,
+    Scalar,
     by_path,
     check_kind,
     check_params_passed,
     check_same_tree,
     fill_none,
+    has_narrow_leaves,
     is_inexact,
     map_inexact,
     scalar_of,
 )
-from ._types import Count, Flag, Scalar
 
 
 class SPAState(NamedTuple):

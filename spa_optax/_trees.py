@@ -1,4 +1,4 @@
-"""Trees: their leaves and nodes found and replaced, and checks of what they must be."""
+"""Trees of arrays: leaves and nodes found and replaced, dtypes, and what must hold."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+
+Scalar = Float[Array, ""]
+Flag = Bool[Array, ""]
+Count = Int[Array, ""]
+Seed = UInt32[Array, ""]  # a random word
+ByPath = dict[str, Array]  # an array for each parameter, by its path
 
 
 def is_none(leaf: Any) -> bool:
@@ -130,6 +136,43 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(node), [cast(*pair) for pair in pairs])
 
 
+def has_narrow_leaves(tree: PyTree) -> bool:
+    """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
+    trained = filter(is_inexact, jax.tree.leaves(tree))
+    return any(
+        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in trained
+    )
+
+
+def scalar_dtype(params: PyTree) -> Any:
+    """The dtype of a state's scalars: float64 if any parameter is, else float32."""
+    trained = filter(is_inexact, jax.tree.leaves(params))
+    return jnp.finfo(wide_dtype(*trained)).dtype  # of complex numbers the real one
+
+
+def wide_dtype(*arrays: Any) -> Any:
+    """The dtype to compute in: that of the widest array, and at least float32."""
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in arrays]
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
+        return jnp.result_type(*(d for d in dtypes if d.itemsize > 2), jnp.float32)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Floating-point leaves in 32 bits or more, and None for others."""
+
+    def widen_leaf(x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
+        return jnp.asarray(x, wide_dtype(x))
+
+    return map_inexact(widen_leaf, tree)
+
+
+def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
+    """Numbers in a dtype. Flags stay."""
+    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
+
+
 def check_kind(name: str, state: Any, kind: type) -> None:
     """Raises ValueError unless a state is of a type, and its count an integer.
 
@@ -217,12 +260,7 @@ def check_params(params: PyTree) -> None:
     for path, leaf in leaves_with_path(params):
         if leaf is None or is_inexact(leaf) or (path and is_array(leaf)):
             continue
-        if is_array(leaf):
-            raise ValueError(
-                "`params` must be floating-point arrays, got "
-                f"{jnp.result_type(leaf)} at {path or 'its root'}"
-            )
         raise ValueError(
-            f"`params` must be floating-point arrays, got {type(leaf)!r} at "
+            f"`params` must be floating-point arrays, got {leaf!r} at "
             f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
         )

@@ -1,11 +1,14 @@
-"""What XLA's compilers need to be told."""
+"""What `jax.jit` and XLA's compilers need to be told."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jax.core import Tracer
+from jax.tree_util import keystr, tree_map_with_path
+from jaxtyping import Array, Bool, PyTree
 
-from ._dtypes import wide_dtype
-from ._trees import is_array
+from ._trees import is_array, leaves_with_path, wide_dtype
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:
@@ -38,3 +41,48 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So
     # each is multiplied by a 1 that XLA does not know.
     return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
+
+
+def where_sharded(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
+    """`jnp.where`; on a mesh with explicit axes the shardings of x and y may differ."""
+    if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
+        sharding = jax.typeof(x + y).sharding
+        x, y = (jax.sharding.reshard(array, sharding) for array in (x, y))
+    return jnp.where(predicate, x, y)
+
+
+def sharded_like(leaf: Any, x: Any) -> Any:
+    """An array of a state with the sharding of its parameter, which jit drops.
+
+    Without it every device would hold all of the array. The choice below always falls
+    on `leaf`, but it reads x too. So XLA gives its result the sharding of x. XLA must
+    not know the predicate, or it would remove the choice before it propagates
+    shardings.
+    """
+    is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
+    if not is_like or x.shape != leaf.shape:
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
+        return leaf
+    if not isinstance(leaf, Tracer) and not isinstance(x, Tracer):
+        is_split = len(x.sharding.device_set) > 1
+        return jax.device_put(leaf, x.sharding) if is_split else leaf
+    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
+    return where_sharded(never, jnp.real(x).astype(leaf.dtype), leaf)
+
+
+def with_shardings(state: PyTree, params: PyTree) -> PyTree:
+    """A state whose arrays have the shardings of their params, by path.
+
+    `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
+    parameter whose path its own path ends with: `[0].nu['w']` ends with `['w']`. It
+    must have the shape of the parameter too.
+    """
+    owners = dict(leaves_with_path(params))
+
+    def shard(path, leaf):
+        ends = (keystr(path[i:]) for i in range(len(path) + 1))
+        owner = next((owners[end] for end in ends if end in owners), None)
+        return sharded_like(leaf, owner)
+
+    return tree_map_with_path(shard, state)

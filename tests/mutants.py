@@ -43,15 +43,11 @@ TESTS = {
     "spa": ["lookahead", "family", "equivalence", "checks", "optax_contract"],
     "sgdm": ["lookahead", "schedules", "scale", "equivalence"],
     "rounding": ["precision", "wrappers", "eight_bits"],
-    "wrappers": ["wrappers", "precision", "checks", "optax_contract"],
-    "float8": ["eight_bits", "checks"],
+    "wrappers": ["wrappers", "precision", "eight_bits", "checks", "optax_contract"],
     "adamw": ["second_moment", "aliases", "checks"],
-    "xla": CORE,
-    "sharding": ["memory", "scale"],
+    "xla": [*CORE, "memory", "scale"],
     "schedules": ["schedules", "methods", "checks"],
     "convert": ["convert"],
-    "convert_momentum": ["convert"],
-    "convert_nodes": ["convert"],
     "optax_states": ["wrappers", "eight_bits"],
 }
 # Operators that replace each other. Another would only raise.

@@ -3,7 +3,6 @@ runs unmoved.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import chex
@@ -696,26 +695,6 @@ def test_a_first_moment_of_16_bits_and_a_master_copy(state_dtype: Any) -> None:
     rtol, atol = (1e-5, 1e-6) if state_dtype is None else (2**-8, 2**-16)
     found = z_of(moved, params)["w"] - y
     np.testing.assert_allclose(found, exact - y, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("of_adam", [True, False])
-def test_narrow_params_beside_wide_moments_warn(of_adam: bool) -> None:
-    """They are probably rounded from a master copy, of which z should be made."""
-    x, narrow = start(), start(jnp.bfloat16)
-    tx = optax.adamw(rate) if of_adam else optax.sgd(0.1, 0.9)
-    new = (spa_adamw if of_adam else spa_from_sgdm)(rate, rounding_key=KEY)
-    other = AdamW(rate) if of_adam else SGDM(rate, 0.9)
-    cases = (
-        (tx.init(x), narrow, True),
-        (tx.init(x), x, False),
-        (tx.init(narrow), narrow, False),
-        (stochastic_rounding(tx, KEY).init(narrow), narrow, False),
-    )
-    for state, params, warns in cases:
-        given: Any = {"into": new.init(narrow), "other": other, "count": 0}
-        match = "`params` should be the float32 master copy"
-        with pytest.warns(UserWarning, match=match) if warns else nullcontext():
-            convert(state, params, **given)
 
 
 def test_states_of_nnx_move() -> None:

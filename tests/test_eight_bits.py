@@ -37,9 +37,9 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._codec import choose_codec, codec_of, unwrap
-from spa_optax._float8 import Float8Array
 from spa_optax._optax_states import FLOAT8_FIELDS
 from spa_optax._trees import find_nodes
+from spa_optax._wrappers import Float8Array
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 KEY = jax.random.key(3)
@@ -219,17 +219,16 @@ def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(
 
 @pytest.mark.float16
 def test_saturation() -> None:
-    """z stays within the limit of y, and the gauge counts; NaN and inf come to y."""
+    """z stays within the limit of y; NaN and inf come to y."""
     limit = float(jnp.finfo(E4M3).max) / 256
     params = jnp.zeros(6)
     steps = jnp.array([0.0, 0.5, -0.9, 3.0, -3.0, 1e9]) * limit
-    tx = track_momentum(spa(1.0, 0.0, state_dtype=E4M3, rounding_key=KEY), decay=0.0)
+    tx = spa(1.0, 0.0, state_dtype=E4M3, rounding_key=KEY)
     found, state = run(tx, params, [steps, 0 * steps])
     np.testing.assert_array_equal(found, 0)  # c = 0
     z = np.asarray(z_of(state, found))
     np.testing.assert_allclose(z, -np.clip(steps, -limit, limit), rtol=0.13)
     assert np.abs(z).max() == limit
-    assert momentum_report(state).num_saturated == 3
     tx = spa(1.0, 0.25, state_dtype=E4M3, rounding_key=KEY)
     bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
     found, state = run(tx, jnp.zeros(4), [bad, jnp.zeros(4)])

@@ -120,8 +120,9 @@ def draw_figure_1(panels: dict[str, Series], path: Path) -> None:
 
 
 def draw_audit(audit: theory.Audit, path: Path) -> None:
-    """η, c, α and β at all steps, and close to the first finding."""
-    k, steps = audit.findings()[0].steps[0], np.arange(len(audit.eta))
+    """η, c, α and β at all steps, and close to the largest change of α."""
+    steps = np.arange(len(audit.eta))
+    k = np.abs(np.diff(audit.alpha)).argmax() + 1
     figure, axes = plt.subplots(
         4, 2, figsize=(12, 9), sharex="col", layout="constrained"
     )

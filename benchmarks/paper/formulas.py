@@ -29,8 +29,8 @@ from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
 from spa_optax import _checks as checks
-from spa_optax._hyperparams import SPAHyperparams, as_schedule, vectorized
-from spa_optax._schedules import scaled_up_to_1
+from spa_optax._checks import as_schedule
+from spa_optax._schedules import SPAHyperparams, vectorized
 
 Reals = Float[Array, "..."]
 
@@ -275,7 +275,8 @@ def momentum_drop(
         num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
         if step_factor is None:
             return jnp.where(num_rises > 0, 1, c_at(k))
-        return scaled_up_to_1(c_at(k), num_rises.astype(float) * math.log(step_factor))
+        log_ratio = num_rises.astype(float) * math.log(step_factor)
+        return jnp.minimum(c_at(k) * jnp.exp(log_ratio), 1)
 
     def eta_for_alpha(k: Array) -> Float[Array, ""]:
         before, now = c_at(k), c(k)

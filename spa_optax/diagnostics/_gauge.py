@@ -26,8 +26,7 @@ from jaxtyping import Array, PyTree
 from .._codec import codec_of, unwrap
 from .._coefficients import XZCoefficients
 from .._state import SPAState, z_is_still_y
-from .._trees import find_nodes, map_inexact
-from .._types import Count, Flag, Scalar
+from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
 
 
 class Sums(NamedTuple):
@@ -37,7 +36,6 @@ class Sums(NamedTuple):
     sq_distance: Scalar  # ‖d_k‖²
     inner_product: Scalar  # ⟨g_k, d_k⟩
     sq_rounding: Scalar  # the most that rounding adds to ‖d_k‖²
-    num_saturated: Scalar  # elements of z at the limit of its dtype
 
 
 class Step(NamedTuple):
@@ -59,14 +57,6 @@ class Means(NamedTuple):
     weight: Scalar
 
 
-class Counts(NamedTuple):
-    """The number of steps of each kind: 0 or 1 for one step."""
-
-    measured: Count  # that count in the averages; the others do not
-    skipped: Count  # not finite, or the squares overflow
-    rounded: Count  # 0, or within the rounding error of x and z
-
-
 class Gauge(NamedTuple):
     """The stored measurements.
 
@@ -77,13 +67,13 @@ class Gauge(NamedTuple):
 
     last_iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
     last_noise: Scalar  # v/(η² c) of the last step
-    p: Scalar  # p_k
+    p: Scalar  # p_k; −1 before the first step
     cross_sum: Scalar  # Σ χ_k, with weights that fall
     cross_error: Scalar  # √(Σ χ_k²), with the same weights
     means: Means
-    counts: Counts
-    num_saturated: Scalar  # the most elements of z in any step
-    num_skipped_last: Count  # skipped steps in a row, up to the last step
+    num_steps: Count
+    num_measured: Count  # steps that count in the averages
+    num_skipped_last: Count  # steps that were not finite in a row, up to the last one
 
 
 def new_gauge() -> Gauge:
@@ -95,12 +85,12 @@ def new_gauge() -> Gauge:
     return Gauge(
         last_iterate=zero(),
         last_noise=zero(),
-        p=zero(),
+        p=jnp.full([], -1, jnp.float32),
         cross_sum=zero(),
         cross_error=zero(),
         means=Means(zero(), zero(), zero(), zero()),
-        counts=Counts._make(zero(jnp.int32) for _ in Counts._fields),
-        num_saturated=zero(),
+        num_steps=zero(jnp.int32),
+        num_measured=zero(jnp.int32),
         num_skipped_last=zero(jnp.int32),
     )
 
@@ -139,11 +129,10 @@ def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
             sq_distance=_dot(d, d),
             inner_product=_dot(g, d),
             sq_rounding=_dot(rounding, rounding),
-            num_saturated=_num_saturated(stored),
         )
 
     by_array = find_nodes(map_inexact(of_array, params, unwrap(state.z), g), Sums)
-    zeros = Sums(*jnp.zeros(5, jnp.float32))
+    zeros = Sums(*jnp.zeros(4, jnp.float32))
     return functools.reduce(optax.tree.add, by_array, zeros)
 
 
@@ -156,25 +145,16 @@ def _rounding_error(x: Array, dtype: Any) -> Array:
     return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
 
 
-def _num_saturated(stored: Array) -> Scalar:
-    """How many elements of 16 bits or fewer are at the limit of their dtype."""
-    if stored.dtype.itemsize > 2:
-        return jnp.float32(0)
-    limit = float(jnp.finfo(stored.dtype).max)
-    # In float32, since a large model has over 2^31 elements.
-    return jnp.sum(jnp.abs(stored.astype(jnp.float32)) == limit, dtype=jnp.float32)
-
-
 def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     """The gauge after a step."""
     sums = step.sums
-    is_first = gauge.counts.measured + gauge.counts.rounded == 0
     sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
-    p = jnp.where(is_first, sums.sq_distance, step.r**2 * gauge.p)
-    terms, counts = _terms_of(step, p, sums_are_finite)
-    is_measured = counts.measured > 0
+    p = jnp.where(gauge.p < 0, sums.sq_distance, step.r**2 * gauge.p)
+    terms, is_finite, is_rounded = _terms_of(step, p)
+    is_finite &= sums_are_finite
+    is_measured = is_finite & ~is_rounded
     iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # A cross term stays in ‖u‖² with the factor (1 − c)² a step. The sum of cross terms
     # must not forget it faster, or t would ignore what the gain still has.
@@ -188,16 +168,18 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
         cross_sum=memory * gauge.cross_sum + cross_term,
         cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
         means=_updated_means(gauge, sums, sums_are_finite, decay),
-        counts=optax.tree.add(gauge.counts, counts),
-        num_saturated=jnp.maximum(gauge.num_saturated, sums.num_saturated),
-        num_skipped_last=counts.skipped * (gauge.num_skipped_last + 1),
+        num_steps=gauge.num_steps + 1,
+        num_measured=gauge.num_measured + is_measured.astype(jnp.int32),
+        num_skipped_last=jnp.where(is_finite, 0, gauge.num_skipped_last + 1),
     )
 
 
 def _terms_of(
-    step: Step, p: Scalar, sums_are_finite: Flag
-) -> tuple[tuple[Scalar, Scalar, Scalar], Counts]:
-    """‖u_k‖², v_{k+1} and the cross term, over η² c; and whether the step counts.
+    step: Step, p: Scalar
+) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
+    """‖u_k‖², v_{k+1} and the cross term, over η² c.
+
+    And whether they are finite, and whether ‖u_k‖² is 0 or within the rounding error.
 
     ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """
@@ -211,14 +193,8 @@ def _terms_of(
     is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
     iterate, noise = square / divisor, noise / divisor
-    is_finite = sums_are_finite & jnp.isfinite(iterate) & jnp.isfinite(noise)
-    counts = Counts(
-        measured=is_finite & ~is_rounded,
-        skipped=~is_finite,
-        rounded=is_finite & is_rounded,
-    )
-    counts = jax.tree.map(lambda flag: flag.astype(jnp.int32), counts)
-    return (iterate, noise, cross_term / divisor), counts
+    is_finite = jnp.isfinite(iterate) & jnp.isfinite(noise)
+    return (iterate, noise, cross_term / divisor), is_finite, is_rounded
 
 
 def _updated_means(

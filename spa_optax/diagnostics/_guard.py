@@ -9,17 +9,17 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import _checks
-from .._dtypes import as_dtype, wide_dtype
 from .._trees import (
+    Flag,
+    as_dtype,
     by_path,
     check_kind,
     check_params_passed,
     copy_arrays,
     is_none,
     map_inexact,
-    replace_nodes,
+    wide_dtype,
 )
-from .._types import Flag
 
 
 class GuardParamsState(NamedTuple):
@@ -51,8 +51,8 @@ def guard_params(
     Returns:
       A transformation with the updates of `inner`. `update` needs `params`. Outside
       `jax.jit` it raises `ValueError`; in compiled code JAX raises
-      `jax.errors.JaxRuntimeError` with the same message. After `reanchor` the next step
-      is not checked.
+      `jax.errors.JaxRuntimeError` with the same message. It does not know of
+      `reanchor`.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the params are
@@ -98,16 +98,6 @@ def guard_params(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def forget_params(opt_state: PyTree) -> PyTree:
-    """A state whose guards do not check the params of the next step."""
-
-    def forget(guard):
-        inner = forget_params(guard.inner)
-        return guard._replace(inner=inner, has_stepped=jnp.zeros([], bool))
-
-    return replace_nodes(opt_state, GuardParamsState, forget)
-
-
 def _add(x: Any, u: Any) -> Any:
     return x if u is None else optax.apply_updates(x, u)
 
@@ -139,5 +129,5 @@ def _raise_if_moved(moved: dict[str, Any]) -> None:
                 "`params` must be those that the last update made, got others at "
                 f"{path or 'their root'}. Put the optimizer of this package last in "
                 "its chain, and in no wrapper that moves the params. After an edit of "
-                "the params call `reanchor`."
+                "the params call `reanchor`, without this guard."
             )

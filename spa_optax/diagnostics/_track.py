@@ -13,6 +13,8 @@ from .._codec import unwrap
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
 from .._state import SPAState
 from .._trees import (
+    Count,
+    Scalar,
     check_kind,
     check_not_batched,
     find_node,
@@ -20,7 +22,6 @@ from .._trees import (
     kinds_of,
     scalar_of,
 )
-from .._types import Count, Scalar
 from .._xla import behind_a_barrier
 from ._gauge import Gauge, measure, new_gauge, update_gauge
 
@@ -167,41 +168,21 @@ class MomentumReport(NamedTuple):
     t: Scalar  # Σ χ_k in standard errors; > 0: steps add up, < 0: they oppose
     iterate_term: Scalar  # the moving average of ‖x_k − x_{k−1}‖²/(η² c)
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
-    average_length: Scalar  # 1/c of the last step
     num_steps: Count  # since the gauge began
     num_measured: Count  # steps that count
-    num_skipped: Count  # steps that were not finite, or overflow if squared
-    num_rounded: Count  # steps of 0, or within the rounding error of params and z
-    num_skipped_last: Count  # skipped steps in a row, up to the last step
-    num_saturated: Scalar  # the most elements of z at its dtype's limit in a step
+    num_skipped_last: Count  # steps that were not finite in a row, up to the last one
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
 
         The first two need |t| ≥ 3 and a gain on the same side of the noise level, and
-        all need ten measured steps and a last step that is finite. Also says if z
-        saturates. A batch raises ValueError.
+        all need ten measured steps and a last step that is finite. A batch raises
+        ValueError.
         """
         if shape := np.shape(self.gain):
             raise ValueError(
                 f"the report must be of one run, got a batch of shape {shape}"
             )
-        verdict = self._comparison()
-        num_steps, length = int(self.num_steps), float(self.average_length)
-        if 1.01 * num_steps < length < np.inf:  # α may be 0
-            verdict += (
-                f" The average, {length:.0f} steps, is longer than the "
-                f"{num_steps} steps so far."
-            )
-        if self.num_saturated > 0:
-            verdict += (
-                f" Up to {self.num_saturated:.0f} elements of z were at the limit of "
-                "its dtype. Use bfloat16."
-            )
-        return verdict
-
-    def _comparison(self) -> str:
-        """The gain beside that of pure noise."""
         if self.num_skipped_last > 0:
             return (
                 f"Nothing to report: the last {self.num_skipped_last} steps were not "
@@ -216,10 +197,9 @@ class MomentumReport(NamedTuple):
         if self.num_measured < 10 or not np.isfinite(ratio):  # |t| is at most √n
             return (
                 "Nothing to report yet: 10 steps must count, and gradients must not be "
-                f"0. Of {self.num_steps} steps {self.num_measured} count, "
-                f"{self.num_skipped} were not finite, or their squares overflow "
-                f"float32, and {self.num_rounded} were 0 or within the rounding error "
-                "of params and z."
+                f"0. Of {self.num_steps} steps {self.num_measured} count. The others "
+                "were not finite, or overflow float32 if squared, or were within the "
+                "rounding error of params and z."
             )
         if self.t >= 3 and ratio > 1:
             return (
@@ -275,24 +255,19 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
-    means, counts = gauge.means, gauge.counts
+    means = gauge.means
     cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # z = x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise / means.gradient
     if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
-    member = find_node(state.inner, SPAState)
     return MomentumReport(
         gain=means.iterate / means.gradient,
         noise_level=noise_level,
         t=t,
         iterate_term=means.iterate / means.weight,
         gradient_term=means.gradient / means.weight,
-        average_length=1 / scalar_of(member.c),
-        num_steps=jnp.asarray(sum(counts)),
-        num_measured=counts.measured,
-        num_skipped=counts.skipped,
-        num_rounded=counts.rounded,
+        num_steps=gauge.num_steps,
+        num_measured=gauge.num_measured,
         num_skipped_last=gauge.num_skipped_last,
-        num_saturated=gauge.num_saturated,
     )

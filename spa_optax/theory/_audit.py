@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .. import _checks
-from .._hyperparams import as_schedule
+from .._checks import as_schedule
 from .._schedules import hyperparams_to_sgdm
 from .._sgdm import eta_and_c, look_ahead
 
@@ -19,14 +19,13 @@ StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
 
 
 class Finding(NamedTuple):
-    """An observation on a schedule: where, how large, and the remedy.
+    """An observation on a schedule.
 
     A drop needs no change, nor does a rise that is meant.
     """
 
     kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
-    steps: list[int]
-    text: str
+    text: str  # where, how large, and the remedy
 
 
 class Audit(NamedTuple):
@@ -157,8 +156,6 @@ def audit_sgdm(
     def at(k):
         ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
         eta, c = eta_and_c(ahead, ahead.resting_w)
-        # Without any momentum x goes where z goes.
-        c = jnp.where((ahead.a + ahead.resting_w == 0) & (ahead.alpha > 0), 1, c)
         return eta, c, ahead.alpha, ahead.beta
 
     return Audit(*_values(at, num_steps), is_from_sgdm=True)
@@ -188,7 +185,7 @@ def _out_of_range(audit: Audit) -> Finding | None:
     if not out.any():
         return None
     text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
-    return Finding("range", _indices(out), text)
+    return Finding("range", text)
 
 
 def _standstill(audit: Audit) -> Finding | None:
@@ -196,7 +193,7 @@ def _standstill(audit: Audit) -> Finding | None:
     if audit.alpha.any():
         return None
     text = "α is 0 at every step: params stay."
-    return Finding("range", _indices(audit.alpha == 0), text)
+    return Finding("range", text)
 
 
 def _long_average(audit: Audit) -> Finding | None:
@@ -209,7 +206,7 @@ def _long_average(audit: Audit) -> Finding | None:
         f"{100 * share:.2g} % of x_0. With a constant c of {min(5 / n, 1):.2g} it "
         "would be less than 1 %."
     )
-    return Finding("average", [n - 1], text)
+    return Finding("average", text)
 
 
 def _high_beta(audit: Audit) -> Finding | None:
@@ -228,7 +225,7 @@ def _high_beta(audit: Audit) -> Finding | None:
         "`step_factor` of `stagewise`), or give the recipe as SGD+M, to "
         "`spa_from_sgdm`."
     )
-    return Finding("beta", _indices(is_high), text)
+    return Finding("beta", text)
 
 
 def _spikes(audit: Audit) -> Finding | None:
@@ -247,7 +244,7 @@ def _spikes(audit: Audit) -> Finding | None:
         )
     else:
         text = f"α spikes {change}. Make the change gradual."
-    return Finding("spike", _indices(is_spike), text)
+    return Finding("spike", text)
 
 
 def _jumps(audit: Audit) -> list[Finding]:
@@ -274,7 +271,7 @@ def _jump(
     text = f"{name} {kind}s {_change_in_words(values, steps)}."
     if kind == "rise":
         text += " Check that it is meant, as in a restart."
-    return Finding(kind, _indices(steps), text)
+    return Finding(kind, text)
 
 
 def _jump_signs(values: Values) -> Values:
@@ -287,10 +284,6 @@ def _jump_signs(values: Values) -> Values:
     is_abrupt = size > 0.22 * nearby
     is_large = (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
     return np.sign(values - before) * (is_abrupt & is_large)
-
-
-def _indices(steps: StepMask) -> list[int]:
-    return np.flatnonzero(steps).tolist()
 
 
 def _in_words(steps: StepMask) -> str:
