@@ -35,12 +35,13 @@ class ZItself:
     """The state stores z itself, in 32 bits or more, beside such params.
 
     `name` is how messages call what is stored. z, or z − y, is `unit` times that.
-    `follows_params` says whether z moves along if something else moves y.
+    `stores_difference` says whether it is z − y, so that z moves along if something
+    else moves y.
     """
 
     name = "z itself"
     unit = 1.0
-    follows_params = False
+    stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:
         """What stands in the state for a tree of stored arrays."""
@@ -106,7 +107,7 @@ class Difference:
     node_type: Callable[[PyTree], PyTree]
     name: str
     unit: float
-    follows_params = True
+    stores_difference = True
 
     def wrap(self, tree):
         return self.node_type(tree)

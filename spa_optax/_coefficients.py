@@ -108,6 +108,6 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
 
 
-def zero_where(condition: Flag, x: Scalar) -> Scalar:
-    """x, but exactly 0 where a condition holds. The derivative stays that of x."""
-    return x - jnp.where(condition, jax.lax.stop_gradient(x), 0)
+def zero_where(condition: Flag, value: Scalar) -> Scalar:
+    """A value, but exactly 0 where a condition holds. Its derivative stays."""
+    return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)

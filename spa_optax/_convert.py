@@ -19,7 +19,6 @@ from jaxtyping import Array, ArrayLike, PyTree
 from . import _checks
 from ._checks import as_schedule
 from ._codec import codec_of, unwrap
-from ._optax_states import CONVERTED_FIELDS, ScaleByRmsWithCountState
 from ._schedules import SGDM
 from ._sgdm import eta_and_c, look_ahead, nonzero_w
 from ._state import SPAState, z_is_still_y
@@ -27,9 +26,6 @@ from ._trees import (
     ByPath,
     Count,
     by_path,
-    check_not_batched,
-    check_paths,
-    check_same_tree,
     copy_arrays,
     is_inexact,
     kinds_of,
@@ -41,9 +37,20 @@ from ._wrappers import (
     Float8MomentumState,
     PrimalAveragingState,
     StochasticRoundingState,
+    TrackMomentumState,
 )
-from .diagnostics._track import TrackMomentumState
 
+# The momentum that `convert` translates, with its field. In a state that holds several
+# kinds it translates the first. Others, such as the momentum of a base, it copies.
+CONVERTED_FIELDS: dict[type, str] = {
+    SPAState: "z",
+    optax.ScaleByAdamState: "mu",
+    optax.TraceState: "trace",
+}
+# Optax does not export it. (To call `init` here would start JAX at import.)
+ScaleByRmsWithCountState: Any = type(
+    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
+)
 # The fields of wrappers that hold other states. Their other fields, such as injected
 # hyper-parameters and gauges, are those of `into`.
 INNER_FIELDS: dict[type, tuple[str, ...]] = {
@@ -86,6 +93,26 @@ class AdamW(NamedTuple):
     b1: ArrayLike = 0.9
     b2: ArrayLike = 0.999
     eps: ArrayLike = 1e-8
+
+
+class Run(NamedTuple):
+    """What is known of a run, apart from its momentum."""
+
+    count: Count  # k
+    y: ByPath  # the params with momentum, in 32 bits or more
+    new_params: ByPath  # those to go on with
+    nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
+    other: SGDM | AdamW | None  # the argument of `convert`
+    averaging: optax.ScalarOrSchedule | None
+
+
+class MomentumScale(NamedTuple):
+    """How Optax's momentum m says where z is: x − z = w · m / divisor."""
+
+    eta: Array  # η, c and w of the step
+    c: Array
+    w: Array
+    divisors: ByPath  # none for SGD
 
 
 def convert(
@@ -161,7 +188,9 @@ def convert(
     new_params = params if new_params is None else new_params
     arguments = (old_state, params, into, other, averaging, new_params, count)
     _check_arguments(arguments, other, averaging)
-    check_same_tree("new_params", new_params, "params", params, same_nodes=False)
+    _checks.check_same_tree(
+        "new_params", new_params, "params", params, same_nodes=False
+    )
     nodes, new_nodes = _known_nodes(old_state), _known_nodes(into)
     pair = _pair_of(nodes, new_nodes, params)
     k = _steps_taken(nodes, count)
@@ -218,9 +247,9 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
             if callable(value) or jnp.shape(injected):
                 continue
             # The state has rounded it to a dtype of its own.
-            rounded = jnp.asarray(value).astype(jnp.result_type(injected))
-            ulp = float(jnp.finfo(rounded.dtype).eps) if is_inexact(rounded) else 0.0
-            if not jnp.allclose(rounded, injected, rtol=ulp, atol=0):
+            value = jnp.asarray(value).astype(jnp.result_type(injected))
+            ulp = float(jnp.finfo(value.dtype).eps) if is_inexact(value) else 0.0
+            if not jnp.allclose(value, injected, rtol=ulp, atol=0):
                 raise ValueError(
                     f"`other` must have the {name} that the state injects, "
                     f"{injected:g}, got {value}"
@@ -277,8 +306,8 @@ def _momentum_of(
                 "each group of `optax.partition` by itself: `state.inner_states[label]`"
             )
         if found:
-            check_not_batched(name, found[0]._asdict().get("count", ()))
-            check_paths(name, [_momentum_tree(found[0])], params)
+            _checks.check_not_batched(name, found[0]._asdict().get("count", ()))
+            _checks.check_paths(name, [_momentum_tree(found[0])], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
@@ -312,26 +341,6 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
             node for node in nodes if not isinstance(node, ScaleByRmsWithCountState)
         ]
     return [*nodes, written]
-
-
-class Run(NamedTuple):
-    """What is known of a run, apart from its momentum."""
-
-    count: Count  # k
-    y: ByPath  # the params with momentum, in 32 bits or more
-    new_params: ByPath  # those to go on with
-    nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
-    other: SGDM | AdamW | None  # the argument of `convert`
-    averaging: optax.ScalarOrSchedule | None
-
-
-class MomentumScale(NamedTuple):
-    """How Optax's momentum m says where z is: x − z = w · m / divisor."""
-
-    eta: Array  # η, c and w of the step
-    c: Array
-    w: Array
-    divisors: ByPath  # none for SGD
 
 
 def _momentum_tree(node: Any) -> PyTree:
@@ -399,31 +408,31 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The momentum of a state of the family."""
+    """The old state with the values of z, by path, in place of what is stored."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     z_is_y = z_is_still_y(old)
     z = {path: codec.z(y, stored[path], z_is_y) for path, y in run.y.items()}
     return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, momentum: SPAState, run: Run) -> SPAState:
-    """A new state of the family, with the momentum."""
+def _write_spa(new: SPAState, spa: SPAState, run: Run) -> SPAState:
+    """The new state with that z as it stores it, and the scalars of `spa`."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & momentum.z.keys():
+    for path in stored.keys() & spa.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(momentum.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(spa.z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
-        if codec.follows_params and jnp.any(is_at_limit):
+        if codec.stores_difference and jnp.any(is_at_limit):
             _checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    return with_leaves(new, momentum._replace(z=list(stored.values())))
+    return with_leaves(new, spa._replace(z=list(stored.values())))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
-    """The momentum of a state of Optax: z = x − w · m / divisor."""
+    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     eta, c, w, divisors = _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
     m, z = by_path(_momentum_tree(old)), {}
@@ -439,17 +448,17 @@ def _read_optax(old: Any, run: Run) -> SPAState:
     return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, momentum: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, spa: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scale_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(momentum.w), {}
+        w, divisors = scalar_of(spa.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
-        x, z = run.y[path], momentum.z[path]
+        x, z = run.y[path], spa.z[path]
         dtype = wide_dtype(x, z)
         x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
@@ -511,7 +520,7 @@ def _steps_taken(nodes: list[Any], count: object) -> Array:
         field = _count_field(node)
         if field is not None:
             counts.append(getattr(node, field))
-    check_not_batched("old_state", counts)
+    _checks.check_not_batched("old_state", counts)
     values = sorted({int(scalar_of(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(

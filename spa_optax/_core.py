@@ -29,7 +29,6 @@ from ._trees import (
     Flag,
     Scalar,
     as_dtype,
-    check_params,
     has_narrow_leaves,
     is_inexact,
     is_none,
@@ -75,7 +74,7 @@ def transformation(
             )
 
     def init_fn(params):
-        check_params(params)
+        _checks.check_params(params)
         z = init_z(params, state_dtype)
         warn_of_rounding(params, z)
         dtype = scalar_dtype(params)
@@ -97,6 +96,7 @@ def transformation(
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
         if xz.mu_y is not None:
+            # A change of μ_y would move frozen params too: η is NaN then, or it raises.
             frozen = frozen_paths(updates, state)
             eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
             xz = xz._replace(eta=eta)
@@ -129,13 +129,14 @@ def _step(
     """One step: y_{k+1} − y_k, and the new state."""
     z_is_y = z_is_still_y(state)
     yz = without_x(xz, state.mu_y, z_is_y)
-    if rounding_key is not None and yz.delta_y is None:
-        # XLA for TPU v7x makes one kernel of Adam's direction and a step that rounds at
-        # random only if it has a term of δ.
-        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
-    (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)  # the same numbers
+    # From here to the arrays only for XLA: no number changes.
+    if rounding_key is not None and yz.delta_y is None:
+        # For TPU v7x a term of δ makes one kernel of Adam's direction and a step that
+        # rounds at random.
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
     u, z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
@@ -188,7 +189,9 @@ def _step_arrays(
         y = jnp.asarray(y)
         if g is not None:
             return codec.step(y, stored, jnp.asarray(g), yz, z_is_y, seed)
-        if codec.follows_params:  # frozen, so z − y stays
+        # Frozen, so z stays. Before the first step that is y, which `z_is_y` no longer
+        # says afterwards.
+        if codec.stores_difference:
             return ArrayStep(None, stored)
         return ArrayStep(None, codec.z(y, stored, z_is_y).astype(stored.dtype))
 

@@ -9,9 +9,6 @@ from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from ._state import SPAState, check_spa_state, z_is_still_y
 from ._trees import (
     by_path,
-    check_not_batched,
-    check_paths,
-    check_same_tree,
     copy_arrays,
     find_nodes,
     is_inexact,
@@ -45,7 +42,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Raises:
       ValueError: if `opt_state` has no state of the family or of
-        `stochastic_rounding`, or a batch, or its z does not fit, or was cast.
+        `stochastic_rounding`, or a batch of states; if z does not fit `params`; or if
+        the state was cast.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -58,7 +56,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     leaves = by_path(params)
     for state in _states(opt_state, params):
-        check_not_batched("opt_state", state.count, state.mu_y)
+        _checks.check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
         if _checks.is_surely(mu_y == 1):
             continue
@@ -103,7 +101,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
-    check_same_tree(
+    _checks.check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
     _states(opt_state, old_params, new_params)
@@ -128,7 +126,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         return (z.astype(dtype) + edit).astype(z.dtype)
 
     def shift_state(state):
-        if codec_of(state.z).follows_params:
+        if codec_of(state.z).stores_difference:
             return state
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))
@@ -152,7 +150,7 @@ def _states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths("opt_state", [unwrap(state.z) for state in states], tree)
+        _checks.check_paths("opt_state", [unwrap(state.z) for state in states], tree)
     for state in states:
         check_spa_state("opt_state", state)
     return states

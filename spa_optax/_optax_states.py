@@ -1,13 +1,11 @@
 """What is known of the states of Optax's optimizers, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-in a table here. Which wrappers `convert` looks into, and which states count steps, is
-in `_convert.py`.
+in a table here. What `convert` needs to know is in `_convert.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import optax
 from jaxtyping import PyTree
 from optax import contrib
@@ -64,17 +62,6 @@ FLOAT8_FIELDS: dict[type, str] = {
     optax.ScaleByLionState: "mu",
     contrib.MuonState: "mu",
 }
-# The momentum that `convert` translates, with its field. In a state that holds several
-# kinds it translates the first. Others, such as the momentum of a base, it copies.
-CONVERTED_FIELDS: dict[type, str] = {
-    SPAState: "z",
-    optax.ScaleByAdamState: "mu",
-    optax.TraceState: "trace",
-}
-# Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsWithCountState: Any = type(
-    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
-)
 # What a wrapper refuses as its `base`: a message for each type of state, with a place
 # for the type's name. All wrappers refuse what averages.
 Refusals = dict[type, str]

@@ -65,18 +65,18 @@ def rounded(
 
 
 def round_update(
-    u: Array, x: Array, seed: Seed | None, low_bits: bool = False
+    u: Array, y: Array, seed: Seed | None, low_bits: bool = False
 ) -> Array:
-    """An update in the dtype of x: x + u is rounded to that dtype, and x subtracted.
+    """An update in the dtype of y: y + u is rounded to that dtype, and y subtracted.
 
-    Adding it to x is then exact if u neither more than halves nor more than doubles x,
-    nor turns its sign (Sterbenz). Otherwise the sum is up to an ulp off, of x or of
-    x + u.
+    Adding it to y is then exact if u neither more than halves nor more than doubles y,
+    nor turns its sign (Sterbenz). Otherwise the sum is up to an ulp off, of y or of
+    y + u.
     """
-    dtype = wide_dtype(u, x)
-    if dtype == x.dtype:
+    dtype = wide_dtype(u, y)
+    if dtype == y.dtype:
         return u.astype(dtype)
-    return rounded(x.astype(dtype) + u.astype(dtype), x.dtype, seed, low_bits) - x
+    return rounded(y.astype(dtype) + u.astype(dtype), y.dtype, seed, low_bits) - y
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

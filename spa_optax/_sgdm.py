@@ -152,13 +152,10 @@ def eta_and_c(ahead: LookAhead, next_w: Scalar) -> tuple[Scalar, Scalar]:
 
 
 def sgdm_coefficients(
-    ahead: LookAhead, w: Scalar, *, follows_params: bool
+    ahead: LookAhead, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
-    """A step of SGD with momentum, from w_k, that of the state.
-
-    follows_params says that the state stores z − x, not z.
-    """
-    next_w = _choose_next_w(ahead, w, follows_params)
+    """A step of SGD with momentum, from w_k, that of the state."""
+    next_w = _choose_next_w(ahead, w, stores_difference)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
     eta, c = eta_and_c(ahead, next_w)
     return XZCoefficients(
@@ -170,14 +167,14 @@ def sgdm_coefficients(
     )
 
 
-def _choose_next_w(ahead: LookAhead, w: Scalar, follows_params: bool) -> Scalar:
+def _choose_next_w(ahead: LookAhead, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precisely the state keeps m = (x − z)/w.
     """
     w = w.astype(ahead.a.dtype)
-    if follows_params:
+    if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
         next_w = nonzero_w(ahead.resting_w, ahead.a, w)

@@ -201,8 +201,8 @@ def spa_from_sgdm(
         ahead = look_ahead(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
-        follows_params = codec_of(state.z).follows_params
-        return sgdm_coefficients(ahead, state.w, follows_params=follows_params)
+        stores_difference = codec_of(state.z).stores_difference
+        return sgdm_coefficients(ahead, state.w, stores_difference=stores_difference)
 
     return transformation(
         rule,

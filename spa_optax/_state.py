@@ -5,15 +5,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from . import _checks
 from ._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
 from ._trees import (
     Count,
     Flag,
     Scalar,
     by_path,
-    check_kind,
-    check_params_passed,
-    check_same_tree,
     fill_none,
     has_narrow_leaves,
     is_inexact,
@@ -61,14 +59,14 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 
 def check_state(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
-    check_params_passed(params)
+    _checks.check_params_passed(params)
     check_spa_state("state", state)
-    check_same_tree("state.z", unwrap(state.z), "params", params)
+    _checks.check_same_tree("state.z", unwrap(state.z), "params", params)
 
 
 def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
-    check_kind(name, state, SPAState)
+    _checks.check_kind(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = scalar_of(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
@@ -100,8 +98,8 @@ def check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             continue
         dtype = jnp.result_type(stored_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
-        is_wider = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
-        if leaf.dtype != dtype and not is_wider:
+        may_stay = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        if leaf.dtype != dtype and not may_stay:
             raise ValueError(
                 f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
                 f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
@@ -111,7 +109,7 @@ def check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
 
 def check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
     """Raises ValueError unless updates fit the params and what is stored of z."""
-    check_same_tree("updates", updates, "params", params)
+    _checks.check_same_tree("updates", updates, "params", params)
     stored = by_path(unwrap(state.z))
     for name, leaves in (("state.z", stored), ("params", by_path(params))):
         without_leaf = by_path(updates).keys() - leaves.keys()

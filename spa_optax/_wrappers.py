@@ -28,9 +28,6 @@ from ._spa import spa
 from ._state import SPAState, current_z
 from ._trees import (
     Count,
-    check_kind,
-    check_params_passed,
-    check_same_tree,
     fill_none,
     find_nodes,
     is_inexact,
@@ -57,6 +54,13 @@ class PrimalAveragingState(NamedTuple):
 
     base: PyTree
     average: SPAState
+
+
+class TrackMomentumState(NamedTuple):
+    """State of `diagnostics.track_momentum`."""
+
+    inner: PyTree
+    gauge: PyTree
 
 
 class Float8Array(NamedTuple):
@@ -109,7 +113,7 @@ def in_float32(
     def update_fn(updates, state, params=None, **extra):
         wide = updates
         if params is not None:
-            check_same_tree("updates", updates, "params", params)
+            _checks.check_same_tree("updates", updates, "params", params)
             wide = _like_params(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
             u, state = tx.update(widen(wide), state, widen(params), **extra)
@@ -204,7 +208,7 @@ def primal_averaging(
         return PrimalAveragingState(base_state, average_state)
 
     def update_fn(updates, state, params=None, **extra):
-        check_kind("state", state, PrimalAveragingState)
+        _checks.check_kind("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
@@ -261,8 +265,8 @@ def stochastic_rounding(
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
-        check_params_passed(params)
-        check_kind("state", state, StochasticRoundingState)
+        _checks.check_params_passed(params)
+        _checks.check_kind("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
@@ -344,7 +348,7 @@ def float8_momentum(
         return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
     def update_fn(updates, state, params=None, **extra):
-        check_kind("state", state, Float8MomentumState)
+        _checks.check_kind("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
         like = updates if params is None else params

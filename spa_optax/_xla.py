@@ -22,8 +22,7 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     """The scalars of a step that kernels use, and those that the new state stores.
 
     XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
-    CPU folds the product away and no longer updates z in place, which takes three times
-    as long.
+    CPU folds the product away and no longer updates z in place, which is slower.
     """
     one = jnp.ones([], jnp.float32)
     leaves, structure = jax.tree.flatten((used, stored, one))
@@ -43,32 +42,32 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
 
 
-def where_sharded(predicate: Bool[Array, "..."], x: Array, y: Array) -> Array:
-    """`jnp.where`; on a mesh with explicit axes the shardings of x and y may differ."""
-    if jax.typeof(x).sharding.spec != jax.typeof(y).sharding.spec:
-        sharding = jax.typeof(x + y).sharding
-        x, y = (jax.sharding.reshard(array, sharding) for array in (x, y))
-    return jnp.where(predicate, x, y)
+def where_sharded(predicate: Bool[Array, "..."], a: Array, b: Array) -> Array:
+    """`jnp.where`; on a mesh with explicit axes the shardings of a and b may differ."""
+    if jax.typeof(a).sharding.spec != jax.typeof(b).sharding.spec:
+        sharding = jax.typeof(a + b).sharding
+        a, b = (jax.sharding.reshard(array, sharding) for array in (a, b))
+    return jnp.where(predicate, a, b)
 
 
-def sharded_like(leaf: Any, x: Any) -> Any:
+def sharded_like(leaf: Any, param: Any) -> Any:
     """An array of a state with the sharding of its parameter, which jit drops.
 
     Without it every device would hold all of the array. The choice below always falls
-    on `leaf`, but it reads x too. So XLA gives its result the sharding of x. XLA must
-    not know the predicate, or it would remove the choice before it propagates
+    on `leaf`, but it reads the parameter too. So XLA gives its result that sharding.
+    XLA must not know the predicate, or it would remove the choice before it propagates
     shardings.
     """
-    is_like = isinstance(leaf, jax.Array) and isinstance(x, jax.Array)
-    if not is_like or x.shape != leaf.shape:
+    is_like = isinstance(leaf, jax.Array) and isinstance(param, jax.Array)
+    if not is_like or param.shape != leaf.shape:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
         return leaf
-    if not isinstance(leaf, Tracer) and not isinstance(x, Tracer):
-        is_split = len(x.sharding.device_set) > 1
-        return jax.device_put(leaf, x.sharding) if is_split else leaf
+    if not isinstance(leaf, Tracer) and not isinstance(param, Tracer):
+        is_split = len(param.sharding.device_set) > 1
+        return jax.device_put(leaf, param.sharding) if is_split else leaf
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return where_sharded(never, jnp.real(x).astype(leaf.dtype), leaf)
+    return where_sharded(never, jnp.real(param).astype(leaf.dtype), leaf)
 
 
 def with_shardings(state: PyTree, params: PyTree) -> PyTree:

@@ -71,7 +71,7 @@ def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> 
         eval_params(state, found), eval_params(wide_state, expected)
     )
     z = spa_state(state).z
-    assert codec_of(z).follows_params
+    assert codec_of(z).stores_difference
     assert unwrap(z)["w"].dtype == dtype
     assert jnp.all(z_of(state, found)["w"] != found["w"])
 

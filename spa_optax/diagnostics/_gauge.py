@@ -1,18 +1,18 @@
 """The measurements of a step, and their moving averages.
 
-No step u_k = x_{k+1} − x_k is stored. It follows from d_k = z_k − x_k, after z was
+No step Δx_k = x_{k+1} − x_k is stored. It follows from d_k = z_k − x_k, after z was
 rescaled by r, with b_k = c_{k+1} η_k + δ_k:
 
-    u_k = c_{k+1} d_k − b_k g_k
+    Δx_k = c_{k+1} d_k − b_k g_k
 
 If gradients were pure noise, all cross terms ⟨g_k, d_k⟩ would vanish in the mean. The
-mean of ‖d_k‖² would be p_k, and that of ‖u_k‖² would be v_{k+1}:
+mean of ‖d_k‖² would be p_k, and that of ‖Δx_k‖² would be v_{k+1}:
 
     v_{k+1} = c_{k+1}² p_k + b_k² ‖g_k‖²
     p_{k+1} = (1 − c_{k+1})² p_k + ((1 − c_{k+1}) η_k − δ_k)² ‖g_k‖²
 
 All squares are in units of η_k² c_{k+1}: the paper's Figure 2 compares
-‖u_k‖²/(η_k² c_{k+1}) to ½‖g_k‖².
+‖Δx_k‖²/(η_k² c_{k+1}) to ½‖g_k‖².
 """
 
 import functools
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 class Means(NamedTuple):
     """Moving averages before division by `weight`, the sum of their weights."""
 
-    iterate: Scalar  # of ‖u_{k−1}‖²/(η_{k−1}² c_k)
+    sq_step: Scalar  # of ‖Δx_{k−1}‖²/(η_{k−1}² c_k)
     noise: Scalar  # of v_k/(η_{k−1}² c_k)
     gradient: Scalar  # of ½‖g_k‖²
     weight: Scalar
@@ -60,12 +60,12 @@ class Means(NamedTuple):
 class Gauge(NamedTuple):
     """The stored measurements.
 
-    The cross term of ‖u_k‖²/(η_k² c_{k+1}) is χ_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
+    The cross term of ‖Δx_k‖²/(η_k² c_{k+1}) is χ_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
     noise its mean is 0 given the steps before k, so the variance of Σ χ_k is the mean
     of Σ χ_k².
     """
 
-    last_iterate: Scalar  # ‖u‖²/(η² c) of the last step; 0 if it does not count
+    last_sq_step: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if it does not count
     last_noise: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k; −1 before the first step
     cross_sum: Scalar  # Σ χ_k, with weights that fall
@@ -83,7 +83,7 @@ def new_gauge() -> Gauge:
         return jnp.zeros([], dtype)
 
     return Gauge(
-        last_iterate=zero(),
+        last_sq_step=zero(),
         last_noise=zero(),
         p=jnp.full([], -1, jnp.float32),
         cross_sum=zero(),
@@ -155,14 +155,14 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     terms, is_finite, is_rounded = _terms_of(step, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_rounded
-    iterate, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
-    # A cross term stays in ‖u‖² with the factor (1 − c)² a step. The sum of cross terms
+    sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
+    # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross terms
     # must not forget it faster, or t would ignore what the gain still has.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
     factor = (1 - step.c) * step.eta - step.delta
     next_p = (1 - step.c) ** 2 * p + factor**2 * sums.sq_gradient
     return Gauge(
-        last_iterate=iterate,
+        last_sq_step=sq_step,
         last_noise=noise,
         p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
         cross_sum=memory * gauge.cross_sum + cross_term,
@@ -177,11 +177,11 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
 def _terms_of(
     step: Step, p: Scalar
 ) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
-    """‖u_k‖², v_{k+1} and the cross term, over η² c.
+    """‖Δx_k‖², v_{k+1} and the cross term, over η² c.
 
-    And whether they are finite, and whether ‖u_k‖² is 0 or within the rounding error.
+    And whether they are finite, and whether ‖Δx_k‖² is 0 or within the rounding error.
 
-    ‖u_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
+    ‖Δx_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """
     sums, c, denominator = step.sums, step.c, step.eta**2 * step.c
     b = c * step.eta + step.delta
@@ -192,19 +192,19 @@ def _terms_of(
     is_rounded = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
-    iterate, noise = square / divisor, noise / divisor
-    is_finite = jnp.isfinite(iterate) & jnp.isfinite(noise)
-    return (iterate, noise, cross_term / divisor), is_finite, is_rounded
+    sq_step, noise = square / divisor, noise / divisor
+    is_finite = jnp.isfinite(sq_step) & jnp.isfinite(noise)
+    return (sq_step, noise, cross_term / divisor), is_finite, is_rounded
 
 
 def _updated_means(
     gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any
 ) -> Means:
-    """The means, of ‖u_{k−1}‖² if that step counts, and of the gradient after it."""
+    """The means, of ‖Δx_{k−1}‖² if that step counts, and of the gradient after it."""
     terms = Means(
-        gauge.last_iterate, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
+        gauge.last_sq_step, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
     )
-    is_counted = sums_are_finite & (gauge.last_iterate > 0)
+    is_counted = sums_are_finite & (gauge.last_sq_step > 0)
 
     def average(mean, term):
         return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)

@@ -13,8 +13,6 @@ from .._trees import (
     Flag,
     as_dtype,
     by_path,
-    check_kind,
-    check_params_passed,
     copy_arrays,
     is_none,
     map_inexact,
@@ -84,8 +82,8 @@ def guard_params(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        check_kind("state", state, GuardParamsState)
-        check_params_passed(params)
+        _checks.check_kind("state", state, GuardParamsState)
+        _checks.check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(

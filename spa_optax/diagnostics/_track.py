@@ -15,22 +15,14 @@ from .._state import SPAState
 from .._trees import (
     Count,
     Scalar,
-    check_kind,
-    check_not_batched,
     find_node,
     find_nodes,
     kinds_of,
     scalar_of,
 )
+from .._wrappers import TrackMomentumState
 from .._xla import behind_a_barrier
-from ._gauge import Gauge, measure, new_gauge, update_gauge
-
-
-class TrackMomentumState(NamedTuple):
-    """State of `track_momentum`."""
-
-    inner: PyTree
-    gauge: Gauge
+from ._gauge import measure, new_gauge, update_gauge
 
 
 def track_momentum(
@@ -38,13 +30,13 @@ def track_momentum(
 ) -> optax.GradientTransformationExtraArgs:
     """Measures whether an optimizer's momentum pays, for `momentum_report`.
 
-    It measures each step u_k = x_{k+1} − x_k, beside what it would be in pure noise:
+    It measures each step Δx_k = x_{k+1} − x_k, beside what it would be in pure noise:
 
-        u_k = c_{k+1} (z_k − x_k − η_k g_k) − δ_k g_k
+        Δx_k = c_{k+1} (z_k − x_k − η_k g_k) − δ_k g_k
 
     δ_k is 0 without Nesterov momentum. g_k is the update that reaches the member of
     the family: the gradient after clipping and decay, or Adam's direction. Only numbers
-    are stored. A step does not count if more than a tenth of ‖u_k‖² may be rounding.
+    are stored. A step does not count if more than a tenth of ‖Δx_k‖² may be rounding.
 
     Args:
       inner: a transformation with one member of the family, such as `spa_adamw(1e-3)`
@@ -63,7 +55,7 @@ def track_momentum(
         one member of the family.
 
     Examples:
-      With η = 1 and c = 0.5, x goes from 0 to −1 and on to −2: ‖u‖²/(η²c) = 2 and
+      With η = 1 and c = 0.5, x goes from 0 to −1 and on to −2: ‖Δx‖²/(η²c) = 2 and
       ½‖g‖² = 0.5.
 
       >>> import jax.numpy as jnp
@@ -94,7 +86,7 @@ def track_momentum(
         return TrackMomentumState(state, new_gauge())
 
     def update_fn(updates, state, params=None, **extra):
-        check_kind("state", state, TrackMomentumState)
+        _checks.check_kind("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
         # A second update, of which only the arguments of `observe` are used: in
@@ -252,7 +244,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Steps add up: the gain is 19
     """
     state = find_node(opt_state, TrackMomentumState)
-    check_not_batched("opt_state", state.gauge)
+    _checks.check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means = gauge.means
@@ -262,10 +254,10 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
     return MomentumReport(
-        gain=means.iterate / means.gradient,
+        gain=means.sq_step / means.gradient,
         noise_level=noise_level,
         t=t,
-        iterate_term=means.iterate / means.weight,
+        iterate_term=means.sq_step / means.weight,
         gradient_term=means.gradient / means.weight,
         num_steps=gauge.num_steps,
         num_measured=gauge.num_measured,
