@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fidelity
 import language_model
 import memory
 from language_rows import ADAMW, LADDERS
@@ -167,6 +168,12 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
         yield f"{task}, {num_steps:,} steps at {rate:g}", common.markdown(header, rows)
 
 
+def of_fidelity(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """Distances from the float32 run: those of params; of logits."""
+    for num_steps, runs in groups(records, "steps").items():
+        yield f"Runs of {num_steps:,} steps", fidelity.table(runs)
+
+
 def pages() -> dict[str, str]:
     """From the name of a page to its text."""
     sections = {
@@ -174,6 +181,7 @@ def pages() -> dict[str, str]:
         "memory": of_memory(RESULTS / "memory.jsonl"),
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
+        "fidelity": of_fidelity(read("fidelity.jsonl")),
     }
     result = {}
     for name, of_page in sections.items():

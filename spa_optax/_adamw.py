@@ -9,7 +9,6 @@ import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from . import _checks
-from ._checks import as_schedule
 from ._spa import spa
 from ._wrappers import in_float32
 
@@ -85,7 +84,7 @@ def spa_adamw(
     _checks.one_of("full", "factored").check(second_moment=second_moment)
     decay: Any = weight_decay
     if callable(weight_decay):
-        decay = as_schedule("weight_decay", weight_decay)
+        decay = _checks.as_schedule("weight_decay", weight_decay)
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(

@@ -34,7 +34,7 @@ class ArrayStep(NamedTuple):
 class ZItself:
     """The state stores z itself, in 32 bits or more, beside such params.
 
-    `name` is how messages call what is stored. z, or z − y, is `unit` times that.
+    `name` is what messages call what is stored. z, or z − y, is `unit` times that.
     `stores_difference` says whether it is z − y, so that z moves along if something
     else moves y.
     """

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _checks
 from ._trees import Flag, Scalar
 
 
@@ -50,12 +49,11 @@ class YZCoefficients(NamedTuple):
     r: Scalar | None  # None: 1
 
 
-def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
+def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
     """A step of x and z as one of y and z.
 
     If the params are x, the two are the same: c_y = c and δ_y = δ. Then r may rescale
-    z − x first, since that does not move x. A step without a μ_y is such a step. If the
-    last one had a μ_y below 1, η is NaN or, outside `jax.jit`, a ValueError is raised.
+    z − x first, since that does not move x. A step without a μ_y is such a step.
 
     Else let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
 
@@ -70,11 +68,9 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     Args:
       xz: the step of x and z.
       mu_y: μ, the interpolation of the current params.
-      z_is_y: whether z is y, as before the first step.
     """
     eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
     if next_mu_y is None:
-        eta = _eta_if_params_are_x(eta, mu_y, z_is_y)
         return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r)
     if xz.r is not None:
         raise ValueError("`r` must be None beside a `mu_y`, got both")
@@ -84,17 +80,6 @@ def without_x(xz: XZCoefficients, mu_y: Scalar, z_is_y: Flag) -> YZCoefficients:
     if xz.delta is not None:
         delta_y += next_mu_y * xz.delta
     return YZCoefficients(eta, c_y, delta_y, r=None)
-
-
-def _eta_if_params_are_x(eta: Scalar, mu_y: Scalar, z_is_y: Flag) -> Scalar:
-    """η, or NaN if the params are not x, because the last step had a μ_y below 1."""
-    x_is_lost = ~z_is_y & (mu_y != 1)
-    message = (
-        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
-        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
-        "schedule `interpolation=lambda k: 1.0`."
-    )
-    return _checks.nan_or_raise(x_is_lost, eta, message, mu_y)
 
 
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:

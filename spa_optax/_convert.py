@@ -17,14 +17,14 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
-from ._checks import as_schedule
 from ._codec import codec_of, unwrap
 from ._schedules import SGDM
-from ._sgdm import eta_and_c, look_ahead, nonzero_w
+from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
 from ._state import SPAState, z_is_still_y
 from ._trees import (
     ByPath,
     Count,
+    Scalar,
     by_path,
     copy_arrays,
     is_inexact,
@@ -37,8 +37,8 @@ from ._wrappers import (
     Float8MomentumState,
     PrimalAveragingState,
     StochasticRoundingState,
-    TrackMomentumState,
 )
+from .diagnostics._track import TrackMomentumState
 
 # The momentum that `convert` translates, with its field. In a state that holds several
 # kinds it translates the first. Others, such as the momentum of a base, it copies.
@@ -104,15 +104,6 @@ class Run(NamedTuple):
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
     other: SGDM | AdamW | None  # the argument of `convert`
     averaging: optax.ScalarOrSchedule | None
-
-
-class MomentumScale(NamedTuple):
-    """How Optax's momentum m says where z is: x − z = w · m / divisor."""
-
-    eta: Array  # η, c and w of the step
-    c: Array
-    w: Array
-    divisors: ByPath  # none for SGD
 
 
 def convert(
@@ -354,8 +345,8 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
 
 
-def _scale_of_sgdm(run: Run) -> MomentumScale:
-    """x − z = w m, with the scalars of step k − 1."""
+def _scale_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+    """η, c and w of step k − 1, and no divisors: x − z = w m."""
     if not isinstance(run.other, SGDM):
         raise ValueError(
             "`other` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
@@ -363,14 +354,16 @@ def _scale_of_sgdm(run: Run) -> MomentumScale:
         )
     alpha, beta, nesterov = run.other
     last = jnp.maximum(run.count - 1, 0)
-    ahead = look_ahead(alpha, beta, last, nesterov=nesterov)
-    w = nonzero_w(ahead.resting_w, ahead.a, w=jnp.zeros_like(ahead.a))
-    eta, c = eta_and_c(ahead, w)
-    return MomentumScale(eta, c, w, divisors={})
+    sgdm = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
+    eta, c = eta_and_c(sgdm, w)
+    return eta, c, w, {}
 
 
-def _scale_of_adamw(run: Run) -> MomentumScale:
-    """x − z = w/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε), with the scalars of step k.
+def _scale_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+    """η, c and w of step k, and the divisors: x − z = w m / divisor.
+
+    divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
     Without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
     and that of `spa_adamw` by −c (x − z). With c = 1 − β₁ and w = η (1 − c) both are
@@ -384,8 +377,8 @@ def _scale_of_adamw(run: Run) -> MomentumScale:
             f"{other!r}"
         )
     averaging: Any = 1 - other.b1 if run.averaging is None else run.averaging
-    eta = as_schedule("learning_rate", other.learning_rate)(k)
-    c = as_schedule("averaging", averaging)(k)
+    eta = _checks.as_schedule("learning_rate", other.learning_rate)(k)
+    c = _checks.as_schedule("averaging", averaging)(k)
     if c <= 0 or (eta <= 0 and k > 0):
         raise ValueError(
             "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
@@ -399,7 +392,7 @@ def _scale_of_adamw(run: Run) -> MomentumScale:
         return c.astype(nu.dtype) * size
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    return MomentumScale(eta, c, eta * (1 - c), divisors)
+    return eta, c, eta * (1 - c), divisors
 
 
 def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -408,19 +401,19 @@ def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The old state with the values of z, by path, in place of what is stored."""
+    """The scalars of the old state, and z as numbers by path: never what is stored."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     z_is_y = z_is_still_y(old)
     z = {path: codec.z(y, stored[path], z_is_y) for path, y in run.y.items()}
     return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, spa: SPAState, run: Run) -> SPAState:
-    """The new state with that z as it stores it, and the scalars of `spa`."""
+def _write_spa(new: SPAState, values: SPAState, run: Run) -> SPAState:
+    """The new state with the values, z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & spa.z.keys():
+    for path in stored.keys() & values.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(spa.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(values.z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -428,7 +421,7 @@ def _write_spa(new: SPAState, spa: SPAState, run: Run) -> SPAState:
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    return with_leaves(new, spa._replace(z=list(stored.values())))
+    return with_leaves(new, values._replace(z=list(stored.values())))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
@@ -448,17 +441,17 @@ def _read_optax(old: Any, run: Run) -> SPAState:
     return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, spa: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, values: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scale_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(spa.w), {}
+        w, divisors = scalar_of(values.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
-        x, z = run.y[path], spa.z[path]
+        x, z = run.y[path], values.z[path]
         dtype = wide_dtype(x, z)
         x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
@@ -501,7 +494,7 @@ def _known_nodes(state: PyTree) -> list[Any]:
 
 
 def _of_type(nodes: list[Any], kind: Any) -> list[Any]:
-    """Some nodes. `find_nodes` would also look into unknown wrappers."""
+    """The nodes of a type. `find_nodes` would also look into unknown wrappers."""
     return [node for node in nodes if isinstance(node, kind)]
 
 

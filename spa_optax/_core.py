@@ -95,11 +95,12 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
-        if xz.mu_y is not None:
-            # A change of μ_y would move frozen params too: η is NaN then, or it raises.
+        if xz.mu_y is None:
+            eta = _eta_if_params_are_x(xz.eta, state)
+        else:
             frozen = frozen_paths(updates, state)
             eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
-            xz = xz._replace(eta=eta)
+        xz = xz._replace(eta=eta)  # NaN where the params would go wrong
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -127,14 +128,13 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    z_is_y = z_is_still_y(state)
-    yz = without_x(xz, state.mu_y, z_is_y)
-    mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
-    scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": mu_y}
-    # From here to the arrays only for XLA: no number changes.
+    z_is_y, yz = z_is_still_y(state), without_x(xz, state.mu_y)
+    next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
+    scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
+    # What follows serves XLA: no finite number changes. Without a term of δ, even of 0,
+    # XLA for TPU v7x makes two kernels of Adam's direction and a step that rounds at
+    # random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
-        # For TPU v7x a term of δ makes one kernel of Adam's direction and a step that
-        # rounds at random.
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
     u, z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
@@ -142,9 +142,23 @@ def _step(
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
 
+def _eta_if_params_are_x(eta: Scalar, state: SPAState) -> Scalar:
+    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
+
+    Raises ValueError if that is known outside `jax.jit`.
+    """
+    is_wrong = ~z_is_still_y(state) & (state.mu_y != 1)
+    message = (
+        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+        "schedule `interpolation=lambda k: 1.0`."
+    )
+    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
+
+
 def _eta_if_frozen_stay(
     eta: Scalar,
-    mu_y: Scalar,
+    next_mu_y: Scalar,
     state: SPAState,
     frozen: set[str],
     mu_y_may_change: bool,
@@ -160,13 +174,13 @@ def _eta_if_frozen_stay(
             "`updates` must not be None where `interpolation` may change, which moves "
             f"the params, got None at {min(frozen) or 'its root'}"
         )
-    mu_y = mu_y.astype(state.mu_y.dtype)
-    changes = ~z_is_still_y(state) & (mu_y != state.mu_y)
+    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
+    changes = ~z_is_still_y(state) & (next_mu_y != state.mu_y)
     message = (
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    return _checks.nan_or_raise(changes, eta, message, state.mu_y, mu_y)
+    return _checks.nan_or_raise(changes, eta, message, state.mu_y, next_mu_y)
 
 
 def _step_arrays(
@@ -189,8 +203,8 @@ def _step_arrays(
         y = jnp.asarray(y)
         if g is not None:
             return codec.step(y, stored, jnp.asarray(g), yz, z_is_y, seed)
-        # Frozen, so z stays. Before the first step that is y, which `z_is_y` no longer
-        # says afterwards.
+        # Frozen: z stays. A z that is still y is stored now, because η, c and w of the
+        # next state no longer say so.
         if codec.stores_difference:
             return ArrayStep(None, stored)
         return ArrayStep(None, codec.z(y, stored, z_is_y).astype(stored.dtype))

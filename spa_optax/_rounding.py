@@ -49,10 +49,9 @@ def rounded(
 
     At random means up or down so that the mean is x.
 
-    One random word of 32 bits serves two arrays: one takes its high bits, the other its
-    low bits. From float32, bfloat16 drops 16 bits and float8 20, so these two share
-    four. What saturates is at most the dtype's largest number, and a NaN in it may
-    become any number.
+    Params take the low bits of a random word of 32, and z − y the high ones. Bfloat16
+    uses 16 of them and float8 20, so params and a float8 z share four. What saturates
+    is at most the dtype's largest number, and a NaN in it may become any number.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)

@@ -12,8 +12,7 @@ import optax
 from jaxtyping import Array
 
 from . import _checks
-from ._checks import as_schedule
-from ._sgdm import eta_and_c, look_ahead
+from ._sgdm import eta_and_c, sgdm_step_at
 
 
 class SPAHyperparams(NamedTuple):
@@ -74,8 +73,8 @@ def hyperparams_from_sgdm(
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
     def eta_and_c_at(k):
-        ahead = look_ahead(learning_rate, momentum, k, horizon=horizon)
-        return eta_and_c(ahead, ahead.resting_w)
+        sgdm = sgdm_step_at(learning_rate, momentum, k, horizon=horizon)
+        return eta_and_c(sgdm, sgdm.resting_w)
 
     return SPAHyperparams(
         learning_rate=vectorized(lambda k: eta_and_c_at(k)[0]),
@@ -115,8 +114,8 @@ def hyperparams_to_sgdm(
     _checks.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDM(learning_rate * averaging, 1 - averaging)
-    eta_at = as_schedule("learning_rate", learning_rate)
-    c_at = as_schedule("averaging", averaging)
+    eta_at = _checks.as_schedule("learning_rate", learning_rate)
+    c_at = _checks.as_schedule("averaging", averaging)
 
     def beta(k):
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -178,8 +177,8 @@ def stagewise(
     _checks.ABOVE_1.check(factor=factor)
     _checks.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
-    eta_at = as_schedule("learning_rate", learning_rate)
-    c_at = as_schedule("averaging", averaging)
+    eta_at = _checks.as_schedule("learning_rate", learning_rate)
+    c_at = _checks.as_schedule("averaging", averaging)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
     def log_decay(k):
@@ -297,7 +296,7 @@ def _rates_of_warmup(
     """The rates up to a count, in float64, by which they are largest."""
     later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(num_warmup_steps + 1), later)
-    rate_at = as_schedule("learning_rate", learning_rate)
+    rate_at = _checks.as_schedule("learning_rate", learning_rate)
     try:
         with jax.ensure_compile_time_eval():
             rates = np.asarray(jax.vmap(rate_at)(jnp.asarray(counts, jnp.int32)), float)

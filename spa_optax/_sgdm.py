@@ -1,4 +1,4 @@
-"""SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead.
+"""SGD with momentum as primal averaging, for any hyper-parameters, by a look sgdm.
 
 Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With
 a_k = α_k (heavy ball) or α_k β_k (Nesterov), a step of SGD with momentum is, for any
@@ -28,12 +28,12 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from ._checks import as_schedule, is_plain_number
+from . import _checks
 from ._coefficients import XZCoefficients, zero_where
 from ._trees import Count, Flag, Scalar
 
 
-class LookAhead(NamedTuple):
+class SGDMStep(NamedTuple):
     """The hyper-parameters of step k, and the resting w_{k+1} of later steps."""
 
     alpha: Scalar  # α_k
@@ -45,21 +45,21 @@ class LookAhead(NamedTuple):
     nesterov: bool
 
 
-def look_ahead(
+def sgdm_step_at(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule,
     count: Count,
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> LookAhead:
+) -> SGDMStep:
     """The hyper-parameters of step k, the count, and the resting w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
     """
-    alpha_at = as_schedule("learning_rate", learning_rate)
-    beta_at = as_schedule("momentum", momentum)
+    alpha_at = _checks.as_schedule("learning_rate", learning_rate)
+    beta_at = _checks.as_schedule("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
@@ -74,7 +74,7 @@ def look_ahead(
     momentum_may_change = isinstance(momentum, jax.Array)
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
-    return LookAhead(
+    return SGDMStep(
         alpha=alpha,
         beta=beta,
         a=alpha * beta if nesterov else alpha,
@@ -107,7 +107,9 @@ def _w_of_schedules(
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
     last_alpha, last_beta = _zero_out_of_range(alpha_at(last), beta_at(last))
-    if is_plain_number(momentum):  # powers in float64, of β rounded as in `betas`
+    if _checks.is_plain_number(
+        momentum
+    ):  # powers in float64, of β rounded as in `betas`
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
     else:
@@ -130,7 +132,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
 
     It is 2,000 if β is a schedule.
     """
-    if not is_plain_number(momentum):
+    if not _checks.is_plain_number(momentum):
         return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # no schedule
     if beta <= 0:
@@ -144,61 +146,61 @@ def _zero_out_of_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
     return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
-def eta_and_c(ahead: LookAhead, next_w: Scalar) -> tuple[Scalar, Scalar]:
+def eta_and_c(sgdm: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}. Without momentum x goes to z: c is 1."""
-    total = ahead.a + next_w
-    c = jnp.where(next_w == 0, 1, ahead.a / jnp.where(total == 0, 1, total))
-    return (total + ahead.alpha if ahead.nesterov else total), c
+    total = sgdm.a + next_w
+    c = jnp.where(next_w == 0, 1, sgdm.a / jnp.where(total == 0, 1, total))
+    return (total + sgdm.alpha if sgdm.nesterov else total), c
 
 
 def sgdm_coefficients(
-    ahead: LookAhead, w: Scalar, *, stores_difference: bool
+    sgdm: SGDMStep, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
     """A step of SGD with momentum, from w_k, that of the state."""
-    next_w = _choose_next_w(ahead, w, stores_difference)
+    next_w = _choose_next_w(sgdm, w, stores_difference)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
-    eta, c = eta_and_c(ahead, next_w)
+    eta, c = eta_and_c(sgdm, next_w)
     return XZCoefficients(
         eta=eta,
         c=c,
         w=next_w,
-        delta=ahead.alpha * (1 - c) if ahead.nesterov else None,
-        r=_ratio(ahead, next_w, w),
+        delta=sgdm.alpha * (1 - c) if sgdm.nesterov else None,
+        r=_ratio(sgdm, next_w, w),
     )
 
 
-def _choose_next_w(ahead: LookAhead, w: Scalar, stores_difference: bool) -> Scalar:
+def _choose_next_w(sgdm: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precisely the state keeps m = (x − z)/w.
     """
-    w = w.astype(ahead.a.dtype)
+    w = w.astype(sgdm.a.dtype)
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = nonzero_w(ahead.resting_w, ahead.a, w)
-        return jnp.where(ahead.momentum_ends, 0, next_w)
+        next_w = nonzero_w(sgdm.resting_w, sgdm.a, w)
+        return jnp.where(sgdm.momentum_ends, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
-    cautious_w = jnp.maximum(ahead.resting_w, jnp.maximum(w, ahead.alpha))
-    next_w = jnp.where(ahead.is_foreseen, ahead.resting_w, cautious_w)
-    return nonzero_w(next_w, ahead.a, w)
+    cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
+    next_w = jnp.where(sgdm.is_foreseen, sgdm.resting_w, cautious_w)
+    return nonzero_w(next_w, sgdm.a, w)
 
 
-def _ratio(ahead: LookAhead, next_w: Scalar, w: Scalar) -> Scalar:
+def _ratio(sgdm: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
-    a, beta = ahead.a, ahead.beta
+    a, beta = sgdm.a, sgdm.beta
     change = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(ahead.is_foreseen, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
     change = zero_where(jnp.abs(change) <= rounding_error, change)
     r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs

@@ -5,11 +5,10 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _checks
-from ._checks import as_schedule
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
-from ._sgdm import look_ahead, sgdm_coefficients
+from ._sgdm import sgdm_coefficients, sgdm_step_at
 
 
 @_checks.suggests(
@@ -99,18 +98,18 @@ def spa(
     _checks.INTERPOLATION.check(interpolation=interpolation)
     _checks.check_stays_above_0("interpolation", interpolation)
     _checks.check_fits_8_bits(state_dtype, "averaging", averaging)
-    eta_at = as_schedule("learning_rate", learning_rate)
-    c_at = as_schedule("averaging", averaging)
-    mu_y_at = as_schedule("interpolation", interpolation)
+    eta_at = _checks.as_schedule("learning_rate", learning_rate)
+    c_at = _checks.as_schedule("averaging", averaging)
+    mu_y_at = _checks.as_schedule("interpolation", interpolation)
     params_are_x = _checks.is_constant(interpolation, 1)
 
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
-        # m = (x − z)/w. Where η is 0, z stays and x − z shrinks by 1 − c. If w does so
-        # too, m stays.
-        scale = jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
+        # With w = (1 − c) η, m = (x − z)/w gains exactly g: m ← (w_k/η_k) m + g_k.
+        # Where η is 0, x − z shrinks by 1 − c. So does w, and m stays.
+        w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         mu_y = None if params_are_x else mu_y_at(state.count)
-        return XZCoefficients(eta, c, w=(1 - c) * scale, mu_y=mu_y)
+        return XZCoefficients(eta, c, w, mu_y=mu_y)
 
     return transformation(
         rule,
@@ -194,15 +193,15 @@ def spa_from_sgdm(
     _checks.MOMENTUM.check(momentum=momentum)
     _checks.FLAG.check(nesterov=nesterov)
     _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    beta_at = as_schedule("momentum", momentum)
+    beta_at = _checks.as_schedule("momentum", momentum)
     _checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
     def rule(state):
-        ahead = look_ahead(
+        sgdm = sgdm_step_at(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         stores_difference = codec_of(state.z).stores_difference
-        return sgdm_coefficients(ahead, state.w, stores_difference=stores_difference)
+        return sgdm_coefficients(sgdm, state.w, stores_difference=stores_difference)
 
     return transformation(
         rule,

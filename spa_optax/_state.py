@@ -21,7 +21,7 @@ from ._trees import (
 
 
 class SPAState(NamedTuple):
-    """State of the whole family.
+    """State of `spa` and of every optimizer that is made of it, the family.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
     interpolation of 1. Scalars are float32, or float64 if a parameter has 64 bits.

@@ -56,13 +56,6 @@ class PrimalAveragingState(NamedTuple):
     average: SPAState
 
 
-class TrackMomentumState(NamedTuple):
-    """State of `diagnostics.track_momentum`."""
-
-    inner: PyTree
-    gauge: PyTree
-
-
 class Float8Array(NamedTuple):
     """An array m = s q in the state of `float8_momentum`."""
 

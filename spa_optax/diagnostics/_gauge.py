@@ -156,8 +156,8 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_rounded
     sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
-    # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross terms
-    # must not forget it faster, or t would ignore what the gain still has.
+    # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
+    # terms must not forget it faster, or t would ignore what the gain still has.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
     factor = (1 - step.c) * step.eta - step.delta
     next_p = (1 - step.c) ** 2 * p + factor**2 * sums.sq_gradient

@@ -20,9 +20,15 @@ from .._trees import (
     kinds_of,
     scalar_of,
 )
-from .._wrappers import TrackMomentumState
 from .._xla import behind_a_barrier
-from ._gauge import measure, new_gauge, update_gauge
+from ._gauge import Gauge, measure, new_gauge, update_gauge
+
+
+class TrackMomentumState(NamedTuple):
+    """State of `track_momentum`."""
+
+    inner: PyTree
+    gauge: Gauge
 
 
 def track_momentum(

@@ -10,9 +10,8 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .. import _checks
-from .._checks import as_schedule
 from .._schedules import hyperparams_to_sgdm
-from .._sgdm import eta_and_c, look_ahead
+from .._sgdm import eta_and_c, sgdm_step_at
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
@@ -111,10 +110,10 @@ def audit(
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
     sgdm = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
-        as_schedule("learning_rate", learning_rate),
-        as_schedule("averaging", averaging),
-        as_schedule("learning_rate", sgdm.learning_rate),
-        as_schedule("momentum", sgdm.momentum),
+        _checks.as_schedule("learning_rate", learning_rate),
+        _checks.as_schedule("averaging", averaging),
+        _checks.as_schedule("learning_rate", sgdm.learning_rate),
+        _checks.as_schedule("momentum", sgdm.momentum),
     ]
     eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
@@ -154,9 +153,9 @@ def audit_sgdm(
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
-        ahead = look_ahead(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(ahead, ahead.resting_w)
-        return eta, c, ahead.alpha, ahead.beta
+        sgdm = sgdm_step_at(learning_rate, momentum, k, nesterov=nesterov)
+        eta, c = eta_and_c(sgdm, sgdm.resting_w)
+        return eta, c, sgdm.alpha, sgdm.beta
 
     return Audit(*_values(at, num_steps), is_from_sgdm=True)
 
