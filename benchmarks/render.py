@@ -19,6 +19,7 @@ import common
 import fidelity
 import language_model
 import memory
+import numpy as np
 from language_rows import ADAMW, LADDERS
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,6 +55,14 @@ FINE_TUNED = {
     "z in float8": "spa_adamw(…, state_dtype=float8_e4m3fn)",
     "Lion, stochastic_rounding": "stochastic_rounding(optax.lion(…), key)",
     "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
+}
+# The rows of fidelity.py in docs/results.md.
+CLOSE = {
+    "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
+    "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
+    "AdamW, bfloat16 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in bfloat16",
+    "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
+    fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
 }
 # The rows of README.md: each with its names in both tables above.
 IN_SHORT = {
@@ -287,6 +296,18 @@ def of_fine_tuning(records: list[Record]) -> str:
     return common.markdown(["bytes", *header, "optimizer"], rows)
 
 
+def of_closeness(records: list[Record]) -> str:
+    """The rows of docs/results.md: distances of params from the float32 run."""
+    runs = [record["rows"] for record in records if record["group"] == "AdamW"]
+    rows, steps = [], []
+    for name, text in CLOSE.items():
+        curves = np.array([of_rows[name]["curve"] for of_rows in runs])
+        steps = [f"{step:,.0f}" for step in curves[0, :, 0]]
+        means = [f"{distance:.2f}" for distance in curves[:, :, 1].mean(axis=0)]
+        rows.append([f"{runs[0][name]['bytes']:.0f}", *means, text])
+    return common.markdown(["bytes", *steps, "optimizer"], rows)
+
+
 def typed(text: str) -> str:
     """As code, where it is code."""
     return f"`{text}`" if "(…" in text and " (" not in text else text
@@ -311,6 +332,7 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
+            "fidelity": of_closeness(read("fidelity.jsonl")),
         },
         "README.md": {"in short": in_short(fine_tuning, pretraining)},
     }

@@ -877,10 +877,10 @@ def test_traced_calls_and_batches_are_refused() -> None:
         with pytest.raises(ValueError, match=r"`old_state`.* `jax.jit`"):
             call(argument)
     batch = jax.vmap(SPA_ADAMW.init)(xs)
-    with pytest.raises(ValueError, match="`old_state` must be of one run"):
+    with pytest.raises(ValueError, match="`old_state` must hold the arrays of one run"):
         convert(jax.vmap(ADAM_TX.init)(xs), xs, into=batch, other=AdamW(0.1))
     batch = jax.vmap(SPA.init)(xs)
-    with pytest.raises(ValueError, match="`into` must be of one run"):
+    with pytest.raises(ValueError, match="`into` must hold the arrays of one run"):
         convert(SGD.init(xs), xs, into=batch, other=SGDM(0.1, 0.9))
 
 

@@ -260,7 +260,7 @@ def test_rates_of_0_have_no_nan() -> None:
     from_sgdm = hyperparams_from_sgdm(table(jnp.array([0.0, 1.0, 0.0])), 0.5)
     eta, c = ([float(h(k)) for k in range(4)] for h in from_sgdm)
     np.testing.assert_allclose(eta, [0.5, 1, 0, 0], atol=1e-7)
-    np.testing.assert_allclose(c, [0, 1, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(c, [0, 1, 1, 1], atol=1e-7)  # no later rate: x is z
     # η = 0 after η > 0, but z = x: nothing is carried on, and β = 0 does as well as
     # any.
     _, beta, _ = hyperparams_to_sgdm(lambda k: jnp.where(k < 2, 1.0, 0.0), 1.0)
