@@ -30,7 +30,7 @@ TYPED = {
     "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
     "spa_adamw, 8-bit z": "spa_adamw(…, state_dtype=float8_e4m3fn)",
     "spa_adamw, bfloat16 z": "spa_adamw(…, state_dtype=bfloat16)",
-    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m (not built in)",
+    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
     "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
@@ -79,6 +79,8 @@ IN_SHORT = {
         "Adafactor, bfloat16 params",
     ),
 }
+# A rival there that was not fine-tuned.
+NESTEROV = "`optax.adamw(…, nesterov=True)`, float32 params"
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
@@ -251,7 +253,8 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
     The best rate is that of the highest accuracy, of those with five seeds.
     """
     of_row = groups(fine_tuned(fine_tuning), "row")
-    trained, rows = pretrained(pretraining), []
+    trained = pretrained(pretraining)
+    rows = []
     for text, (tuned_name, trained_name) in IN_SHORT.items():
         by_rate = groups(of_row[tuned_name], "rate").values()
         runs = max((r for r in by_rate if len(r) >= 5), key=mean_accuracy)
@@ -260,8 +263,13 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
             loss = f"{mean_loss(trained[trained_name]):.3f}"
             mu_y = trained[trained_name][0]["settings"].get("mu_y", 1)
             loss += f" (`interpolation={mu_y}`)" if mu_y != 1 else ""
-        accuracy = f"{mean_accuracy(runs):.3f}"
-        rows.append([f"{runs[0]['bytes']:.0f}", accuracy, loss, text])
+        num_bytes = f"{runs[0]['bytes']:.0f}"
+        if trained_name in trained:
+            to_pretrain = f"{trained[trained_name][0]['bytes']:.0f}"
+            if to_pretrain != num_bytes:
+                num_bytes += f" ({to_pretrain} in pretraining)"
+        rows.append([num_bytes, f"{mean_accuracy(runs):.3f}", loss, text])
+    rows.insert(1, ["12", "–", f"{mean_loss(trained['NAdamW']):.3f}", NESTEROV])
     header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
     return common.markdown(header, rows)
 

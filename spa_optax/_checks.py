@@ -305,14 +305,15 @@ def suggests(**instead: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def check_kind(name: str, state: Any, kind: type) -> None:
+def check_type(name: str, state: Any, expected: type) -> None:
     """Raises ValueError unless a state is of a type, and its count an integer.
 
     A count that was cast to bfloat16 would stop at 256.
     """
-    if not isinstance(state, kind):
+    if not isinstance(state, expected):
         raise ValueError(
-            f"`{name}` must be of type `{kind.__name__}`, got {type(state).__name__}"
+            f"`{name}` must be of type `{expected.__name__}`, got "
+            f"{type(state).__name__}"
         )
     dtype = scalar_of(state._asdict().get("count", 0)).dtype
     if not jnp.issubdtype(dtype, jnp.integer):

@@ -11,7 +11,6 @@ a checkpoint is restored into another dtype, cannot change what its numbers mean
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +103,7 @@ class Difference:
     those of `ZItself`.
     """
 
-    node_type: Callable[[PyTree], PyTree]
+    node_type: type
     name: str
     unit: float
     stores_difference = True
@@ -120,7 +119,7 @@ class Difference:
         return y.astype(d.dtype) + d
 
     def z_minus_y(self, y, stored, z_is_y):
-        # Before the first step 0 is stored.
+        # Before the first step 0 is stored, so `z_is_y` is not needed.
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z, y, dtype, seed):
@@ -128,7 +127,15 @@ class Difference:
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
-    def step(self, y, stored, g, yz, z_is_y, seed):
+    def step(
+        self,
+        y: Array,
+        stored: Array,
+        g: Array,
+        yz: YZCoefficients,
+        z_is_y: Flag,
+        seed: Seed | None,
+    ) -> ArrayStep:
         # The same step in d:  d ← r d − η g;  y ← y + c_y d − δ_y g
         d = self.z_minus_y(y, stored, z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
@@ -200,8 +207,10 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
 
 def codec_of(z: PyTree) -> Codec:
     """How a state stores the z that stands in it."""
-    codecs = {ZMinusParams: DIFFERENCE, ZMinusParamsTimes256: DIFFERENCE_IN_256THS}
-    return codecs.get(type(z), Z_ITSELF)
+    for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
+        if isinstance(z, codec.node_type):
+            return codec
+    return Z_ITSELF
 
 
 def unwrap(z: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
 from ._codec import codec_of, unwrap
-from ._schedules import SGDM
+from ._schedules import SGDM, AdamW
 from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
 from ._state import SPAState, z_is_still_y
 from ._trees import (
@@ -84,15 +84,6 @@ REQUIREMENTS = {
     "b2": _checks.B2,
     "eps": _checks.EPS,
 }
-
-
-class AdamW(NamedTuple):
-    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -345,8 +336,8 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
 
 
-def _scale_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
-    """η, c and w of step k − 1, and no divisors: x − z = w m."""
+def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
+    """η, c and w of step k − 1: x − z = w m."""
     if not isinstance(run.other, SGDM):
         raise ValueError(
             "`other` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
@@ -357,17 +348,18 @@ def _scale_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     sgdm = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return eta, c, w, {}
+    return eta, c, w
 
 
-def _scale_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     """η, c and w of step k, and the divisors: x − z = w m / divisor.
 
     divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
     Without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
     and that of `spa_adamw` by −c (x − z). With c = 1 − β₁ and w = η (1 − c) both are
-    the same. ν is that of step k − 1, and so is its bias.
+    the same. ν is that of step k − 1, and so is its bias. The state keeps these
+    scalars in place of those of step k − 1, so that its next step has AdamW's momentum.
     """
     k, other = run.count, run.other
     if not isinstance(other, AdamW):
@@ -426,8 +418,10 @@ def _write_spa(new: SPAState, values: SPAState, run: Run) -> SPAState:
 
 def _read_optax(old: Any, run: Run) -> SPAState:
     """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
-    is_sgdm = isinstance(old, optax.TraceState)
-    eta, c, w, divisors = _scale_of_sgdm(run) if is_sgdm else _scale_of_adamw(run)
+    if isinstance(old, optax.TraceState):
+        (eta, c, w), divisors = _scalars_of_sgdm(run), {}
+    else:
+        eta, c, w, divisors = _scalars_of_adamw(run)
     m, z = by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():
         divisor = divisors.get(path, 1)
@@ -445,7 +439,7 @@ def _write_optax(new: Any, values: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        *_, w, divisors = _scale_of_adamw(run)
+        *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
         w, divisors = scalar_of(values.w), {}
     m = by_path(_momentum_tree(new))

@@ -1,7 +1,7 @@
-"""One step of the whole family, and `transformation`, which makes an optimizer of it.
+"""One step of the family, and `transformation`, which makes an optimizer of a rule.
 
-The members of the family differ only in the coefficients of a step. A member is a rule,
-from the state to its `XZCoefficients`. The recursion itself is written on one array, in
+The members of the family differ only in their rule, from the state to the
+`XZCoefficients` of a step. The recursion itself is written on one array, in
 `_codec.py`.
 """
 
@@ -19,7 +19,7 @@ from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import (
     SPAState,
-    check_state,
+    check_fits_params,
     check_storage,
     check_updates,
     frozen_paths,
@@ -89,18 +89,21 @@ def transformation(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        check_state(state, params)
+        check_fits_params(state, params)
         check_storage(state.z, params, state_dtype)
         check_updates(updates, state, params)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
+        # A mistake that only compiled code can see makes η NaN: better than a wrong x.
         if xz.mu_y is None:
-            eta = _eta_if_params_are_x(xz.eta, state)
+            eta = _nan_unless_params_are_x(xz.eta, state)
         else:
             frozen = frozen_paths(updates, state)
-            eta = _eta_if_frozen_stay(xz.eta, xz.mu_y, state, frozen, mu_y_may_change)
-        xz = xz._replace(eta=eta)  # NaN where the params would go wrong
+            eta = _nan_unless_frozen_stay(
+                xz.eta, xz.mu_y, state, frozen, mu_y_may_change
+            )
+        xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -142,47 +145,6 @@ def _step(
     return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
 
 
-def _eta_if_params_are_x(eta: Scalar, state: SPAState) -> Scalar:
-    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
-
-    Raises ValueError if that is known outside `jax.jit`.
-    """
-    is_wrong = ~z_is_still_y(state) & (state.mu_y != 1)
-    message = (
-        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
-        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
-        "schedule `interpolation=lambda k: 1.0`."
-    )
-    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
-
-
-def _eta_if_frozen_stay(
-    eta: Scalar,
-    next_mu_y: Scalar,
-    state: SPAState,
-    frozen: set[str],
-    mu_y_may_change: bool,
-) -> Scalar:
-    """η, or NaN if μ_y has changed, which would also move the frozen params.
-
-    Raises ValueError where μ_y may change, even if it has not yet.
-    """
-    if not frozen:
-        return eta
-    if mu_y_may_change:
-        raise ValueError(
-            "`updates` must not be None where `interpolation` may change, which moves "
-            f"the params, got None at {min(frozen) or 'its root'}"
-        )
-    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
-    changes = ~z_is_still_y(state) & (next_mu_y != state.mu_y)
-    message = (
-        "`updates` must not be None where `interpolation` changes, which moves the "
-        "params, got None and a change from {:g} to {:g}"
-    )
-    return _checks.nan_or_raise(changes, eta, message, state.mu_y, next_mu_y)
-
-
 def _step_arrays(
     updates: PyTree,
     state: SPAState,
@@ -217,3 +179,44 @@ def _step_arrays(
 
 def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
+
+
+def _nan_unless_params_are_x(eta: Scalar, state: SPAState) -> Scalar:
+    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
+
+    Raises ValueError if that is known outside `jax.jit`.
+    """
+    is_wrong = ~z_is_still_y(state) & (state.mu_y != 1)
+    message = (
+        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+        "schedule `interpolation=lambda k: 1.0`."
+    )
+    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
+
+
+def _nan_unless_frozen_stay(
+    eta: Scalar,
+    next_mu_y: Scalar,
+    state: SPAState,
+    frozen: set[str],
+    mu_y_may_change: bool,
+) -> Scalar:
+    """η, or NaN if μ_y has changed, which would also move the frozen params.
+
+    Raises ValueError where μ_y may change, even if it has not yet.
+    """
+    if not frozen:
+        return eta
+    if mu_y_may_change:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(frozen) or 'its root'}"
+        )
+    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
+    changes = ~z_is_still_y(state) & (next_mu_y != state.mu_y)
+    message = (
+        "`updates` must not be None where `interpolation` changes, which moves the "
+        "params, got None and a change from {:g} to {:g}"
+    )
+    return _checks.nan_or_raise(changes, eta, message, state.mu_y, next_mu_y)

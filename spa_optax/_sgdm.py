@@ -1,4 +1,4 @@
-"""SGD with momentum as primal averaging, for any hyper-parameters, by a look sgdm.
+"""SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead.
 
 Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With
 a_k = α_k (heavy ball) or α_k β_k (Nesterov), a step of SGD with momentum is, for any
@@ -107,9 +107,8 @@ def _w_of_schedules(
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
     last_alpha, last_beta = _zero_out_of_range(alpha_at(last), beta_at(last))
-    if _checks.is_plain_number(
-        momentum
-    ):  # powers in float64, of β rounded as in `betas`
+    if _checks.is_plain_number(momentum):
+        # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
     else:

@@ -46,8 +46,8 @@ def spa(
 
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy. In 8 bits z − params is clipped at 1.75, so use
-    them for steps like Adam's, at rates of 2e-5 or more, and with a c that does not end
-    below 0.0125.
+    8 bits only for steps like Adam's, at rates of 2e-5 or more, and with a c that does
+    not end below 0.0125.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. In place of SGD

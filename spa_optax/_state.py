@@ -28,7 +28,7 @@ class SPAState(NamedTuple):
     """
 
     count: Count  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, shaped like the params, or a node with z_k − y_k instead
+    z: PyTree[Array]  # z_k, or a node with z_k − y_k or 256 times that instead
     eta: Scalar  # η_{k−1}, of the last step
     c: Scalar  # c_k, of the last step
     w: Scalar  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k
@@ -47,7 +47,7 @@ def z_is_still_y(state: SPAState) -> Flag:
 
 def current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
-    check_state(state, params)
+    check_fits_params(state, params)
     codec = codec_of(state.z)
     z_is_y = z_is_still_y(state)
 
@@ -57,7 +57,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
     return fill_none(map_inexact(value, params, unwrap(state.z)), params)
 
 
-def check_state(state: Any, params: PyTree | None) -> None:
+def check_fits_params(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     _checks.check_params_passed(params)
     check_spa_state("state", state)
@@ -66,7 +66,7 @@ def check_state(state: Any, params: PyTree | None) -> None:
 
 def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
-    _checks.check_kind(name, state, SPAState)
+    _checks.check_type(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = scalar_of(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):

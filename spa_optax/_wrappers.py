@@ -201,8 +201,8 @@ def primal_averaging(
         return PrimalAveragingState(base_state, average_state)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_kind("state", state, PrimalAveragingState)
-        observe = extra.pop("observe", None)  # a step of `average`
+        _checks.check_type("state", state, PrimalAveragingState)
+        observe = extra.pop("observe", None)  # the gauge observes a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
         minus_u = fill_none(map_inexact(jnp.negative, u), u)
@@ -259,7 +259,7 @@ def stochastic_rounding(
 
     def update_fn(updates, state, params=None, **extra):
         _checks.check_params_passed(params)
-        _checks.check_kind("state", state, StochasticRoundingState)
+        _checks.check_type("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
@@ -341,7 +341,7 @@ def float8_momentum(
         return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_kind("state", state, Float8MomentumState)
+        _checks.check_type("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
         like = updates if params is None else params

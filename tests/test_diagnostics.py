@@ -32,7 +32,7 @@ from spa_optax import (
     spa_from_sgdm,
 )
 from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
-from spa_optax.diagnostics._gauge import Step, Sums, new_gauge, update_gauge
+from spa_optax.diagnostics._gauge import Measurement, Sums, new_gauge, update_gauge
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 3.0, 50, 400))
 RISING = lenient(lambda k: jnp.clip(0.1 + 0.9 * k / 350, 0.1, 1.0))
@@ -125,7 +125,7 @@ def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
         fault = faults.get(k)
         if fault:
             sums[fault[0]] = fault[1]
-        step = Step(
+        step = Measurement(
             sums=Sums(*map(f32, sums)),
             eta=f32(eta),
             c=f32(c),

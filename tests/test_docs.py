@@ -151,7 +151,7 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
         for page in ("api/optimizers", "momentum")
     )
     assert "x<sub>k+1</sub> = (1 − c<sub>k+1</sub>)" in optimizers
-    assert '<a href="../sgdm_step_at.png"><img' in momentum
+    assert '<a href="../look_ahead.png"><img' in momentum
 
 
 @pytest.mark.slow

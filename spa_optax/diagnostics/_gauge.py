@@ -38,7 +38,7 @@ class Sums(NamedTuple):
     sq_rounding: Scalar  # the most that rounding adds to ‖d_k‖²
 
 
-class Step(NamedTuple):
+class Measurement(NamedTuple):
     """What is measured of a step, in float32."""
 
     sums: Sums
@@ -95,32 +95,29 @@ def new_gauge() -> Gauge:
     )
 
 
-def measure(g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients) -> Step:
+def measure(
+    g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients
+) -> Measurement:
     """The measurements of a step of a member, from the state before it."""
     r = jnp.ones([]) if xz.r is None else xz.r
     delta = jnp.zeros([]) if xz.delta is None else xz.delta
     values = xz.eta, xz.c, delta, r, state.mu_y
     eta, c, delta, r, mu_y = (jnp.asarray(x, jnp.float32) for x in values)
-    # d_k = r (z_k − y_k)/μ_y, with the μ_y of y_k.
-    sums, factor = _sums(g, params, state), r / mu_y
-    sums = sums._replace(
-        sq_distance=factor**2 * sums.sq_distance,
-        inner_product=factor * sums.inner_product,
-        sq_rounding=factor**2 * sums.sq_rounding,
-    )
-    return Step(sums, eta, c, delta, r)
+    sums = _sums(g, params, state, factor=r / mu_y)
+    return Measurement(sums, eta, c, delta, r)
 
 
-def _sums(g: PyTree, params: PyTree, state: SPAState) -> Sums:
-    """The sums with z_k − y_k for d_k, as the state holds it."""
+def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
+    """The sums with d_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
     codec, z_is_y = codec_of(state.z), z_is_still_y(state)
 
     def of_array(y, stored, g):
         y = jnp.asarray(y)
         d = codec.z_minus_y(y, stored, z_is_y)
+        d = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
-        rounding = jnp.maximum(
+        rounding = factor * jnp.maximum(
             _rounding_error(y, d.dtype),
             codec.unit * _rounding_error(stored, d.dtype),
         )
@@ -145,7 +142,7 @@ def _rounding_error(x: Array, dtype: Any) -> Array:
     return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
 
 
-def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
+def update_gauge(gauge: Gauge, step: Measurement, decay: Any) -> Gauge:
     """The gauge after a step."""
     sums = step.sums
     sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
@@ -175,7 +172,7 @@ def update_gauge(gauge: Gauge, step: Step, decay: Any) -> Gauge:
 
 
 def _terms_of(
-    step: Step, p: Scalar
+    step: Measurement, p: Scalar
 ) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, over η² c.
 

@@ -82,7 +82,7 @@ def guard_params(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_kind("state", state, GuardParamsState)
+        _checks.check_type("state", state, GuardParamsState)
         _checks.check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)

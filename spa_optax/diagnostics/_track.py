@@ -92,7 +92,7 @@ def track_momentum(
         return TrackMomentumState(state, new_gauge())
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_kind("state", state, TrackMomentumState)
+        _checks.check_type("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
         # A second update, of which only the arguments of `observe` are used: in
