@@ -79,8 +79,16 @@ IN_SHORT = {
         "Adafactor, bfloat16 params",
     ),
 }
-# A rival there that was not fine-tuned.
-NESTEROV = "`optax.adamw(…, nesterov=True)`, float32 params"
+# Rivals there that were not fine-tuned, each with its place and its bytes.
+ONLY_TRAINED = [
+    (1, "12", "NAdamW", "`optax.adamw(…, nesterov=True)`, float32 params"),
+    (
+        6,
+        "3",
+        "factored NAdamW, 8-bit m",
+        "an 8-bit Nesterov momentum of factored directions (in our benchmarks only)",
+    ),
+]
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
@@ -269,7 +277,8 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
             if to_pretrain != num_bytes:
                 num_bytes += f" ({to_pretrain} in pretraining)"
         rows.append([num_bytes, f"{mean_accuracy(runs):.3f}", loss, text])
-    rows.insert(1, ["12", "–", f"{mean_loss(trained['NAdamW']):.3f}", NESTEROV])
+    for place, num_bytes, name, text in ONLY_TRAINED:
+        rows.insert(place, [num_bytes, "–", f"{mean_loss(trained[name]):.3f}", text])
     header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
     return common.markdown(header, rows)
 

@@ -32,7 +32,7 @@ from ._trees import (
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
-# Kinds of values. A number is of Python or NumPy; a scalar may also be of JAX.
+# Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
 
 
@@ -40,9 +40,10 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # It gets the value, or `float(value)` if there is a kind. An error means no.
+    # It gets the value, or `float(value)` if there is a form. An error means no, unless
+    # the value is traced.
     holds: Callable[[Any], Any]
-    kind: str = ""  # any, or one of the above
+    form: str = ""  # any, or one of the above
     may_be_none: bool = False
     needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
 
@@ -54,29 +55,29 @@ class Requirement(NamedTuple):
         """Raises ValueError with the argument, the requirement and the value."""
         for name, value in arguments.items():
             if not self._allows(value):
-                is_of_kind = not self.kind or _is_real(value)
-                text = self.text if is_of_kind else self.kind
+                is_of_form = not self.form or _is_real(value)
+                text = self.text if is_of_form else self.form
                 raise ValueError(
-                    f"`{name}` must be {text}, got {_described(value, self.kind)}"
+                    f"`{name}` must be {text}, got {_described(value, self.form)}"
                 )
 
     def _allows(self, value: Any) -> bool:
         if value is None and self.may_be_none:
             return True
-        if callable(value) and self.kind == SCHEDULE:
+        if callable(value) and self.form == SCHEDULE:
             return True
-        if self.kind and not _is_real(value):
+        if self.form and not _is_real(value):
             return False
         if isinstance(value, jax.Array):
             is_narrow = self.needs_32_bits and value.itemsize <= 2
-            if is_narrow or self.kind == NUMBER:
+            if is_narrow or self.form == NUMBER:
                 return False
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return bool(self.holds(float(value) if self.kind else value))  # pyright: ignore[reportArgumentType]  # real
-        return bool(self.kind) and isinstance(value, Tracer)
+            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]  # real
+        return bool(self.form) and isinstance(value, Tracer)
 
 
-def _described(value: Any, kind: str) -> str:
+def _described(value: Any, form: str) -> str:
     """A value in a message, with what to do if it is one that users often pass."""
     if isinstance(value, int) and value.bit_length() > 100:
         # Python may not print so many digits.
@@ -86,7 +87,7 @@ def _described(value: Any, kind: str) -> str:
     if hasattr(value, "averaging"):
         return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
-        if kind in ("", NUMBER):
+        if form in ("", NUMBER):
             return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
         if value.itemsize <= 2:
             return (
@@ -146,15 +147,15 @@ AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
 POSITIVE_FRACTION = Requirement(
     "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR
 )
-INTERPOLATION = POSITIVE_FRACTION._replace(kind=SCHEDULE)
+INTERPOLATION = POSITIVE_FRACTION._replace(form=SCHEDULE)
 MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
-B1 = MOMENTUM._replace(kind=SCALAR)
+B1 = MOMENTUM._replace(form=SCALAR)
 B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
-EPS = RATE._replace(kind=SCALAR)
-DECAY = MOMENTUM._replace(kind=NUMBER)
-NOT_NEGATIVE = RATE._replace(kind=NUMBER)
+EPS = RATE._replace(form=SCALAR)
+DECAY = MOMENTUM._replace(form=NUMBER)
+NOT_NEGATIVE = RATE._replace(form=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)
 POSITIVE_INTEGER = _integer(1)
@@ -178,7 +179,7 @@ def is_plain_number(value: object) -> bool:
 
 
 def is_constant(value: Any, expected: int) -> bool:
-    """Whether a hyper-parameter is known to be a number when a transform is built."""
+    """Whether a hyper-parameter is known to be `expected` when a transform is built."""
     return is_plain_number(value) and bool(value == expected)
 
 

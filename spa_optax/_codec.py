@@ -43,7 +43,7 @@ class ZItself:
     stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:
-        """What stands in the state for a tree of stored arrays."""
+        """The node of a state that holds a tree of stored arrays."""
         return tree
 
     def init(self, y: Any, dtype: Any) -> Array:
@@ -53,8 +53,8 @@ class ZItself:
     def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
         """The value of z, in the dtype to compute in.
 
-        `z_is_y` says that no step was taken. Then z is y, which may have been replaced
-        since `init`, as by pretrained params.
+        `z_is_y` is `z_is_still_y` of the state. Then z is y, which may have been
+        replaced since `init`, as by pretrained params.
         """
         dtype = wide_dtype(y, stored)
         return where_sharded(z_is_y, y.astype(dtype), stored.astype(dtype))
@@ -90,8 +90,8 @@ class ZItself:
         if yz.delta_y is not None:
             u = u - yz.delta_y * g
         u = round_update(u, y, seed)
-        # Both may take all bits of a random word: of two arrays that have 32 bits or
-        # more, at most one is rounded, as float32 params beside a float64 z.
+        # y and z may share the bits of a word: where neither has fewer than 32 bits, at
+        # most one is rounded, as float32 params beside a float64 z.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
@@ -108,21 +108,21 @@ class Difference:
     unit: float
     stores_difference = True
 
-    def wrap(self, tree):
+    def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)
 
-    def init(self, y, dtype):
+    def init(self, y: Any, dtype: Any) -> Array:
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def z(self, y, stored, z_is_y):
+    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
         d = self.z_minus_y(y, stored, z_is_y)
         return y.astype(d.dtype) + d
 
-    def z_minus_y(self, y, stored, z_is_y):
+    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
         # Before the first step 0 is stored, so `z_is_y` is not needed.
         return self.unit * stored.astype(wide_dtype(y, stored))
 
-    def store(self, z, y, dtype, seed):
+    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
         # Where z is NaN, y is NaN too, so any number will do.
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
@@ -136,7 +136,10 @@ class Difference:
         z_is_y: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        # The same step in d:  d ← r d − η g;  y ← y + c_y d − δ_y g
+        """The same step in d.
+
+        d ← r d − η g;  y ← y + c_y d − δ_y g;  d ← d − (the update of y)
+        """
         d = self.z_minus_y(y, stored, z_is_y)
         g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
@@ -172,13 +175,13 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 
 class ZMinusParams(NamedTuple):
-    """Stands in a state for a tree of z − y."""
+    """The node of a state that holds a tree of z − y."""
 
     z_minus_params: PyTree
 
 
 class ZMinusParamsTimes256(NamedTuple):
-    """Stands in a state for a tree of 256 (z − y).
+    """The node of a state that holds a tree of 256 (z − y).
 
     float8_e4m3fn has few exponents. In 256ths its normal numbers, from 2^-6 to 448, are
     differences from 6e-5 to 1.75, as steps like Adam's make them.
@@ -206,7 +209,7 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
 
 
 def codec_of(z: PyTree) -> Codec:
-    """How a state stores the z that stands in it."""
+    """How a state stores z, from its field `z`."""
     for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
         if isinstance(z, codec.node_type):
             return codec
@@ -231,7 +234,7 @@ def stored_dtype(y: Any, state_dtype: Any) -> Any:
 
 
 def init_z(params: PyTree, state_dtype: Any) -> PyTree:
-    """What stands in a new state for z_0 = y_0."""
+    """The field `z` of a new state, for z_0 = y_0."""
     codec = choose_codec(params, state_dtype)
 
     def start(y):

@@ -15,7 +15,7 @@ from ._trees import Flag, Scalar
 class XZCoefficients(NamedTuple):
     """One step as a member writes it, of x and z. g are the incoming updates.
 
-        z_k     ← y_k + r (z_k − y_k)
+        z_k     ← x_k + r (z_k − x_k)                        only where y is x
         z_{k+1} = z_k − η g_k
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
@@ -45,7 +45,7 @@ class YZCoefficients(NamedTuple):
 
     eta: Scalar
     c_y: Scalar
-    delta_y: Scalar | None  # None: 0
+    delta_y: Scalar | None  # None: 0. With a rounding key never None
     r: Scalar | None  # None: 1
 
 

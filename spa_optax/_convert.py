@@ -93,7 +93,7 @@ class Run(NamedTuple):
     y: ByPath  # the params with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
-    other: SGDM | AdamW | None  # the argument of `convert`
+    hyperparams: SGDM | AdamW | None  # the argument of `convert`
     averaging: optax.ScalarOrSchedule | None
 
 
@@ -102,7 +102,7 @@ def convert(
     params: PyTree,
     *,
     into: PyTree,
-    other: SGDM | AdamW | None = None,
+    hyperparams: SGDM | AdamW | None = None,
     averaging: optax.ScalarOrSchedule | None = None,
     new_params: PyTree | None = None,
     count: int | None = None,
@@ -130,7 +130,7 @@ def convert(
         them.
       into: the new optimizer's state from `init`. It may train fewer params, with
         others frozen.
-      other: the hyper-parameters of Optax's optimizer: `SGDM` from `optax.sgd`, and
+      hyperparams: those of Optax's optimizer: `SGDM` from `optax.sgd`, and
         `AdamW` from and to `optax.adamw`. It also says that a state of Adam's type is
         AdamW's, since other optimizers have such states.
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
@@ -159,7 +159,7 @@ def convert(
       >>> x = jnp.array(10.0)
       >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(x), x)
       >>> x = optax.apply_updates(x, updates)
-      >>> new = convert(state, x, into=tx.init(x), other=SGDM(1.0, 0.5), count=1)
+      >>> new = convert(state, x, into=tx.init(x), hyperparams=SGDM(1.0, 0.5), count=1)
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
@@ -168,8 +168,8 @@ def convert(
       proof.
     """
     new_params = params if new_params is None else new_params
-    arguments = (old_state, params, into, other, averaging, new_params, count)
-    _check_arguments(arguments, other, averaging)
+    arguments = (old_state, params, into, hyperparams, averaging, new_params, count)
+    _check_arguments(arguments, hyperparams, averaging)
     _checks.check_same_tree(
         "new_params", new_params, "params", params, same_nodes=False
     )
@@ -179,13 +179,13 @@ def convert(
     if pair is not None:
         old, new = pair
         of_optax = new_nodes if isinstance(old, SPAState) else nodes
-        _check_injected(of_optax, other)
+        _check_injected(of_optax, hyperparams)
         run = Run(
             count=k,
             y=_inexact_params(old, by_path(params)),
             new_params=by_path(new_params),
             nu=_nu_of(old, new, nodes, new_nodes),
-            other=other,
+            hyperparams=hyperparams,
             averaging=averaging,
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
@@ -196,7 +196,7 @@ def convert(
 
 
 def _check_arguments(
-    arguments: PyTree, other: object, averaging: optax.ScalarOrSchedule | None
+    arguments: PyTree, hyperparams: object, averaging: optax.ScalarOrSchedule | None
 ) -> None:
     """Raises ValueError where an argument is traced or out of its range."""
     for leaf in jax.tree.leaves(arguments):
@@ -208,20 +208,20 @@ def _check_arguments(
             )
     if averaging is not None:
         _checks.check_averaging(averaging)
-    if other is None:
+    if hyperparams is None:
         return
-    if not isinstance(other, (SGDM, AdamW)):
+    if not isinstance(hyperparams, (SGDM, AdamW)):
         raise ValueError(
-            "`other` must be `SGDM(learning_rate, momentum)` or "
-            f"`AdamW(learning_rate)`, got {other!r}"
+            "`hyperparams` must be `SGDM(learning_rate, momentum)` or "
+            f"`AdamW(learning_rate)`, got {hyperparams!r}"
         )
-    for name, value in other._asdict().items():
+    for name, value in hyperparams._asdict().items():
         REQUIREMENTS[name].check(**{name: value})
 
 
-def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
-    """Raises ValueError if a state injects other numbers than `other` has."""
-    given = {} if other is None else other._asdict()
+def _check_injected(nodes: list[Any], hyperparams: SGDM | AdamW | None) -> None:
+    """Raises ValueError if a state injects other numbers than `hyperparams` has."""
+    given = {} if hyperparams is None else hyperparams._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
     for node in _of_type(nodes, injecting):
         for name in given.keys() & node.hyperparams.keys():
@@ -233,7 +233,7 @@ def _check_injected(nodes: list[Any], other: SGDM | AdamW | None) -> None:
             ulp = float(jnp.finfo(value.dtype).eps) if is_inexact(value) else 0.0
             if not jnp.allclose(value, injected, rtol=ulp, atol=0):
                 raise ValueError(
-                    f"`other` must have the {name} that the state injects, "
+                    f"`hyperparams` must have the {name} that the state injects, "
                     f"{injected:g}, got {value}"
                 )
 
@@ -338,12 +338,12 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
 
 def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
     """η, c and w of step k − 1: x − z = w m."""
-    if not isinstance(run.other, SGDM):
+    if not isinstance(run.hyperparams, SGDM):
         raise ValueError(
-            "`other` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
-            f"hyper-parameters of `optax.sgd`, got {run.other!r}"
+            "`hyperparams` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
+            f"hyper-parameters of `optax.sgd`, got {run.hyperparams!r}"
         )
-    alpha, beta, nesterov = run.other
+    alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
     sgdm = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
@@ -361,15 +361,15 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     the same. ν is that of step k − 1, and so is its bias. The state keeps these
     scalars in place of those of step k − 1, so that its next step has AdamW's momentum.
     """
-    k, other = run.count, run.other
-    if not isinstance(other, AdamW):
+    k, adamw = run.count, run.hyperparams
+    if not isinstance(adamw, AdamW):
         raise ValueError(
-            "`other` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
+            "`hyperparams` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
             "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
-            f"{other!r}"
+            f"{adamw!r}"
         )
-    averaging: Any = 1 - other.b1 if run.averaging is None else run.averaging
-    eta = _checks.as_schedule("learning_rate", other.learning_rate)(k)
+    averaging: Any = 1 - adamw.b1 if run.averaging is None else run.averaging
+    eta = _checks.as_schedule("learning_rate", adamw.learning_rate)(k)
     c = _checks.as_schedule("averaging", averaging)(k)
     if c <= 0 or (eta <= 0 and k > 0):
         raise ValueError(
@@ -379,8 +379,8 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
 
     def divisor(nu):
         nu = nu.astype(wide_dtype(nu))
-        nu_hat = nu / _bias(other.b2, jnp.maximum(k, 1), nu.dtype)
-        size = _bias(other.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + other.eps)
+        nu_hat = nu / _bias(adamw.b2, jnp.maximum(k, 1), nu.dtype)
+        size = _bias(adamw.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + adamw.eps)
         return c.astype(nu.dtype) * size
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}

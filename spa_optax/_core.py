@@ -17,17 +17,9 @@ from . import _checks
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import (
-    SPAState,
-    check_fits_params,
-    check_storage,
-    check_updates,
-    frozen_paths,
-    z_is_still_y,
-)
+from ._state import SPAState, check_update, eta_or_nan, z_is_still_y
 from ._trees import (
     Flag,
-    Scalar,
     as_dtype,
     has_narrow_leaves,
     is_inexact,
@@ -51,7 +43,8 @@ def transformation(
 
     Args:
       rule: from the state before a step to the `XZCoefficients` of the step.
-      state_dtype: dtype of z, as for `spa`. It is checked here, for all members.
+      state_dtype: dtype of z, as for `spa`. Its type is checked here. That c suits 8
+        bits a member checks itself, by `check_fits_8_bits`.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       params_are_z: whether each step sets x to z. Then rounding x loses nothing that a
         z of 32 bits does not keep, so params need no key.
@@ -89,20 +82,12 @@ def transformation(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        check_fits_params(state, params)
-        check_storage(state.z, params, state_dtype)
-        check_updates(updates, state, params)
+        check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
         xz = rule(state)
         # A mistake that only compiled code can see makes η NaN: better than a wrong x.
-        if xz.mu_y is None:
-            eta = _nan_unless_params_are_x(xz.eta, state)
-        else:
-            frozen = frozen_paths(updates, state)
-            eta = _nan_unless_frozen_stay(
-                xz.eta, xz.mu_y, state, frozen, mu_y_may_change
-            )
+        eta = eta_or_nan(updates, state, xz.eta, xz.mu_y, mu_y_may_change)
         xz = xz._replace(eta=eta)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -134,9 +119,9 @@ def _step(
     z_is_y, yz = z_is_still_y(state), without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
-    # What follows serves XLA: no finite number changes. Without a term of δ, even of 0,
-    # XLA for TPU v7x makes two kernels of Adam's direction and a step that rounds at
-    # random (benchmarks/compiled.py).
+    # The rest serves XLA and changes no finite number. With a key δ_y is always an
+    # array, if need be of 0: without that term XLA for TPU v7x makes two kernels of
+    # Adam's direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
@@ -179,44 +164,3 @@ def _step_arrays(
 
 def _is_step(node: Any) -> bool:
     return isinstance(node, ArrayStep)
-
-
-def _nan_unless_params_are_x(eta: Scalar, state: SPAState) -> Scalar:
-    """η, or NaN if the params are not x, because the last step had a μ_y below 1.
-
-    Raises ValueError if that is known outside `jax.jit`.
-    """
-    is_wrong = ~z_is_still_y(state) & (state.mu_y != 1)
-    message = (
-        "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
-        "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
-        "schedule `interpolation=lambda k: 1.0`."
-    )
-    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
-
-
-def _nan_unless_frozen_stay(
-    eta: Scalar,
-    next_mu_y: Scalar,
-    state: SPAState,
-    frozen: set[str],
-    mu_y_may_change: bool,
-) -> Scalar:
-    """η, or NaN if μ_y has changed, which would also move the frozen params.
-
-    Raises ValueError where μ_y may change, even if it has not yet.
-    """
-    if not frozen:
-        return eta
-    if mu_y_may_change:
-        raise ValueError(
-            "`updates` must not be None where `interpolation` may change, which moves "
-            f"the params, got None at {min(frozen) or 'its root'}"
-        )
-    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
-    changes = ~z_is_still_y(state) & (next_mu_y != state.mu_y)
-    message = (
-        "`updates` must not be None where `interpolation` changes, which moves the "
-        "params, got None and a change from {:g} to {:g}"
-    )
-    return _checks.nan_or_raise(changes, eta, message, state.mu_y, next_mu_y)

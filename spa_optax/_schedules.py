@@ -180,7 +180,7 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _checks.RATE._replace(kind=_checks.SCALAR).check(learning_rate=learning_rate)
+    _checks.RATE._replace(form=_checks.SCALAR).check(learning_rate=learning_rate)
     _checks.POSITIVE_FRACTION.check(averaging=averaging)
     _checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
     _checks.ABOVE_1.check(factor=factor)
@@ -280,7 +280,7 @@ def schedule_free_averaging(
     _checks.NOT_NEGATIVE.check(weight_power=weight_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
-    else:  # over the number
+    else:  # divided by η, which cancels in c
         counts = np.arange(1, num_warmup_steps + 2)
         rates = np.minimum(counts / max(num_warmup_steps, 1), 1)
     # A table of 1/c up to the last step of warm-up, in float64; inf while weights are
@@ -302,7 +302,10 @@ def schedule_free_averaging(
 def _rates_of_warmup(
     learning_rate: Callable[..., Any], num_warmup_steps: int
 ) -> np.ndarray:
-    """The rates up to a count, in float64, by which they are largest."""
+    """The rates of counts 0 to `num_warmup_steps`, in float64.
+
+    Raises ValueError if a later one is larger.
+    """
     later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(num_warmup_steps + 1), later)
     rate_at = _checks.as_schedule("learning_rate", learning_rate)

@@ -81,7 +81,24 @@ def check_spa_state(name: str, state: Any) -> None:
         )
 
 
-def check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
+def check_update(
+    updates: PyTree, state: Any, params: PyTree | None, state_dtype: Any
+) -> None:
+    """Raises ValueError unless the arguments of an update fit each other."""
+    check_fits_params(state, params)
+    _check_storage(state.z, params, state_dtype)
+    _checks.check_same_tree("updates", updates, "params", params)
+    stored = by_path(unwrap(state.z))
+    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+        without_leaf = by_path(updates).keys() - leaves.keys()
+        if without_leaf:
+            path = min(without_leaf) or "its root"
+            raise ValueError(
+                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+            )
+
+
+def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
     found, expected = codec_of(z), choose_codec(params, state_dtype)
     if found is not expected:
@@ -107,21 +124,42 @@ def check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def check_updates(updates: PyTree, state: SPAState, params: PyTree) -> None:
-    """Raises ValueError unless updates fit the params and what is stored of z."""
-    _checks.check_same_tree("updates", updates, "params", params)
-    stored = by_path(unwrap(state.z))
-    for name, leaves in (("state.z", stored), ("params", by_path(params))):
-        without_leaf = by_path(updates).keys() - leaves.keys()
-        if without_leaf:
-            path = min(without_leaf) or "its root"
-            raise ValueError(
-                f"`updates` must be None where `{name}` is, got a gradient at {path}"
-            )
+def eta_or_nan(
+    updates: PyTree,
+    state: SPAState,
+    eta: Scalar,
+    next_mu_y: Scalar | None,
+    mu_y_may_change: bool,
+) -> Scalar:
+    """η, or NaN where the last μ_y does not fit the step.
 
-
-def frozen_paths(updates: PyTree, state: SPAState) -> set[str]:
-    """The paths of params that have a z, but get no update."""
+    A step without a μ_y needs params that are x. A change of μ_y would also move the
+    frozen params, which have a z but no update. Raises ValueError if either is known
+    outside `jax.jit`, or where μ_y may change beside frozen params.
+    """
+    have_stepped = ~z_is_still_y(state)
+    if next_mu_y is None:
+        message = (
+            "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+            "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+            "schedule `interpolation=lambda k: 1.0`."
+        )
+        is_wrong = have_stepped & (state.mu_y != 1)
+        return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
     stored = by_path(unwrap(state.z))
     have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
-    return have_z - by_path(updates).keys()
+    frozen = have_z - by_path(updates).keys()
+    if not frozen:
+        return eta
+    if mu_y_may_change:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(frozen) or 'its root'}"
+        )
+    message = (
+        "`updates` must not be None where `interpolation` changes, which moves the "
+        "params, got None and a change from {:g} to {:g}"
+    )
+    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
+    is_wrong = have_stepped & (next_mu_y != state.mu_y)
+    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y, next_mu_y)

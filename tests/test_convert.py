@@ -70,7 +70,7 @@ def test_sgdm_moves_to_spa_and_back(
         never_moved, _ = trained(sgd, gradient, start, BATCHES)
         params, sgd_state = trained(sgd, gradient, start, BATCHES[:first])
         other = SGDM(ALPHA, 0.9, nesterov)
-        state = convert(sgd_state, params, into=tx.init(params), other=other)
+        state = convert(sgd_state, params, into=tx.init(params), hyperparams=other)
         assert state[1].count == first
         params, state = trained(tx, gradient, params, BATCHES[first:second], state)
         assert state[1].count == second
@@ -87,7 +87,7 @@ def test_a_schedule_is_not_evaluated_before_count_0() -> None:
         return 0.1 * jnp.minimum(k**-0.5, k * 4**-1.5)
 
     sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)
-    state = convert(sgd.init(x), x, into=tx.init(x), other=SGDM(noam, 0.9))
+    state = convert(sgd.init(x), x, into=tx.init(x), hyperparams=SGDM(noam, 0.9))
     found, _ = run(tx, x, [x] * 5, state)
     expected, _ = run(sgd, x, [x] * 5)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
@@ -99,7 +99,9 @@ def test_a_state_from_sgdm_is_as_foreseen() -> None:
     gradient, start = jax.grad(logistic_regression("float32")), jnp.zeros((65, 10))
     _, native = trained(tx, gradient, start, BATCHES[:80])
     params, sgd_state = trained(sgd, gradient, start, BATCHES[:80])
-    moved = convert(sgd_state, params, into=tx.init(params), other=SGDM(ALPHA, 0.9))
+    moved = convert(
+        sgd_state, params, into=tx.init(params), hyperparams=SGDM(ALPHA, 0.9)
+    )
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
     _, after = tx.update(jnp.zeros_like(params), moved, params)
     np.testing.assert_array_equal(after.z, moved.z)
@@ -168,7 +170,7 @@ def test_wrapped_states_move(wrap: Callable[[Any], Any]) -> None:
     grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), params) for k in range(12)]
     x, _ = run(sgd, params, grads)
     y, state = run(sgd, params, grads[:4])
-    moved = convert(state, y, into=tx.init(y), other=SGDM(decaying, 0.5))
+    moved = convert(state, y, into=tx.init(y), hyperparams=SGDM(decaying, 0.5))
     chex.assert_trees_all_equal_structs(moved, tx.init(y))
     y, moved = run(tx, y, grads[4:8], moved)
     back = convert(moved, y, into=sgd.init(y))
@@ -183,7 +185,7 @@ def test_injected_schedules_go_on_from_the_count() -> None:
     old = optax.inject_hyperparams(optax.sgd)(decaying, 0.5)
     new = optax.inject_hyperparams(spa_from_sgdm)(decaying, decaying)
     x, state = run(old, jnp.ones(2), [jnp.ones(2)] * 3)
-    moved = convert(state, x, into=new.init(x), other=SGDM(decaying, 0.5))
+    moved = convert(state, x, into=new.init(x), hyperparams=SGDM(decaying, 0.5))
     assert moved.count == moved.inner_state.count == 3
     assert [s.count for s in moved.hyperparams_states.values()] == [3, 3]
     assert moved.hyperparams["momentum"] == new.init(x).hyperparams["momentum"]
@@ -202,11 +204,11 @@ def test_accumulated_gradients_are_not_lost() -> None:
     other = SGDM(decaying, 0.5)
     for num_batches in (1, 5):
         x, state = run(accumulated, jnp.ones((3, 2)), grads[:num_batches])
-        moved = convert(state, x, into=new.init(x), other=other)
+        moved = convert(state, x, into=new.init(x), hyperparams=other)
         expected, _ = run(accumulated, x, grads[num_batches:], state)
         found, _ = run(new, x, grads[num_batches:], moved)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-        alone = convert(state, x, into=tx.init(x), other=other)
+        alone = convert(state, x, into=tx.init(x), hyperparams=other)
         assert alone.count == state.gradient_step
         again = convert(alone, x, into=accumulated.init(x))
         assert again.gradient_step == state.gradient_step
@@ -215,7 +217,7 @@ def test_accumulated_gradients_are_not_lost() -> None:
         for into in (tx, new):
             match = f"`old_state` must not .* {num_batches - 5} batches"
             with pytest.raises(ValueError, match=match):
-                convert(state, x, into=into.init(x), other=other)
+                convert(state, x, into=into.init(x), hyperparams=other)
 
 
 def test_the_new_optimizer_may_freeze_params() -> None:
@@ -228,7 +230,7 @@ def test_the_new_optimizer_may_freeze_params() -> None:
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9)
     x = {"a": jnp.ones(2), "b": jnp.ones(3)}
     g = {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
-    given: Any = {"other": SGDM(0.1, 0.9), "count": 1}
+    given: Any = {"hyperparams": SGDM(0.1, 0.9), "count": 1}
     x, old = run(sgd, x, [g])
     expected, later = run(sgd, x, [g], old)
     for new in (partly(tx), partly(sgd)):
@@ -259,7 +261,7 @@ def test_groups_of_a_partition_move_one_by_one() -> None:
     groups = {}
     for label, other in others.items():
         group, new_group = state.inner_states[label], into.inner_states[label]
-        groups[label] = convert(group, x, into=new_group, other=other, count=3)
+        groups[label] = convert(group, x, into=new_group, hyperparams=other, count=3)
     found, _ = run(new, x, [x] * 3, into._replace(inner_states=groups))
     expected, _ = run(old, x, [x] * 3, state)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
@@ -275,7 +277,7 @@ def test_one_group_of_a_partition_moves() -> None:
     old, new = with_group(optax.sgd(decaying, 0.5)), with_group(spa_from_sgdm(decaying))
     x = {"a": jnp.ones(2), "b": jnp.ones(3)}
     x, state = run(old, x, [x] * 3)
-    moved = convert(state, x, into=new.init(x), other=SGDM(decaying, 0.5))
+    moved = convert(state, x, into=new.init(x), hyperparams=SGDM(decaying, 0.5))
     chex.assert_trees_all_equal(
         moved.inner_states["adamw"], state.inner_states["adamw"]
     )
@@ -385,12 +387,12 @@ def test_adamw_goes_on_under_stochastic_rounding() -> None:
 def test_a_count_that_no_state_holds_must_be_given() -> None:
     """A schedule of the new optimizer would start over at a count of 0."""
     x, sgd, tx = jnp.ones(2), optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
-    given: Any = {"into": tx.init(x), "other": SGDM(0.5, 0.5)}
+    given: Any = {"into": tx.init(x), "hyperparams": SGDM(0.5, 0.5)}
     chex.assert_trees_all_equal(convert(sgd.init(x), x, **given, count=0), tx.init(x))
     _, state = sgd.update(x, sgd.init(x))
     for new in (tx, optax.sgd(decaying, 0.5), sgdm(0.5, 0.5)):
         with pytest.raises(ValueError, match=r"`count` must be .* got None"):
-            convert(state, x, into=new.init(x), other=SGDM(0.5, 0.5))
+            convert(state, x, into=new.init(x), hyperparams=SGDM(0.5, 0.5))
     assert convert(state, x, **given, count=7).count == 7
     with pytest.raises(ValueError, match=r"`count` must be >= 1 .* got 0"):
         convert(state, x, **given, count=0)
@@ -410,7 +412,7 @@ def test_counts_that_differ_are_refused() -> None:
     """As after a restart of a schedule alone."""
     x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
     adam, tx = optax.adamw(rate), spa_adamw(rate)
-    given: Any = {"into": tx.init(x), "other": AdamW(rate)}
+    given: Any = {"into": tx.init(x), "hyperparams": AdamW(rate)}
     _, (of_adam, *rest) = run(adam, x, [x] * 9)
     _, (of_nu, of_spa) = run(tx, x, [x] * 9)
     restarted = (*rest[:-1], rest[-1]._replace(count=0))
@@ -432,13 +434,15 @@ def test_injected_hyperparameters_must_be_those_of_the_other_optimizer() -> None
         (SGDM(0.2, 0.8), "momentum"),
     ):
         with pytest.raises(
-            ValueError, match=f"`other`.*{name}.*0\\.[29].*got 0\\.[18]"
+            ValueError, match=f"`hyperparams`.*{name}.*0\\.[29].*got 0\\.[18]"
         ):
-            convert(state, x, into=tx.init(x), other=other)
-    convert(state, x, into=tx.init(x), other=SGDM(0.2, 0.9))
-    convert(state, x, into=tx.init(x), other=SGDM(lambda k: 0.2, 0.9))
-    with pytest.raises(ValueError, match=r"`other`.*learning_rate"):  # by four ulps
-        convert(state, x, into=tx.init(x), other=SGDM(0.2 * (1 + 4e-7), 0.9))
+            convert(state, x, into=tx.init(x), hyperparams=other)
+    convert(state, x, into=tx.init(x), hyperparams=SGDM(0.2, 0.9))
+    convert(state, x, into=tx.init(x), hyperparams=SGDM(lambda k: 0.2, 0.9))
+    with pytest.raises(
+        ValueError, match=r"`hyperparams`.*learning_rate"
+    ):  # by four ulps
+        convert(state, x, into=tx.init(x), hyperparams=SGDM(0.2 * (1 + 4e-7), 0.9))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -449,13 +453,13 @@ def test_injected_hyperparameters_are_compared_in_their_dtype(dtype: Any) -> Non
     with jax.numpy_dtype_promotion("standard"):
         _, state = run(make(1e-3, b2=0.98, eps=1e-10), x, [x])
     tx = spa_adamw(1e-3)
-    convert(state, x, into=tx.init(x), other=AdamW(1e-3, b2=0.98, eps=1e-10))
+    convert(state, x, into=tx.init(x), hyperparams=AdamW(1e-3, b2=0.98, eps=1e-10))
     for other, name in (
         (AdamW(1e-3, b2=0.999, eps=1e-10), "b2"),
         (AdamW(1e-3, b2=0.98, eps=1e-8), "eps"),
     ):
-        with pytest.raises(ValueError, match=f"`other`.*{name}.*got"):
-            convert(state, x, into=tx.init(x), other=other)
+        with pytest.raises(ValueError, match=f"`hyperparams`.*{name}.*got"):
+            convert(state, x, into=tx.init(x), hyperparams=other)
 
 
 def test_an_injected_integer_is_a_number() -> None:
@@ -463,9 +467,9 @@ def test_an_injected_integer_is_a_number() -> None:
     inject = optax.inject_hyperparams
     _, state = run(inject(optax.sgd)(1, momentum=0.5), x, [x])
     tx = spa_from_sgdm(1.0, momentum=0.5)
-    convert(state, x, into=tx.init(x), other=SGDM(1, 0.5))
-    with pytest.raises(ValueError, match=r"`other`.*learning_rate.*got 2"):
-        convert(state, x, into=tx.init(x), other=SGDM(2, 0.5))
+    convert(state, x, into=tx.init(x), hyperparams=SGDM(1, 0.5))
+    with pytest.raises(ValueError, match=r"`hyperparams`.*learning_rate.*got 2"):
+        convert(state, x, into=tx.init(x), hyperparams=SGDM(2, 0.5))
     tx = inject(spa)(1)
     _, state = run(tx, x, [x])
     chex.assert_trees_all_equal(convert(state, x, into=tx.init(x)), state)
@@ -483,7 +487,7 @@ def test_a_run_at_y_does_not_go_on_in_optax() -> None:
     for old, new, other in cases:
         _, state = run(old, y, [jnp.array([1.0, -2.0])])
         with pytest.raises(ValueError, match=r"`old_state`.*interpolation of 1.* 0.9"):
-            convert(state, y, into=new.init(y), other=other)
+            convert(state, y, into=new.init(y), hyperparams=other)
 
 
 def test_a_run_of_sgd_goes_on_at_y() -> None:
@@ -509,7 +513,7 @@ def test_a_run_of_sgd_goes_on_at_y() -> None:
             state,
             at_x,
             into=tx.init(at_x),
-            other=SGDM(alpha, beta),
+            hyperparams=SGDM(alpha, beta),
             count=num_steps,
         )
         at_y, state = run(tx, at_x, list(gradients[num_steps:]), state)
@@ -608,7 +612,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
         adam = optax.adamw(**given, weight_decay=0.0)
         tx = spa_adamw(**given, weight_decay=0.0)
         x, state = run(adam, x, [g] * num_steps)
-        new = convert(state, x, into=tx.init(x), other=AdamW(**given))
+        new = convert(state, x, into=tx.init(x), hyperparams=AdamW(**given))
         expected, _ = adam.update(jnp.zeros(5), state, x)
         found, _ = tx.update(jnp.zeros(5), new, x)
 
@@ -624,8 +628,8 @@ def test_adamw_there_and_back() -> None:
     """With the moments that it had."""
     params, state = after(ADAMW, 300)
     tx = optax.chain(CLIP, spa_adamw(rate, **ADAM))
-    moved = convert(state, params, into=tx.init(params), other=OTHER)
-    back = convert(moved, params, into=ADAMW.init(params), other=OTHER)
+    moved = convert(state, params, into=tx.init(params), hyperparams=OTHER)
+    back = convert(moved, params, into=ADAMW.init(params), hyperparams=OTHER)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, state)
     old, new = (optax.tree.get(s, "nu") for s in (state, back))
     chex.assert_trees_all_equal(new, old)
@@ -647,10 +651,10 @@ def test_leaves_of_all_kinds() -> None:
     old, new = optax.adamw(0.1, **ADAM), spa_adamw(0.1, **ADAM, rounding_key=KEY)
     _, state = old.update(grads, old.init(params), params)
     into, other = new.init(params), AdamW(0.1, **ADAM)
-    moved = convert(state, params, into=into, other=other)
+    moved = convert(state, params, into=into, hyperparams=other)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, into)
     new.update(grads, moved, params)
-    back = convert(moved, params, into=old.init(params), other=other)
+    back = convert(moved, params, into=old.init(params), hyperparams=other)
     chex.assert_trees_all_equal_shapes_and_dtypes(back, old.init(params))
     for name in ("mu", "nu"):
         found, expected = (optax.tree.get(s, name) for s in (back, state))
@@ -665,7 +669,7 @@ def test_z_of_injected_adamw(averaging: float | None) -> None:
     new = optax.inject_hyperparams(spa_adamw)(rate, averaging or 0.1, **ADAM)
     params, state = after(old, 20)
     into = new.init(params)
-    moved = convert(state, params, into=into, other=OTHER, averaging=averaging)
+    moved = convert(state, params, into=into, hyperparams=OTHER, averaging=averaging)
     chex.assert_trees_all_equal_structs(moved, into)
     c = averaging or 0.1
     m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
@@ -685,7 +689,7 @@ def test_a_first_moment_of_16_bits_and_a_master_copy(state_dtype: Any) -> None:
     params = optax.tree.cast(master, jnp.bfloat16)
     new = spa_adamw(rate, **ADAM, state_dtype=state_dtype, rounding_key=KEY)
     into = new.init(params)
-    moved = convert(state, master, into=into, other=OTHER, new_params=params)
+    moved = convert(state, master, into=into, hyperparams=OTHER, new_params=params)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, into)
     m, nu = (optax.tree.get(state, name)["w"] for name in ("mu", "nu"))
     bias = 1 - 0.9**51
@@ -711,21 +715,25 @@ def test_states_of_nnx_move() -> None:
     params = nnx.to_pure_dict(of_model)
     leaves = jax.tree.leaves(optimizer.opt_state)
     plain = jax.tree.unflatten(jax.tree.structure(old.init(params)), leaves)
-    moved = convert(optimizer.opt_state, of_model, into=other.opt_state, other=OTHER)
-    expected = convert(plain, params, into=new.init(params), other=OTHER)
+    moved = convert(
+        optimizer.opt_state, of_model, into=other.opt_state, hyperparams=OTHER
+    )
+    expected = convert(plain, params, into=new.init(params), hyperparams=OTHER)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (moved, expected)))
-    back = convert(moved, of_model, into=optimizer.opt_state, other=OTHER)
-    expected = convert(expected, params, into=old.init(params), other=OTHER)
+    back = convert(moved, of_model, into=optimizer.opt_state, hyperparams=OTHER)
+    expected = convert(expected, params, into=old.init(params), hyperparams=OTHER)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (back, expected)))
 
 
 def test_before_the_first_step() -> None:
     x, adam, tx = start(), optax.adamw(rate), spa_adamw(rate)
     old, new = adam.init(x), tx.init(x)
-    chex.assert_trees_all_equal(convert(old, x, into=new, other=OTHER), new)
-    chex.assert_trees_all_equal(convert(new, x, into=old, other=OTHER), old)
+    chex.assert_trees_all_equal(convert(old, x, into=new, hyperparams=OTHER), new)
+    chex.assert_trees_all_equal(convert(new, x, into=old, hyperparams=OTHER), old)
     replaced = jax.tree.map(lambda leaf: leaf + 1, x)  # has no momentum either
-    chex.assert_trees_all_equal(convert(new, replaced, into=old, other=OTHER), old)
+    chex.assert_trees_all_equal(
+        convert(new, replaced, into=old, hyperparams=OTHER), old
+    )
     narrow = spa_adamw(rate, state_dtype=jnp.bfloat16, rounding_key=KEY).init(replaced)
     chex.assert_trees_all_equal(convert(new, replaced, into=narrow), narrow)
 
@@ -742,14 +750,14 @@ def test_a_rate_of_0_holds_no_momentum() -> None:
     x, tx = jnp.ones(2), spa_adamw(rate)
     _, state = run(optax.adamw(rate), x, [x] * 3)
     with pytest.raises(ValueError, match=r"`learning_rate` must be > 0.* 0.0"):
-        convert(state, x, into=tx.init(x), other=AdamW(rate))
+        convert(state, x, into=tx.init(x), hyperparams=AdamW(rate))
     other = AdamW(0.1)
     with pytest.raises(ValueError, match=r"`averaging`.* must be > 0.* 0.0"):
-        convert(state, x, into=tx.init(x), other=other, averaging=lambda _: 0.0)
+        convert(state, x, into=tx.init(x), hyperparams=other, averaging=lambda _: 0.0)
 
 
-ADAMW_NAME = r"`other` must be `AdamW\(.*, got "
-SGDM_NAME = r"`other` must be `SGDM\(.*, got "
+ADAMW_NAME = r"`hyperparams` must be `AdamW\(.*, got "
+SGDM_NAME = r"`hyperparams` must be `SGDM\(.*, got "
 BOTH_SIDES = 'second_moment="full"'
 SPA, SPA_ADAMW = spa(0.1), spa_adamw(0.1)
 SGD, ADAM_TX = optax.sgd(decaying, 0.9), optax.adamw(decaying)
@@ -765,14 +773,19 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "into two": (SPA, optax.chain(SPA, SPA), {}, "`into` must hold one .* got 2"),
     "sgd to adamw": (SGD, ADAM_TX, {}, "`into` must hold only .* `ScaleByAdamState`"),
     "adamw to sgd": (ADAM_TX, SGD, {}, "`into` must hold only .* `TraceState`"),
-    "sgd to spa_adamw": (SGD, SPA_ADAMW, {"other": SGDM(0.1, 0.9)}, "`into` must hold"),
+    "sgd to spa_adamw": (
+        SGD,
+        SPA_ADAMW,
+        {"hyperparams": SGDM(0.1, 0.9)},
+        "`into` must hold",
+    ),
     "spa_adamw to sgd": (SPA_ADAMW, SGD, {}, "none for its ScaleByRmsWithCountState"),
-    "adamw to spa": (ADAM_TX, SPA, {"other": AdamW(0.1)}, BOTH_SIDES),
-    "spa to adamw": (SPA, ADAM_TX, {"other": AdamW(0.1)}, BOTH_SIDES),
+    "adamw to spa": (ADAM_TX, SPA, {"hyperparams": AdamW(0.1)}, BOTH_SIDES),
+    "spa to adamw": (SPA, ADAM_TX, {"hyperparams": AdamW(0.1)}, BOTH_SIDES),
     "two second moments": (
         ADAM_TX,
         optax.chain(SPA_ADAMW, optax.scale_by_rms(bias_correction=True)),
-        {"other": AdamW(0.1)},
+        {"hyperparams": AdamW(0.1)},
         BOTH_SIDES,
     ),
     "full to factored": (
@@ -791,7 +804,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "float8": (
         float8_momentum(SGD, KEY),
         SPA,
-        {"other": SGDM(0.1, 0.9)},
+        {"hyperparams": SGDM(0.1, 0.9)},
         "`old_state` must have leaves .* each",
     ),
     "a wrapper": (
@@ -804,25 +817,30 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no other": (SGD, SPA, {}, SGDM_NAME + "None"),
     "no other for adamw": (ADAM_TX, SPA_ADAMW, {}, ADAMW_NAME + "None"),
     "no other to adamw": (SPA_ADAMW, ADAM_TX, {}, ADAMW_NAME + "None"),
-    "adamw for sgd": (SGD, SPA, {"other": AdamW(0.1)}, SGDM_NAME + "AdamW"),
+    "adamw for sgd": (SGD, SPA, {"hyperparams": AdamW(0.1)}, SGDM_NAME + "AdamW"),
     "sgd for adamw": (
         ADAM_TX,
         SPA_ADAMW,
-        {"other": SGDM(0.1, 0.9)},
+        {"hyperparams": SGDM(0.1, 0.9)},
         ADAMW_NAME + "SGDM",
     ),
-    "a tuple": (SGD, SPA, {"other": (0.1, 0.9)}, r"`other`.* got \(0.1, 0.9\)"),
-    "an optimizer": (SGD, SPA, {"other": SGD}, "`other`.* got Gradient"),
-    "rate": (SGD, SPA, {"other": SGDM(-0.1, 0.9)}, "`learning_rate`.* -0.1"),
-    "momentum": (SGD, SPA, {"other": SGDM(0.1, 1.0)}, "`momentum`.* 1.0"),
-    "nesterov": (SGD, SPA, {"other": SGDM(0.1, 0.9, "no")}, "`nesterov`.* 'no'"),
-    "b1": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, 1.0)}, "`b1`.* 1.0"),
-    "b2": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, b2=-0.5)}, "`b2`.* -0.5"),
-    "eps": (ADAM_TX, SPA_ADAMW, {"other": AdamW(0.1, eps=-1.0)}, "`eps`.* -1.0"),
+    "a tuple": (
+        SGD,
+        SPA,
+        {"hyperparams": (0.1, 0.9)},
+        r"`hyperparams`.* got \(0.1, 0.9\)",
+    ),
+    "an optimizer": (SGD, SPA, {"hyperparams": SGD}, "`hyperparams`.* got Gradient"),
+    "rate": (SGD, SPA, {"hyperparams": SGDM(-0.1, 0.9)}, "`learning_rate`.* -0.1"),
+    "momentum": (SGD, SPA, {"hyperparams": SGDM(0.1, 1.0)}, "`momentum`.* 1.0"),
+    "nesterov": (SGD, SPA, {"hyperparams": SGDM(0.1, 0.9, "no")}, "`nesterov`.* 'no'"),
+    "b1": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, 1.0)}, "`b1`.* 1.0"),
+    "b2": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, b2=-0.5)}, "`b2`.* -0.5"),
+    "eps": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, eps=-1.0)}, "`eps`.* -1.0"),
     "averaging": (
         ADAM_TX,
         SPA_ADAMW,
-        {"other": AdamW(0.1), "averaging": 1.5},
+        {"hyperparams": AdamW(0.1), "averaging": 1.5},
         "`averaging`.* 1.5",
     ),
     "count": (SGD, SPA, {"count": -1}, "`count`.* -1"),
@@ -863,7 +881,7 @@ def test_traced_calls_and_batches_are_refused() -> None:
     state, into = ADAM_TX.init(x), SPA_ADAMW.init(x)
 
     def move(state: Any, rate: Any = 0.1) -> Any:
-        return convert(state, x, into=into, other=AdamW(rate))
+        return convert(state, x, into=into, hyperparams=AdamW(rate))
 
     def move_with_rate(rate: Any) -> Any:
         return move(state, rate)
@@ -878,10 +896,10 @@ def test_traced_calls_and_batches_are_refused() -> None:
             call(argument)
     batch = jax.vmap(SPA_ADAMW.init)(xs)
     with pytest.raises(ValueError, match="`old_state` must hold the arrays of one run"):
-        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=batch, other=AdamW(0.1))
+        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=batch, hyperparams=AdamW(0.1))
     batch = jax.vmap(SPA.init)(xs)
     with pytest.raises(ValueError, match="`into` must hold the arrays of one run"):
-        convert(SGD.init(xs), xs, into=batch, other=SGDM(0.1, 0.9))
+        convert(SGD.init(xs), xs, into=batch, hyperparams=SGDM(0.1, 0.9))
 
 
 def test_a_moved_state_shares_no_buffer() -> None:
@@ -905,7 +923,7 @@ def test_a_moved_state_shares_no_buffer() -> None:
     for old, tx, other in cases:
         _, state = old.update(x, old.init(x), x)
         arguments = (state, x, tx.init(x))
-        moved = convert(state, x, into=arguments[2], other=other)
+        moved = convert(state, x, into=arguments[2], hyperparams=other)
         assert len(set(pointers(moved))) == len(pointers(moved))
         assert not set(pointers(moved)) & set(pointers(arguments))
         jax.jit(tx.update, donate_argnums=1)(x, moved, x)

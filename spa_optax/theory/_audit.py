@@ -108,12 +108,12 @@ def audit(
     """
     _checks.RATE.check(learning_rate=learning_rate)
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
-    sgdm = hyperparams_to_sgdm(learning_rate, averaging)
+    hyperparams = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
         _checks.as_schedule("learning_rate", learning_rate),
         _checks.as_schedule("averaging", averaging),
-        _checks.as_schedule("learning_rate", sgdm.learning_rate),
-        _checks.as_schedule("momentum", sgdm.momentum),
+        _checks.as_schedule("learning_rate", hyperparams.learning_rate),
+        _checks.as_schedule("momentum", hyperparams.momentum),
     ]
     eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
