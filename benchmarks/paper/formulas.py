@@ -276,7 +276,8 @@ def momentum_drop(
         if step_factor is None:
             return jnp.where(num_rises > 0, 1, c_at(k))
         log_ratio = num_rises.astype(float) * math.log(step_factor)
-        return jnp.minimum(c_at(k) * jnp.exp(log_ratio), 1)
+        ratio = jnp.exp(jnp.minimum(log_ratio, 80))  # finite, so that a c of 0 stays
+        return jnp.minimum(c_at(k) * ratio, 1)
 
     def eta_for_alpha(k: Array) -> Float[Array, ""]:
         before, now = c_at(k), c(k)

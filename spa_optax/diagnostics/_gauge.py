@@ -117,10 +117,11 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
         d = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
-        rounding = factor * jnp.maximum(
+        rounding = jnp.maximum(
             _rounding_error(y, d.dtype),
             codec.unit * _rounding_error(stored, d.dtype),
         )
+        rounding = factor.astype(rounding.dtype) * rounding
         return Sums(
             sq_gradient=_dot(g, g),
             sq_distance=_dot(d, d),
