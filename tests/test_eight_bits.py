@@ -295,6 +295,7 @@ MOMENTUM: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_momentum_that_float8_can_hold_is_exact() -> None:
     """Arrays of one scale each, with few bits: m is g, then g/2 + g, g/4 + g/2 + g."""
     g = {
@@ -309,7 +310,8 @@ def test_a_momentum_that_float8_can_hold_is_exact() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [slow(1e-6), slow(1e9), 0.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1e-6, 1e9, 0.0])
 def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
     """Also of elements far below the largest, which are subnormal; and all are
     neighbours."""

@@ -84,7 +84,7 @@ def digits_runs(
 @pytest.mark.parametrize(
     ("dtype", "momentum", "nesterov"),
     [
-        ("float64", 0.9, True),
+        slow("float64", 0.9, True),
         slow("float32", 0.9, False),
         long("float64", None, False),
         long("float64", None, True),

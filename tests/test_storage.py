@@ -14,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import quick, run, slow, spa_state, x64, z_of
+from helpers import run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
@@ -228,8 +228,9 @@ def test_what_is_too_large_saturates(key: Any) -> None:
     assert np.isfinite(x).all()
 
 
-@pytest.mark.parametrize("axis_type", [slow(AxisType.Auto), AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", quick(MEMBERS, "spa"))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", MEMBERS)
 def test_state_sharded_otherwise_than_params(name: str, axis_type: Any) -> None:
     """ZeRO-1, and the other way round."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))

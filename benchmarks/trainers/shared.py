@@ -45,7 +45,7 @@ BY_LEAF = "spa, factored by leaf"
 
 
 def by_leaf(tx):
-    """Has the state of a list of arrays, so that nnx shards none like a parameter."""
+    """Runs `tx` on a list of arrays, so no library shards its state like the params."""
 
     def update(updates, state, params=None):
         leaves, state = tx.update(
@@ -59,7 +59,7 @@ def by_leaf(tx):
 
 
 def scale_by_factored_rms(b2=0.999, eps=1e-8):
-    """Optax's, with Adam's β₂ and bias correction, as in `spa_adamw`."""
+    """`optax.scale_by_factored_rms` with Adam's b2 and bias correction."""
 
     def decay(count, b2):
         k = count.astype(float)
