@@ -86,7 +86,7 @@ ONLY_TRAINED = [
         6,
         "3",
         "factored NAdamW, 8-bit m",
-        "an 8-bit Nesterov momentum of factored directions (in our benchmarks only)",
+        "Adafactor's direction with 8-bit Nesterov momentum (in our benchmarks only)",
     ),
 ]
 # Losses in the text of pages, each with its page, optimizer and settings.

@@ -72,7 +72,7 @@ class ZItself:
         self,
         y: Array,
         stored: Array,
-        g: Array,
+        g: Array | None,
         yz: YZCoefficients,
         z_is_y: Flag,
         seed: Seed | None,
@@ -80,18 +80,22 @@ class ZItself:
         """One step of y and z.
 
         z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
+
+        Without a g both stay.
         """
         z = self.z(y, stored, z_is_y)
-        wide_y, g, yz = as_dtype((y, g, yz), z.dtype)
+        if g is None:  # the scalars of the next state no longer say that z is y
+            return ArrayStep(None, z.astype(stored.dtype))
+        wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
-        z = z - yz.eta * g
+        z = z - yz.eta * wide_g
         u = yz.c_y * (z - wide_y)
         if yz.delta_y is not None:
-            u = u - yz.delta_y * g
+            u = u - yz.delta_y * wide_g
         u = round_update(u, y, seed)
-        # y and z may share the bits of a word: where neither has fewer than 32 bits, at
-        # most one is rounded, as float32 params beside a float64 z.
+        # One seed serves both: of y and z at most one is rounded here, as float32
+        # params beside a float64 z.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
@@ -131,7 +135,7 @@ class Difference:
         self,
         y: Array,
         stored: Array,
-        g: Array,
+        g: Array | None,
         yz: YZCoefficients,
         z_is_y: Flag,
         seed: Seed | None,
@@ -140,14 +144,16 @@ class Difference:
 
         d ← r d − η g;  y ← y + c_y d − δ_y g;  d ← d − (the update of y)
         """
+        if g is None:
+            return ArrayStep(None, stored)
         d = self.z_minus_y(y, stored, z_is_y)
-        g, yz = as_dtype((g, yz), d.dtype)
+        wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d
-        d = d - yz.eta * g
+        d = d - yz.eta * wide_g
         u = yz.c_y * d
         if yz.delta_y is not None:
-            u = u - yz.delta_y * g
+            u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         u = round_update(u, y, seed, low_bits=True)
         # The new difference is d − u, of the u that params got, so z keeps what they

@@ -20,9 +20,9 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    The new state keeps η, c, w and μ_y. η, c and w must not all be 0, since such a
-    state counts as a new one. A field that is None leaves its term out of the
-    program.
+    The new state keeps η, c, w and μ_y. η, c and w may all be 0 only while z is y,
+    since such a state counts as a new one. A field that is None leaves its term out of
+    the program.
     """
 
     eta: Scalar  # η_k
@@ -45,7 +45,7 @@ class YZCoefficients(NamedTuple):
 
     eta: Scalar
     c_y: Scalar
-    delta_y: Scalar | None  # None: 0. With a rounding key never None
+    delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
 

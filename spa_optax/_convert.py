@@ -190,7 +190,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, read(old, run), run)
+        written = write(new, *read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(_carried_into(into, nodes, k))
 
@@ -379,33 +379,35 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
 
     def divisor(nu):
         nu = nu.astype(wide_dtype(nu))
-        nu_hat = nu / _bias(adamw.b2, jnp.maximum(k, 1), nu.dtype)
-        size = _bias(adamw.b1, k + 1, nu.dtype) * (jnp.sqrt(nu_hat) + adamw.eps)
+        nu_hat = nu / _bias_correction(adamw.b2, jnp.maximum(k, 1), nu.dtype)
+        size = _bias_correction(adamw.b1, k + 1, nu.dtype) * (
+            jnp.sqrt(nu_hat) + adamw.eps
+        )
         return c.astype(nu.dtype) * size
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
     return eta, c, eta * (1 - c), divisors
 
 
-def _bias(decay: ArrayLike, k: Array, dtype: Any) -> Array:
+def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     """1 − decay^k, by which Adam divides a moment."""
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The scalars of the old state, and z as numbers by path: never what is stored."""
+def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
+    """The old state, for its scalars, and the values of z."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     z_is_y = z_is_still_y(old)
     z = {path: codec.z(y, stored[path], z_is_y) for path, y in run.y.items()}
-    return old._replace(z=z)
+    return old, z
 
 
-def _write_spa(new: SPAState, values: SPAState, run: Run) -> SPAState:
-    """The new state with the values, z as it stores it."""
+def _write_spa(new: SPAState, old: SPAState, z: ByPath, run: Run) -> SPAState:
+    """The new state with the scalars of the old one, and z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & values.z.keys():
+    for path in stored.keys() & z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(values.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -413,10 +415,10 @@ def _write_spa(new: SPAState, values: SPAState, run: Run) -> SPAState:
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    return with_leaves(new, values._replace(z=list(stored.values())))
+    return with_leaves(new, old._replace(z=list(stored.values())))
 
 
-def _read_optax(old: Any, run: Run) -> SPAState:
+def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
     if isinstance(old, optax.TraceState):
         (eta, c, w), divisors = _scalars_of_sgdm(run), {}
@@ -432,22 +434,22 @@ def _read_optax(old: Any, run: Run) -> SPAState:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, values: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, old: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(values.w), {}
+        w, divisors = scalar_of(old.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
-        x, z = run.y[path], values.z[path]
-        dtype = wide_dtype(x, z)
-        x_minus_z = x.astype(dtype) - z.astype(dtype)
+        x = run.y[path]
+        dtype = wide_dtype(x, z[path])
+        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = with_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

@@ -17,7 +17,7 @@ from . import _checks
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import SPAState, check_update, eta_or_nan, z_is_still_y
+from ._state import SPAState, check_mu_y, check_update, z_is_still_y
 from ._trees import (
     Flag,
     as_dtype,
@@ -85,10 +85,8 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
-        xz = rule(state)
-        # A mistake that only compiled code can see makes η NaN: better than a wrong x.
-        eta = eta_or_nan(updates, state, xz.eta, xz.mu_y, mu_y_may_change)
-        xz = xz._replace(eta=eta)
+        # Where only compiled code can see a wrong μ_y, η is NaN: better than a wrong x.
+        xz = check_mu_y(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -119,9 +117,10 @@ def _step(
     z_is_y, yz = z_is_still_y(state), without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
-    # The rest serves XLA and changes no finite number. With a key δ_y is always an
-    # array, if need be of 0: without that term XLA for TPU v7x makes two kernels of
-    # Adam's direction and a step that rounds at random (benchmarks/compiled.py).
+    # The next two statements serve XLA and change no finite number. With a key δ_y is
+    # always an array, if need be of 0: without that term XLA for TPU v7x makes two
+    # kernels of Adam's direction and a step that rounds at random
+    # (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
@@ -147,14 +146,8 @@ def _step_arrays(
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay
             return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
-        y = jnp.asarray(y)
-        if g is not None:
-            return codec.step(y, stored, jnp.asarray(g), yz, z_is_y, seed)
-        # Frozen: z stays. A z that is still y is stored now, because η, c and w of the
-        # next state no longer say so.
-        if codec.stores_difference:
-            return ArrayStep(None, stored)
-        return ArrayStep(None, codec.z(y, stored, z_is_y).astype(stored.dtype))
+        g = None if g is None else jnp.asarray(g)
+        return codec.step(jnp.asarray(y), stored, g, yz, z_is_y, seed)
 
     steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)

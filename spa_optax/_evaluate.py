@@ -55,7 +55,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       6.0 7.0 8.0
     """
     leaves = by_path(params)
-    for state in _states(opt_state, params):
+    for state in _checked_states(opt_state, params):
         _checks.check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
         if _checks.is_surely(mu_y == 1):
@@ -104,7 +104,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     _checks.check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
-    _states(opt_state, old_params, new_params)
+    _checked_states(opt_state, old_params, new_params)
     old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     pairs = list(zip(old_leaves, new_leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
@@ -134,7 +134,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
 
 
-def _states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
+def _checked_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     """The states of the family. Raises ValueError unless they fit all of the params."""
     states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)

@@ -1,4 +1,4 @@
-"""What is known of the states of Optax's optimizers, by their types.
+"""What a wrapper or a gauge must know of states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
 in a table here. What `convert` needs to know is in `_convert.py`.

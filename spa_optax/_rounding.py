@@ -45,7 +45,7 @@ def rounded(
     low_bits: bool = False,
     saturates: bool = False,
 ) -> Array:
-    """`x` in a dtype as wide or narrower: to nearest, or with a seed at random.
+    """`x` cast to a dtype as wide or narrower: to nearest, or with a seed at random.
 
     At random means up or down so that the mean is x.
 

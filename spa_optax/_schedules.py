@@ -126,13 +126,13 @@ def hyperparams_to_sgdm(
     eta_at = _checks.as_schedule("learning_rate", learning_rate)
     c_at = _checks.as_schedule("averaging", averaging)
 
-    def beta(k):
+    def beta_at(k):
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
-        eta, eta_before, decay = eta_at(k), eta_at(before), 1 - c_at(before)
-        ratio = jnp.where((eta_before == 0) | (decay == 0), 0, eta_before / eta)
-        return jnp.where(k == 0, 1, ratio) * decay
+        eta, eta_before, c = eta_at(k), eta_at(before), c_at(before)
+        ratio = jnp.where((eta_before == 0) | (c == 1), 0, eta_before / eta)
+        return jnp.where(k == 0, 1, ratio) * (1 - c)
 
-    return SGDM(vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta))
+    return SGDM(vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta_at))
 
 
 def stagewise(
@@ -186,8 +186,6 @@ def stagewise(
     _checks.ABOVE_1.check(factor=factor)
     _checks.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
-    eta_at = _checks.as_schedule("learning_rate", learning_rate)
-    c_at = _checks.as_schedule("averaging", averaging)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
     def log_decay(k):
@@ -198,18 +196,18 @@ def stagewise(
             total += jnp.clip(num_steps * log_step, 0, log_factor)
         return total
 
-    def eta(k):
-        return eta_at(k) * jnp.exp(-log_decay(k))
+    def eta_at(k):
+        return jnp.asarray(learning_rate, float) * jnp.exp(-log_decay(k))
 
-    def c_next(k):
-        c, log_ratio = c_at(k), log_decay(k + 1)  # log(η/η_{k+1}), for c_{k+1}
+    def c_at(k):
+        c, log_ratio = jnp.asarray(averaging, float), log_decay(k + 1)
         if averaging_rule == "scale":
             return jnp.minimum(c * jnp.exp(log_ratio), 1)
         if averaging_rule == "balance":
             return c / (c + (1 - c) * jnp.exp(-log_ratio))
         return c
 
-    return SPAHyperparams(vectorized(eta), vectorized(c_next))
+    return SPAHyperparams(vectorized(eta_at), vectorized(c_at))
 
 
 def _checked_boundaries(
@@ -290,13 +288,13 @@ def schedule_free_averaging(
     infinite = np.full_like(weights, np.inf)
     inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
 
-    def c_next(k):
+    def c_at(k):
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
         # Afterwards each step adds the same weight.
         num_later = jnp.maximum(k - num_warmup_steps, 0)
         return 1 / (in_table + num_later.astype(float))
 
-    return vectorized(c_next)
+    return vectorized(c_at)
 
 
 def _rates_of_warmup(

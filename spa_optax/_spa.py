@@ -55,8 +55,8 @@ def spa(
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count
         k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
-        The fraction 1 − μ_y (1 − c) of each step moves y at once. x has y's rounding
-        error, divided by μ_y.
+        A gradient moves y at once by 1 − μ_y (1 − c) of η g. To recover x divides y's
+        rounding error by μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
         that of the params, but float32 for params of 16 bits. To change it in mid-run
         use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into

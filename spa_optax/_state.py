@@ -1,4 +1,4 @@
-"""The state of the whole family, what it says of z, and whether it fits the params."""
+"""The state of the family, what it says of z, and the checks of an update."""
 
 from typing import Any, NamedTuple
 
@@ -7,6 +7,7 @@ from jaxtyping import Array, PyTree
 
 from . import _checks
 from ._codec import Z_ITSELF, choose_codec, codec_of, stored_dtype, unwrap
+from ._coefficients import XZCoefficients
 from ._trees import (
     Count,
     Flag,
@@ -124,33 +125,30 @@ def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def eta_or_nan(
-    updates: PyTree,
-    state: SPAState,
-    eta: Scalar,
-    next_mu_y: Scalar | None,
-    mu_y_may_change: bool,
-) -> Scalar:
-    """η, or NaN where the last μ_y does not fit the step.
+def check_mu_y(
+    updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
+) -> XZCoefficients:
+    """The step, with NaN for η where its μ_y does not fit the state or frozen params.
 
     A step without a μ_y needs params that are x. A change of μ_y would also move the
     frozen params, which have a z but no update. Raises ValueError if either is known
     outside `jax.jit`, or where μ_y may change beside frozen params.
     """
     have_stepped = ~z_is_still_y(state)
-    if next_mu_y is None:
+    if xz.mu_y is None:
         message = (
             "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
             "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
             "schedule `interpolation=lambda k: 1.0`."
         )
         is_wrong = have_stepped & (state.mu_y != 1)
-        return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y)
+        eta = _checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y)
+        return xz._replace(eta=eta)
     stored = by_path(unwrap(state.z))
     have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
     if not frozen:
-        return eta
+        return xz
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
@@ -160,6 +158,7 @@ def eta_or_nan(
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    next_mu_y = next_mu_y.astype(state.mu_y.dtype)
+    next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
     is_wrong = have_stepped & (next_mu_y != state.mu_y)
-    return _checks.nan_or_raise(is_wrong, eta, message, state.mu_y, next_mu_y)
+    eta = _checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
+    return xz._replace(eta=eta)

@@ -104,12 +104,12 @@ def in_float32(
         return with_shardings(tx.init(wide), wide)
 
     def update_fn(updates, state, params=None, **extra):
-        wide = updates
+        g = updates
         if params is not None:
             _checks.check_same_tree("updates", updates, "params", params)
-            wide = _like_params(updates, params)
+            g = _like_params(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
-            u, state = tx.update(widen(wide), state, widen(params), **extra)
+            u, state = tx.update(widen(g), state, widen(params), **extra)
         return fill_none(u, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -157,8 +157,8 @@ def update_gauge(gauge: Gauge, step: Measurement, decay: Any) -> Gauge:
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
-    factor = (1 - step.c) * step.eta - step.delta
-    next_p = (1 - step.c) ** 2 * p + factor**2 * sums.sq_gradient
+    of_gradient = (1 - step.c) * step.eta - step.delta
+    next_p = (1 - step.c) ** 2 * p + of_gradient**2 * sums.sq_gradient
     return Gauge(
         last_sq_step=sq_step,
         last_noise=noise,
