@@ -32,9 +32,9 @@ def spa_adamw(
     """AdamW (arXiv:1711.05101) with primal averaging in place of its first moment.
 
         ν_{k+1} = β₂ ν_k + (1 − β₂) g_k²
-        d_k     = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
+        g̃_k     = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
-    It is `spa` on the directions d. AdamW scales an average of gradients; this averages
+    It is `spa` on the directions g̃. AdamW scales an average of gradients; this averages
     scaled gradients, without bias correction. With `schedule_free_averaging` it is
     Schedule-Free AdamW.
 

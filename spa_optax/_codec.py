@@ -30,17 +30,30 @@ class ArrayStep(NamedTuple):
     stored: Array | None  # what is stored of z_{k+1}
 
 
+class ZMinusParams(NamedTuple):
+    """The node of a state that holds a tree of z − y."""
+
+    z_minus_params: PyTree
+
+
+class ZMinusParamsTimes256(NamedTuple):
+    """The node of a state that holds a tree of 256 (z − y).
+
+    float8_e4m3fn has few exponents. In 256ths its normal numbers, from 2^-6 to 448, are
+    differences from 6e-5 to 1.75, as steps like Adam's make them.
+    """
+
+    z_minus_params_times_256: PyTree
+
+
 class ZItself:
     """The state stores z itself, in 32 bits or more, beside such params.
 
     `name` is what messages call what is stored. z, or z − y, is `unit` times that.
-    `stores_difference` says whether it is z − y, so that z moves along if something
-    else moves y.
     """
 
     name = "z itself"
     unit = 1.0
-    stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:
         """The node of a state that holds a tree of stored arrays."""
@@ -103,14 +116,13 @@ class ZItself:
 class Difference:
     """The state stores d/unit with d = z − y, at most its dtype's largest number.
 
-    Before the first step it is 0, so z is y also if y was replaced. The methods are
-    those of `ZItself`.
+    So z moves along if something else moves y. Before the first step it stores 0, and z
+    is y also if y was replaced. The methods are those of `ZItself`.
     """
 
     node_type: type
     name: str
     unit: float
-    stores_difference = True
 
     def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)
@@ -178,22 +190,6 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     """The derivative of y + r (z − y), since z depends on r at r = 1 too."""
     _, tangent = jax.jvp(lambda y, z, r: y + r * (z - y), primals, tangents)
     return _rescale(*primals), tangent
-
-
-class ZMinusParams(NamedTuple):
-    """The node of a state that holds a tree of z − y."""
-
-    z_minus_params: PyTree
-
-
-class ZMinusParamsTimes256(NamedTuple):
-    """The node of a state that holds a tree of 256 (z − y).
-
-    float8_e4m3fn has few exponents. In 256ths its normal numbers, from 2^-6 to 448, are
-    differences from 6e-5 to 1.75, as steps like Adam's make them.
-    """
-
-    z_minus_params_times_256: PyTree
 
 
 Z_ITSELF = ZItself()

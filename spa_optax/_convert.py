@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
-from ._codec import codec_of, unwrap
-from ._schedules import SGDM, AdamW
+from ._codec import Z_ITSELF, codec_of, unwrap
+from ._schedules import SGDM
 from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
 from ._state import SPAState, z_is_still_y
 from ._trees import (
@@ -26,9 +26,12 @@ from ._trees import (
     Count,
     Scalar,
     by_path,
+    check_not_batched,
+    check_paths,
+    check_same_tree,
     copy_arrays,
     is_inexact,
-    kinds_of,
+    names_of_nodes,
     scalar_of,
     wide_dtype,
     with_leaves,
@@ -84,6 +87,15 @@ REQUIREMENTS = {
     "b2": _checks.B2,
     "eps": _checks.EPS,
 }
+
+
+class AdamW(NamedTuple):
+    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -170,9 +182,7 @@ def convert(
     new_params = params if new_params is None else new_params
     arguments = (old_state, params, into, hyperparams, averaging, new_params, count)
     _check_arguments(arguments, hyperparams, averaging)
-    _checks.check_same_tree(
-        "new_params", new_params, "params", params, same_nodes=False
-    )
+    check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     nodes, new_nodes = _known_nodes(old_state), _known_nodes(into)
     pair = _pair_of(nodes, new_nodes, params)
     k = _steps_taken(nodes, count)
@@ -288,13 +298,13 @@ def _momentum_of(
                 "each group of `optax.partition` by itself: `state.inner_states[label]`"
             )
         if found:
-            _checks.check_not_batched(name, found[0]._asdict().get("count", ()))
-            _checks.check_paths(name, [_momentum_tree(found[0])], params)
+            check_not_batched(name, found[0]._asdict().get("count", ()))
+            check_paths(name, [_momentum_tree(found[0])], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
-        f"{kinds_of(tuple(nodes))}"
+        f"{names_of_nodes(tuple(nodes))}"
     )
 
 
@@ -308,7 +318,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{kinds_of(tuple(of_spa))}"
+            f"{names_of_nodes(tuple(of_spa))}"
         )
     return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
@@ -345,9 +355,9 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
         )
     alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
-    sgdm = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
-    w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
-    eta, c = eta_and_c(sgdm, w)
+    step = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(step.resting_w, step.a, w=jnp.zeros_like(step.a))
+    eta, c = eta_and_c(step, w)
     return eta, c, w
 
 
@@ -402,24 +412,28 @@ def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
     return old, z
 
 
-def _write_spa(new: SPAState, old: SPAState, z: ByPath, run: Run) -> SPAState:
-    """The new state with the scalars of the old one, and z as it stores it."""
+def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
+    """The new state, with scalars of another, and z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored.keys() & z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.store(z[path], y, dtype, seed=None)
         largest = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
-        if codec.stores_difference and jnp.any(is_at_limit):
+        if codec is not Z_ITSELF and jnp.any(is_at_limit):
             _checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    return with_leaves(new, old._replace(z=list(stored.values())))
+    # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
+    return with_leaves(new, scalars._replace(z=list(stored.values())))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
-    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
+    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor.
+
+    The `SPAState` is for its scalars alone. Its z is None.
+    """
     if isinstance(old, optax.TraceState):
         (eta, c, w), divisors = _scalars_of_sgdm(run), {}
     else:
@@ -437,13 +451,13 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, old: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(old.w), {}
+        w, divisors = scalar_of(scalars.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
@@ -509,7 +523,7 @@ def _steps_taken(nodes: list[Any], count: object) -> Array:
         field = _count_field(node)
         if field is not None:
             counts.append(getattr(node, field))
-    _checks.check_not_batched("old_state", counts)
+    check_not_batched("old_state", counts)
     values = sorted({int(scalar_of(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(
@@ -543,7 +557,7 @@ def _carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {kinds_of(tuple(remaining))}. Build it from an optimizer "
+            f"for its {names_of_nodes(tuple(remaining))}. Build it from an optimizer "
             "with the same chain."
         )
     return state

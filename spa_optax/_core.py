@@ -17,10 +17,11 @@ from . import _checks
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import SPAState, check_mu_y, check_update, z_is_still_y
+from ._state import SPAState, check_update, checked_coefficients, z_is_still_y
 from ._trees import (
     Flag,
     as_dtype,
+    check_params,
     has_narrow_leaves,
     is_inexact,
     is_none,
@@ -67,7 +68,7 @@ def transformation(
             )
 
     def init_fn(params):
-        _checks.check_params(params)
+        check_params(params)
         z = init_z(params, state_dtype)
         warn_of_rounding(params, z)
         dtype = scalar_dtype(params)
@@ -85,8 +86,7 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
-        # Where only compiled code can see a wrong μ_y, η is NaN: better than a wrong x.
-        xz = check_mu_y(updates, state, rule(state), mu_y_may_change)
+        xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -114,9 +114,11 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    z_is_y, yz = z_is_still_y(state), without_x(xz, state.mu_y)
+    z_is_y = z_is_still_y(state)
+    yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
+
     # The next two statements serve XLA and change no finite number. With a key δ_y is
     # always an array, if need be of 0: without that term XLA for TPU v7x makes two
     # kernels of Adam's direction and a step that rounds at random
@@ -124,9 +126,10 @@ def _step(
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
-    u, z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
+
+    u, stored_z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count=count, z=z, **as_dtype(scalars, state.w.dtype))
+    return u, SPAState(count=count, z=stored_z, **as_dtype(scalars, state.w.dtype))
 
 
 def _step_arrays(
@@ -151,8 +154,8 @@ def _step_arrays(
 
     steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    z = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(z)
+    stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(stored)
 
 
 def _is_step(node: Any) -> bool:

@@ -4,15 +4,18 @@ import jax
 from jaxtyping import PyTree
 
 from . import _checks
-from ._codec import codec_of, unwrap
+from ._codec import Z_ITSELF, codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from ._state import SPAState, check_spa_state, z_is_still_y
 from ._trees import (
     by_path,
+    check_not_batched,
+    check_paths,
+    check_same_tree,
     copy_arrays,
     find_nodes,
     is_inexact,
-    kinds_of,
+    names_of_nodes,
     replace_nodes,
     scalar_of,
     wide_dtype,
@@ -56,7 +59,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     leaves = by_path(params)
     for state in _checked_states(opt_state, params):
-        _checks.check_not_batched("opt_state", state.count, state.mu_y)
+        check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
         if _checks.is_surely(mu_y == 1):
             continue
@@ -101,7 +104,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
       >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
-    _checks.check_same_tree(
+    check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
     _checked_states(opt_state, old_params, new_params)
@@ -126,7 +129,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         return (z.astype(dtype) + edit).astype(z.dtype)
 
     def shift_state(state):
-        if codec_of(state.z).stores_difference:
+        if codec_of(state.z) is not Z_ITSELF:
             return state
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))
@@ -141,7 +144,7 @@ def _checked_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     if not find_nodes(opt_state, holders):
         raise ValueError(
             "`opt_state` must hold an `SPAState` or a `StochasticRoundingState`, got "
-            f"{kinds_of(opt_state)}"
+            f"{names_of_nodes(opt_state)}"
         )
     for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
         if find_nodes(outer, holders) and not is_opaque_sam(outer):
@@ -150,7 +153,7 @@ def _checked_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        _checks.check_paths("opt_state", [unwrap(state.z) for state in states], tree)
+        check_paths("opt_state", [unwrap(state.z) for state in states], tree)
     for state in states:
         check_spa_state("opt_state", state)
     return states

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from . import _checks
 from ._sgdm import eta_and_c, sgdm_step_at
@@ -28,15 +28,6 @@ class SGDM(NamedTuple):
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
     nesterov: bool = False
-
-
-class AdamW(NamedTuple):
-    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 def hyperparams_from_sgdm(
@@ -82,8 +73,8 @@ def hyperparams_from_sgdm(
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
     def eta_and_c_at(k):
-        sgdm = sgdm_step_at(learning_rate, momentum, k, horizon=horizon)
-        return eta_and_c(sgdm, sgdm.resting_w)
+        step = sgdm_step_at(learning_rate, momentum, k, horizon=horizon)
+        return eta_and_c(step, step.resting_w)
 
     return SPAHyperparams(
         learning_rate=vectorized(lambda k: eta_and_c_at(k)[0]),

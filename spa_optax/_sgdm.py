@@ -145,61 +145,61 @@ def _zero_out_of_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
     return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
-def eta_and_c(sgdm: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
+def eta_and_c(step: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}. Without momentum x goes to z: c is 1."""
-    total = sgdm.a + next_w
-    c = jnp.where(next_w == 0, 1, sgdm.a / jnp.where(total == 0, 1, total))
-    return (total + sgdm.alpha if sgdm.nesterov else total), c
+    total = step.a + next_w
+    c = jnp.where(next_w == 0, 1, step.a / jnp.where(total == 0, 1, total))
+    return (total + step.alpha if step.nesterov else total), c
 
 
 def sgdm_coefficients(
-    sgdm: SGDMStep, w: Scalar, *, stores_difference: bool
+    step: SGDMStep, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
     """A step of SGD with momentum, from w_k, that of the state."""
-    next_w = _choose_next_w(sgdm, w, stores_difference)
+    next_w = _choose_next_w(step, w, stores_difference)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
-    eta, c = eta_and_c(sgdm, next_w)
+    eta, c = eta_and_c(step, next_w)
     return XZCoefficients(
         eta=eta,
         c=c,
         w=next_w,
-        delta=sgdm.alpha * (1 - c) if sgdm.nesterov else None,
-        r=_ratio(sgdm, next_w, w),
+        delta=step.alpha * (1 - c) if step.nesterov else None,
+        r=_ratio(step, next_w, w),
     )
 
 
-def _choose_next_w(sgdm: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar:
+def _choose_next_w(step: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since `_ratio` rescales z − x to it. It
     only decides how precisely the state keeps m = (x − z)/w.
     """
-    w = w.astype(sgdm.a.dtype)
+    w = w.astype(step.a.dtype)
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = nonzero_w(sgdm.resting_w, sgdm.a, w)
-        return jnp.where(sgdm.momentum_ends, 0, next_w)
+        next_w = nonzero_w(step.resting_w, step.a, w)
+        return jnp.where(step.momentum_ends, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
-    cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
-    next_w = jnp.where(sgdm.is_foreseen, sgdm.resting_w, cautious_w)
-    return nonzero_w(next_w, sgdm.a, w)
+    cautious_w = jnp.maximum(step.resting_w, jnp.maximum(w, step.alpha))
+    next_w = jnp.where(step.is_foreseen, step.resting_w, cautious_w)
+    return nonzero_w(next_w, step.a, w)
 
 
-def _ratio(sgdm: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
+def _ratio(step: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
-    a, beta = sgdm.a, sgdm.beta
+    a, beta = step.a, step.beta
     change = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(step.is_foreseen, 64, 4 * (1 - beta)) * eps
     change = zero_where(jnp.abs(change) <= rounding_error, change)
     r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs

@@ -1,11 +1,11 @@
-"""`spa` and `spa_from_sgdm`: the two members of which all others are made."""
+"""The two members of the family: `spa` and `spa_from_sgdm`."""
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _checks
-from ._codec import codec_of
+from ._codec import Z_ITSELF, codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
 from ._sgdm import sgdm_coefficients, sgdm_step_at
@@ -151,8 +151,9 @@ def spa_from_sgdm(
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
-    z need not be the resting point. Where the next β is 0, momentum is dropped. If the
-    rate rises 2,896-fold in one step, momentum restarts from zero.
+    z need not be the resting point. Where the next β is 0, momentum is dropped. If
+    z − x would be rescaled more than 2,896-fold, which is 1/√ε of float32, momentum
+    restarts from zero.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
@@ -197,11 +198,11 @@ def spa_from_sgdm(
     _checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
     def rule(state):
-        sgdm = sgdm_step_at(
+        step = sgdm_step_at(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
-        stores_difference = codec_of(state.z).stores_difference
-        return sgdm_coefficients(sgdm, state.w, stores_difference=stores_difference)
+        stores_difference = codec_of(state.z) is not Z_ITSELF
+        return sgdm_coefficients(step, state.w, stores_difference=stores_difference)
 
     return transformation(
         rule,

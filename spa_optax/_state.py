@@ -13,6 +13,9 @@ from ._trees import (
     Flag,
     Scalar,
     by_path,
+    check_params_passed,
+    check_same_tree,
+    check_type,
     fill_none,
     has_narrow_leaves,
     is_inexact,
@@ -22,7 +25,7 @@ from ._trees import (
 
 
 class SPAState(NamedTuple):
-    """State of `spa` and of every optimizer that is made of it, the family.
+    """State of a member of the family, which `transformation` makes of a rule.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
     interpolation of 1. Scalars are float32, or float64 if a parameter has 64 bits.
@@ -60,14 +63,14 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 
 def check_fits_params(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
-    _checks.check_params_passed(params)
+    check_params_passed(params)
     check_spa_state("state", state)
-    _checks.check_same_tree("state.z", unwrap(state.z), "params", params)
+    check_same_tree("state.z", unwrap(state.z), "params", params)
 
 
 def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
-    _checks.check_type(name, state, SPAState)
+    check_type(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = scalar_of(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
@@ -88,7 +91,7 @@ def check_update(
     """Raises ValueError unless the arguments of an update fit each other."""
     check_fits_params(state, params)
     _check_storage(state.z, params, state_dtype)
-    _checks.check_same_tree("updates", updates, "params", params)
+    check_same_tree("updates", updates, "params", params)
     stored = by_path(unwrap(state.z))
     for name, leaves in (("state.z", stored), ("params", by_path(params))):
         without_leaf = by_path(updates).keys() - leaves.keys()
@@ -99,9 +102,9 @@ def check_update(
             )
 
 
-def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_storage(stored_z: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
-    found, expected = codec_of(z), choose_codec(params, state_dtype)
+    found, expected = codec_of(stored_z), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
@@ -110,7 +113,7 @@ def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(z)).items():
+    for path, leaf in by_path(unwrap(stored_z)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue
@@ -125,17 +128,17 @@ def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def check_mu_y(
+def checked_coefficients(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> XZCoefficients:
-    """The step, with NaN for η where its μ_y does not fit the state or frozen params.
+    """A step, with NaN for η where its μ_y does not fit the state or frozen params.
 
-    A step without a μ_y needs params that are x. A change of μ_y would also move the
-    frozen params, which have a z but no update. Raises ValueError if either is known
-    outside `jax.jit`, or where μ_y may change beside frozen params.
+    Raises ValueError if that is known outside `jax.jit`, or where μ_y may change beside
+    frozen params.
     """
     have_stepped = ~z_is_still_y(state)
     if xz.mu_y is None:
+        # Such a step takes the params for x.
         message = (
             "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
             "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
@@ -149,6 +152,7 @@ def check_mu_y(
     frozen = have_z - by_path(updates).keys()
     if not frozen:
         return xz
+    # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "

@@ -1,6 +1,6 @@
-"""Trees of arrays: types, leaves and nodes found and replaced, and dtypes."""
+"""Trees of arrays: their nodes, leaves and dtypes, and checks of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def find_node(state: PyTree, kind: type) -> Any:
     if len(found) != 1:
         raise ValueError(
             f"`opt_state` must hold one `{kind.__name__}`, got {len(found)} in "
-            f"{kinds_of(state)}"
+            f"{names_of_nodes(state)}"
         )
     return found[0]
 
@@ -97,7 +97,7 @@ def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTre
     return jax.tree.map(replace_node, state, is_leaf=is_wanted)
 
 
-def kinds_of(state: PyTree) -> str:
+def names_of_nodes(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
     nodes = jax.tree.leaves(
         state, is_leaf=lambda n: hasattr(n, "_fields") or not isinstance(n, tuple)
@@ -171,3 +171,95 @@ def widen(tree: PyTree) -> PyTree:
 def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
     """Numbers in a dtype. Flags stay."""
     return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
+
+
+def check_type(name: str, state: Any, expected: type) -> None:
+    """Raises ValueError unless a state is of a type, and its count an integer.
+
+    A count that was cast to bfloat16 would stop at 256.
+    """
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"`{name}` must be of type `{expected.__name__}`, got "
+            f"{type(state).__name__}"
+        )
+    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
+        )
+
+
+def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
+    """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
+    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
+    for tree in trees:
+        for path, leaf in by_path(tree).items():
+            if shapes.pop(path, None) == np.shape(leaf):
+                continue
+            raise ValueError(
+                f"`{name}` must have leaves of the paths and shapes of `params`, each "
+                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
+                "`params` are `nnx.state(model, nnx.Param)`."
+            )
+
+
+def check_same_tree(
+    name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
+) -> None:
+    """Raises ValueError unless two trees agree in structure and shapes.
+
+    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
+    as in nnx.
+    """
+    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
+    in_one = leaves.keys() ^ others.keys()
+    if in_one:
+        path = min(in_one)
+        owner = name if path in leaves else like_name
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
+            f"leaf at {path or 'its root'}"
+        )
+    nodes = jax.tree.structure(tree, is_leaf=is_none)
+    other_nodes = jax.tree.structure(like, is_leaf=is_none)
+    if same_nodes and nodes != other_nodes:
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
+            f"{nodes}"
+        )
+    for path, leaf in leaves.items():
+        other = others[path]
+        if leaf is None or other is None or np.shape(leaf) == np.shape(other):
+            continue
+        raise ValueError(
+            f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
+            f"{np.shape(other)} at {path or 'its root'}"
+        )
+
+
+def check_not_batched(name: str, *counts: Any) -> None:
+    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
+    for leaf in jax.tree.leaves(counts):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or np.shape(leaf):
+            raise ValueError(
+                f"`{name}` must hold the arrays of one run, got a count {leaf}: use "
+                "`jax.vmap` for a batch"
+            )
+
+
+def check_params_passed(params: PyTree) -> None:
+    """Raises ValueError if an update has no params."""
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, got None")
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        if leaf is None or is_inexact(leaf) or (path and is_array(leaf)):
+            continue
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {leaf!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
+        )

@@ -28,12 +28,15 @@ from ._spa import spa
 from ._state import SPAState, current_z
 from ._trees import (
     Count,
+    check_params_passed,
+    check_same_tree,
+    check_type,
     fill_none,
     find_nodes,
     is_inexact,
     is_none,
-    kinds_of,
     map_inexact,
+    names_of_nodes,
     replace_nodes,
     widen,
 )
@@ -106,7 +109,7 @@ def in_float32(
     def update_fn(updates, state, params=None, **extra):
         g = updates
         if params is not None:
-            _checks.check_same_tree("updates", updates, "params", params)
+            check_same_tree("updates", updates, "params", params)
             g = _like_params(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
             u, state = tx.update(widen(g), state, widen(params), **extra)
@@ -201,7 +204,7 @@ def primal_averaging(
         return PrimalAveragingState(base_state, average_state)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_type("state", state, PrimalAveragingState)
+        check_type("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # the gauge observes a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
@@ -260,8 +263,8 @@ def stochastic_rounding(
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_params_passed(params)
-        _checks.check_type("state", state, StochasticRoundingState)
+        check_params_passed(params)
+        check_type("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
@@ -337,13 +340,13 @@ def float8_momentum(
         if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
-                f"{kinds_of(base_state)}. For Adam's use `spa_adamw` with "
+                f"{names_of_nodes(base_state)}. For Adam's use `spa_adamw` with "
                 "`state_dtype=jnp.float8_e4m3fn`."
             )
         return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_type("state", state, Float8MomentumState)
+        check_type("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
         like = updates if params is None else params

@@ -113,8 +113,8 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
 
     def of_array(y, stored, g):
         y = jnp.asarray(y)
-        d = codec.z_minus_y(y, stored, z_is_y)
-        d = factor.astype(d.dtype) * d
+        z_minus_y = codec.z_minus_y(y, stored, z_is_y)
+        d = factor.astype(z_minus_y.dtype) * z_minus_y
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
         rounding = jnp.maximum(
@@ -143,22 +143,22 @@ def _rounding_error(x: Array, dtype: Any) -> Array:
     return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
 
 
-def update_gauge(gauge: Gauge, step: Measurement, decay: Any) -> Gauge:
+def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     """The gauge after a step."""
-    sums = step.sums
+    sums = measured.sums
     sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
-    p = jnp.where(gauge.p < 0, sums.sq_distance, step.r**2 * gauge.p)
-    terms, is_finite, is_rounded = _terms_of(step, p)
+    p = jnp.where(gauge.p < 0, sums.sq_distance, measured.r**2 * gauge.p)
+    terms, is_finite, is_rounded = _terms_of(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_rounded
     sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
-    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - step.c) ** 2), 1)
-    of_gradient = (1 - step.c) * step.eta - step.delta
-    next_p = (1 - step.c) ** 2 * p + of_gradient**2 * sums.sq_gradient
+    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - measured.c) ** 2), 1)
+    of_gradient = (1 - measured.c) * measured.eta - measured.delta
+    next_p = (1 - measured.c) ** 2 * p + of_gradient**2 * sums.sq_gradient
     return Gauge(
         last_sq_step=sq_step,
         last_noise=noise,
@@ -173,7 +173,7 @@ def update_gauge(gauge: Gauge, step: Measurement, decay: Any) -> Gauge:
 
 
 def _terms_of(
-    step: Measurement, p: Scalar
+    measured: Measurement, p: Scalar
 ) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, over η² c.
 
@@ -181,8 +181,8 @@ def _terms_of(
 
     ‖Δx_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """
-    sums, c, denominator = step.sums, step.c, step.eta**2 * step.c
-    b = c * step.eta + step.delta
+    sums, c, denominator = measured.sums, measured.c, measured.eta**2 * measured.c
+    b = c * measured.eta + measured.delta
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)

@@ -13,6 +13,8 @@ from .._trees import (
     Flag,
     as_dtype,
     by_path,
+    check_params_passed,
+    check_type,
     copy_arrays,
     is_none,
     map_inexact,
@@ -82,8 +84,8 @@ def guard_params(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_type("state", state, GuardParamsState)
-        _checks.check_params_passed(params)
+        check_type("state", state, GuardParamsState)
+        check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(

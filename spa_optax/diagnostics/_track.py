@@ -15,9 +15,11 @@ from .._state import SPAState
 from .._trees import (
     Count,
     Scalar,
+    check_not_batched,
+    check_type,
     find_node,
     find_nodes,
-    kinds_of,
+    names_of_nodes,
     scalar_of,
 )
 from .._xla import behind_a_barrier
@@ -92,7 +94,7 @@ def track_momentum(
         return TrackMomentumState(state, new_gauge())
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.check_type("state", state, TrackMomentumState)
+        check_type("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
         # A second update, of which only the arguments of `observe` are used: in
@@ -145,7 +147,7 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     if len(members) != 1:
         raise ValueError(
             f"`inner` must hold one `SPAState`, got {len(members)} of them in "
-            f"{kinds_of(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
+            f"{names_of_nodes(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
@@ -250,7 +252,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       Steps add up: the gain is 19
     """
     state = find_node(opt_state, TrackMomentumState)
-    _checks.check_not_batched("opt_state", state.gauge)
+    check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means = gauge.means

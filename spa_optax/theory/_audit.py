@@ -153,9 +153,9 @@ def audit_sgdm(
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
-        sgdm = sgdm_step_at(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(sgdm, sgdm.resting_w)
-        return eta, c, sgdm.alpha, sgdm.beta
+        step = sgdm_step_at(learning_rate, momentum, k, nesterov=nesterov)
+        eta, c = eta_and_c(step, step.resting_w)
+        return eta, c, step.alpha, step.beta
 
     return Audit(*_values(at, num_steps), is_from_sgdm=True)
 
