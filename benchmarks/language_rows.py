@@ -247,6 +247,7 @@ ROWS = {
 ROWS |= {
     "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
+    "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),
     "AdamW, 8-bit moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
     "AdamW, companded moments": Row(rounded(coded_adamw(COMPANDED)), ADAMW, BF16),
     "factored NAdamW, bfloat16 params": in_bfloat16(

@@ -70,15 +70,28 @@ def scale_by_factored_rms(b2=0.999, eps=1e-8):
     )
 
 
+def four_bytes(rate, weight_decay=0.1, state_dtype=jnp.bfloat16):
+    average = spa(
+        rate,
+        averaging=0.05,
+        interpolation=0.9,
+        state_dtype=state_dtype,
+        rounding_key=jax.random.key(0),
+    )
+    return optax.chain(
+        by_leaf(in_float32(scale_by_factored_rms(b2=0.999))),
+        optax.add_decayed_weights(weight_decay),
+        average,
+    )
+
+
 THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     FACTORED: lambda rate, own: spa_adamw(
         rate, 0.05, 0.9, second_moment="factored", **NARROW
     ),
-    BY_LEAF: lambda rate, own: optax.chain(
-        by_leaf(in_float32(scale_by_factored_rms())), spa(rate, 0.05, 0.9, **NARROW)
-    ),
+    BY_LEAF: lambda rate, own: four_bytes(rate, 0.0, NARROW["state_dtype"]),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
