@@ -82,9 +82,8 @@ def spa_adamw(
     _checks.EPS.check(eps=eps)
     _checks.RATE.check(weight_decay=weight_decay)
     _checks.one_of("full", "factored").check(second_moment=second_moment)
-    decay: Any = weight_decay
     if callable(weight_decay):
-        decay = _checks.as_schedule("weight_decay", weight_decay)
+        weight_decay = _checks.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
@@ -92,7 +91,7 @@ def spa_adamw(
         )
     else:
         scale = _scale_by_factored_rms(b2, eps)
-    add_decay = optax.add_decayed_weights(decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
+    add_decay = optax.add_decayed_weights(weight_decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
     average = spa(
         learning_rate,
         averaging,

@@ -49,7 +49,7 @@ class ZMinusParamsTimes256(NamedTuple):
 class ZItself:
     """The state stores z itself, in 32 bits or more, beside such params.
 
-    `name` is what messages call what is stored. z, or z − y, is `unit` times that.
+    `name` is what messages call the stored array. `unit` times it is z, or z − y.
     """
 
     name = "z itself"
@@ -63,18 +63,18 @@ class ZItself:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+    def z(self, y: Array, stored: Array, stepped: Flag) -> Array:
         """The value of z, in the dtype to compute in.
 
-        `z_is_y` is `z_is_still_y` of the state. Then z is y, which may have been
+        `stepped` is `has_stepped` of the state. Until then z is y, which may have been
         replaced since `init`, as by pretrained params.
         """
         dtype = wide_dtype(y, stored)
-        return where_sharded(z_is_y, y.astype(dtype), stored.astype(dtype))
+        return where_sharded(stepped, stored.astype(dtype), y.astype(dtype))
 
-    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
+    def z_minus_y(self, y: Array, stored: Array, stepped: Flag) -> Array:
         """The value of z − y, in the dtype to compute in."""
-        z = self.z(y, stored, z_is_y)
+        z = self.z(y, stored, stepped)
         return z - y.astype(z.dtype)
 
     def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -87,7 +87,7 @@ class ZItself:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        z_is_y: Flag,
+        stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """One step of y and z.
@@ -96,8 +96,8 @@ class ZItself:
 
         Without a g both stay.
         """
-        z = self.z(y, stored, z_is_y)
-        if g is None:  # the scalars of the next state no longer say that z is y
+        z = self.z(y, stored, stepped)
+        if g is None:  # from now on the state says that it has stepped
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -114,7 +114,7 @@ class ZItself:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The state stores d/unit with d = z − y, at most its dtype's largest number.
+    """The state stores (z − y)/unit, at most its dtype's largest number.
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
     is y also if y was replaced. The methods are those of `ZItself`.
@@ -130,12 +130,12 @@ class Difference:
     def init(self, y: Any, dtype: Any) -> Array:
         return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def z(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        d = self.z_minus_y(y, stored, z_is_y)
-        return y.astype(d.dtype) + d
+    def z(self, y: Array, stored: Array, stepped: Flag) -> Array:
+        z_minus_y = self.z_minus_y(y, stored, stepped)
+        return y.astype(z_minus_y.dtype) + z_minus_y
 
-    def z_minus_y(self, y: Array, stored: Array, z_is_y: Flag) -> Array:
-        # Before the first step 0 is stored, so `z_is_y` is not needed.
+    def z_minus_y(self, y: Array, stored: Array, stepped: Flag) -> Array:
+        # Before the first step 0 is stored, so `stepped` is not needed.
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -149,30 +149,30 @@ class Difference:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        z_is_y: Flag,
+        stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step in d.
+        """The same step, of y and z − y.
 
-        d ← r d − η g;  y ← y + c_y d − δ_y g;  d ← d − (the update of y)
+        z − y ← r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g, which changes z − y too
         """
         if g is None:
             return ArrayStep(None, stored)
-        d = self.z_minus_y(y, stored, z_is_y)
-        wide_g, yz = as_dtype((g, yz), d.dtype)
+        z_minus_y = self.z_minus_y(y, stored, stepped)
+        wide_g, yz = as_dtype((g, yz), z_minus_y.dtype)
         if yz.r is not None:
-            d = yz.r * d
-        d = d - yz.eta * wide_g
-        u = yz.c_y * d
+            z_minus_y = yz.r * z_minus_y
+        z_minus_y = z_minus_y - yz.eta * wide_g
+        u = yz.c_y * z_minus_y
         if yz.delta_y is not None:
             u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
+        # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
         u = round_update(u, y, seed, low_bits=True)
-        # The new difference is d − u, of the u that params got, so z keeps what they
-        # lose. `store` computes it as z − (y + u), of which XLA for TPUs makes one
-        # kernel.
-        z, new_y = y.astype(d.dtype) + d, y + u
-        return ArrayStep(u, self.store(z, new_y, stored.dtype, seed))
+        # The new difference is z − (y + u), of the u that params got, so z keeps what
+        # they lose. In this form XLA for TPUs makes one kernel of it.
+        z = y.astype(z_minus_y.dtype) + z_minus_y
+        return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
 
 
 @jax.custom_jvp

@@ -28,7 +28,7 @@ class XZCoefficients(NamedTuple):
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
     w: Scalar  # w_{k+1}: the scale of momentum, m = (x − z)/w
-    mu_y: Scalar | None = None  # that of y_{k+1}; the state has that of y_k. None: 1
+    mu_y: Scalar | None = None  # of y_{k+1}. None: y_k is x_k, and y_{k+1} is x_{k+1}
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
 
@@ -52,8 +52,8 @@ class YZCoefficients(NamedTuple):
 def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
     """A step of x and z as one of y and z.
 
-    If the params are x, the two are the same: c_y = c and δ_y = δ. Then r may rescale
-    z − x first, since that does not move x. A step without a μ_y is such a step.
+    If `xz.mu_y` is None, the params are x before and after the step. So c_y = c and
+    δ_y = δ, and r may rescale z − x, since that does not move x.
 
     Else let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
 

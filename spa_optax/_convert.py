@@ -20,7 +20,7 @@ from . import _checks
 from ._codec import Z_ITSELF, codec_of, unwrap
 from ._schedules import SGDM
 from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
-from ._state import SPAState, z_is_still_y
+from ._state import SPAState, has_stepped
 from ._trees import (
     ByPath,
     Count,
@@ -404,36 +404,33 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
-    """The old state, for its scalars, and the values of z."""
+def _read_spa(old: SPAState, run: Run) -> tuple[Any, ByPath]:
+    """The fields of the old state, for its scalars, and the values of z."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
-    z_is_y = z_is_still_y(old)
-    z = {path: codec.z(y, stored[path], z_is_y) for path, y in run.y.items()}
-    return old, z
+    stepped = has_stepped(old)
+    z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
+    return old._asdict(), z
 
 
-def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
+def _write_spa(new: SPAState, scalars: Any, z: ByPath, run: Run) -> SPAState:
     """The new state, with scalars of another, and z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored.keys() & z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.store(z[path], y, dtype, seed=None)
-        largest = float(jnp.finfo(dtype).max)
-        is_at_limit = jnp.abs(stored[path].astype(wide_dtype(y))) >= largest
+        size = jnp.abs(stored[path].astype(wide_dtype(y)))
+        is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec is not Z_ITSELF and jnp.any(is_at_limit):
             _checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, scalars._replace(z=list(stored.values())))
+    return with_leaves(new, SPAState(**scalars | {"z": list(stored.values())}))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
-    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor.
-
-    The `SPAState` is for its scalars alone. Its z is None.
-    """
+def _read_optax(old: Any, run: Run) -> tuple[Any, ByPath]:
+    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
     if isinstance(old, optax.TraceState):
         (eta, c, w), divisors = _scalars_of_sgdm(run), {}
     else:
@@ -448,16 +445,16 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
+    return {"count": run.count, "eta": eta, "c": c, "w": w, "mu_y": jnp.ones([])}, z
 
 
-def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, scalars: Any, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(scalars.w), {}
+        w, divisors = scalar_of(scalars["w"]), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
@@ -518,11 +515,9 @@ def _count_field(node: Any) -> str | None:
 def _steps_taken(nodes: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
     _checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
-    counts = [] if count is None else [count]
-    for node in nodes:
-        field = _count_field(node)
-        if field is not None:
-            counts.append(getattr(node, field))
+    counts = [getattr(node, field) for node in nodes if (field := _count_field(node))]
+    if count is not None:
+        counts.append(count)
     check_not_batched("old_state", counts)
     values = sorted({int(scalar_of(value)) for value in counts})
     if len(values) != 1:

@@ -17,7 +17,7 @@ from . import _checks
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import SPAState, check_update, checked_coefficients, z_is_still_y
+from ._state import SPAState, has_stepped
 from ._trees import (
     Flag,
     as_dtype,
@@ -27,6 +27,7 @@ from ._trees import (
     is_none,
     scalar_dtype,
 )
+from ._update_checks import check_update, checked_coefficients
 from ._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -40,12 +41,12 @@ def transformation(
     params_are_z: bool = False,
     mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer, a member of the family, of a rule.
+    """Makes the optimizer that a rule defines, a member of the family.
 
     Args:
       rule: from the state before a step to the `XZCoefficients` of the step.
-      state_dtype: dtype of z, as for `spa`. Its type is checked here. That c suits 8
-        bits a member checks itself, by `check_fits_8_bits`.
+      state_dtype: dtype of z, as for `spa`. It is checked here. Each member must itself
+        call `check_fits_8_bits` for its c.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       params_are_z: whether each step sets x to z. Then rounding x loses nothing that a
         z of 32 bits does not keep, so params need no key.
@@ -86,6 +87,7 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
+        # A step that does not fit raises, or has NaN for η: better NaN than a wrong x.
         xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -114,22 +116,24 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    z_is_y = z_is_still_y(state)
+    stepped = has_stepped(state)
     yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
 
-    # The next two statements serve XLA and change no finite number. With a key δ_y is
-    # always an array, if need be of 0: without that term XLA for TPU v7x makes two
-    # kernels of Adam's direction and a step that rounds at random
-    # (benchmarks/compiled.py).
+    # The next two statements are for XLA, and change no finite number. Without a δ_y,
+    # XLA for TPU v7x makes two kernels of Adam's direction and a step that rounds at
+    # random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    (yz, z_is_y), scalars = hide_from_xla((yz, z_is_y), scalars)
+    (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, stored_z = _step_arrays(updates, state, params, yz, z_is_y, rounding_key)
-    count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count=count, z=stored_z, **as_dtype(scalars, state.w.dtype))
+    u, stored_z = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    return u, SPAState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        z=stored_z,
+        **as_dtype(scalars, state.w.dtype),
+    )
 
 
 def _step_arrays(
@@ -137,7 +141,7 @@ def _step_arrays(
     state: SPAState,
     params: PyTree,
     yz: YZCoefficients,
-    z_is_y: Flag,
+    stepped: Flag,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
@@ -150,7 +154,7 @@ def _step_arrays(
         if not is_inexact(y):  # integers stay
             return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, z_is_y, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
 
     steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)

@@ -6,7 +6,7 @@ from jaxtyping import PyTree
 from . import _checks
 from ._codec import Z_ITSELF, codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from ._state import SPAState, check_spa_state, z_is_still_y
+from ._state import SPAState, check_spa_state, has_stepped
 from ._trees import (
     by_path,
     check_not_batched,
@@ -67,13 +67,14 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
-        codec, z_is_y = codec_of(state.z), z_is_still_y(state)
+        codec, stepped = codec_of(state.z), has_stepped(state)
         for path, stored in by_path(unwrap(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
-            d = codec.z_minus_y(y, stored, z_is_y)  # z − y
-            x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
+            z_minus_y = codec.z_minus_y(y, stored, stepped)
+            dtype = z_minus_y.dtype
+            x = y.astype(dtype) - (1 / mu_y.astype(dtype) - 1) * z_minus_y
             leaves[path] = x.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 

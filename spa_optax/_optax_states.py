@@ -1,4 +1,4 @@
-"""What a wrapper or a gauge must know of states, by their types.
+"""What this package must know of Optax's states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
 in a table here. What `convert` needs to know is in `_convert.py`.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
 from ._trees import Seed, wide_dtype
+from ._xla import drawn_once
 
 # Folded into the key, so that params and z get other words than momentum, also if both
 # have the same key and count.
@@ -23,19 +24,7 @@ def seeds_like(
     leaves, structure = jax.tree.flatten(tree)
     key = jax.random.fold_in(jax.random.fold_in(key, count), purpose)
     words = jax.random.bits(key, (len(leaves),), jnp.uint32)
-    # Drawn once: XLA must not repeat the draw in the kernel of every leaf.
-    words = jax.lax.optimization_barrier(words)
-
-    def words_on_cpu(words):
-        # A loop that XLA does not know to be of one step keeps it from fusing the draw
-        # into every leaf. Leaves of one shape then share a program, which compiles
-        # faster. A second step would change nothing.
-        num_loops = 1 + (count == jnp.iinfo(count.dtype).min).astype(jnp.int32)
-        zeros = list(jnp.zeros_like(words))
-        return jax.lax.fori_loop(0, num_loops, lambda *_: list(words), zeros)
-
-    words = jax.lax.platform_dependent(words, cpu=words_on_cpu, default=list)
-    return structure.unflatten(words)
+    return structure.unflatten(drawn_once(words, count))
 
 
 def rounded(
@@ -49,9 +38,10 @@ def rounded(
 
     At random means up or down so that the mean is x.
 
-    Params take the low bits of a random word of 32, and z − y the high ones. Bfloat16
-    uses 16 of them and float8 20, so params and a float8 z share four. What saturates
-    is at most the dtype's largest number, and a NaN in it may become any number.
+    The seed makes a random word of 32 bits for each element. `low_bits` takes its low
+    ones in place of the high ones, so that two roundings may share a seed. With
+    `saturates` the result is at most the dtype's largest number, and a NaN may become
+    any number.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)

@@ -282,8 +282,7 @@ def schedule_free_averaging(
     def c_at(k):
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
         # Afterwards each step adds the same weight.
-        num_later = jnp.maximum(k - num_warmup_steps, 0)
-        return 1 / (in_table + num_later.astype(float))
+        return 1 / (in_table + jnp.maximum(k - num_warmup_steps, 0).astype(float))
 
     return vectorized(c_at)
 

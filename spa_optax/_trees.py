@@ -88,13 +88,10 @@ def find_node(state: PyTree, kind: type) -> Any:
 def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
     """A state with the nodes of a type, or of some types, replaced."""
 
-    def is_wanted(node):
-        return isinstance(node, kinds)
-
     def replace_node(node):
-        return new(node) if is_wanted(node) else node
+        return new(node) if isinstance(node, kinds) else node
 
-    return jax.tree.map(replace_node, state, is_leaf=is_wanted)
+    return jax.tree.map(replace_node, state, is_leaf=lambda n: isinstance(n, kinds))
 
 
 def names_of_nodes(state: PyTree) -> str:

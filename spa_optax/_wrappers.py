@@ -1,4 +1,7 @@
-"""Wrappers around Optax's optimizers: averages, and state and params in few bits."""
+"""Wrappers around Optax's optimizers: averages, and state and params in few bits.
+
+`base` is always a finished optimizer, and `inner` any transformation.
+"""
 
 from typing import Any, Literal, NamedTuple
 

@@ -145,9 +145,9 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    z_is_y = jnp.array(False)
+    stepped = jnp.array(True)
     return map_inexact(
-        lambda y, stored: codec_of(z).z(y, stored, z_is_y), params, unwrap(z)
+        lambda y, stored: codec_of(z).z(y, stored, stepped), params, unwrap(z)
     )
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, PyTree
 
 from .._codec import codec_of, unwrap
 from .._coefficients import XZCoefficients
-from .._state import SPAState, z_is_still_y
+from .._state import SPAState, has_stepped
 from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
 
 
@@ -109,11 +109,11 @@ def measure(
 
 def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
     """The sums with d_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
-    codec, z_is_y = codec_of(state.z), z_is_still_y(state)
+    codec, stepped = codec_of(state.z), has_stepped(state)
 
     def of_array(y, stored, g):
         y = jnp.asarray(y)
-        z_minus_y = codec.z_minus_y(y, stored, z_is_y)
+        z_minus_y = codec.z_minus_y(y, stored, stepped)
         d = factor.astype(z_minus_y.dtype) * z_minus_y
         g = jnp.asarray(g).astype(d.dtype)
         # y is rounded, and z or z − y.
@@ -145,20 +145,20 @@ def _rounding_error(x: Array, dtype: Any) -> Array:
 
 def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     """The gauge after a step."""
-    sums = measured.sums
+    sums, eta, c, delta, r = measured
     sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
-    p = jnp.where(gauge.p < 0, sums.sq_distance, measured.r**2 * gauge.p)
+    p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
     terms, is_finite, is_rounded = _terms_of(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_rounded
     sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
-    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - measured.c) ** 2), 1)
-    of_gradient = (1 - measured.c) * measured.eta - measured.delta
-    next_p = (1 - measured.c) ** 2 * p + of_gradient**2 * sums.sq_gradient
+    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - c) ** 2), 1)
+    of_gradient = (1 - c) * eta - delta
+    next_p = (1 - c) ** 2 * p + of_gradient**2 * sums.sq_gradient
     return Gauge(
         last_sq_step=sq_step,
         last_noise=noise,
@@ -181,8 +181,9 @@ def _terms_of(
 
     ‖Δx_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """
-    sums, c, denominator = measured.sums, measured.c, measured.eta**2 * measured.c
-    b = c * measured.eta + measured.delta
+    sums, eta, c, delta, _ = measured
+    denominator = eta**2 * c
+    b = c * eta + delta
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)

@@ -106,16 +106,16 @@ def track_momentum(
             u, inner_state, observed = _observed(tx, args, extra)
             # The sums fuse into the kernels of the update. On a GPU such a kernel
             # cannot write x and z in place, but copies them.
-            step = jax.lax.platform_dependent(
+            measured = jax.lax.platform_dependent(
                 cuda=measure_separately,
                 rocm=measure_separately,
                 default=lambda: measure(*observed),
             )
         else:  # so that the real update compiles to the same kernels as without a gauge
             u, inner_state = tx.update(*args, **extra)
-            step = measure_separately()
+            measured = measure_separately()
         return u, TrackMomentumState(
-            inner_state, update_gauge(state.gauge, step, decay)
+            inner_state, update_gauge(state.gauge, measured, decay)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

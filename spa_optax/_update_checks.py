@@ -1,0 +1,97 @@
+"""Checks of an update: that updates, state, params and the step fit each other."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from . import _checks
+from ._codec import choose_codec, codec_of, stored_dtype, unwrap
+from ._coefficients import XZCoefficients
+from ._state import SPAState, check_fits_params, has_stepped
+from ._trees import by_path, check_same_tree, is_inexact
+
+
+def check_update(
+    updates: PyTree, state: Any, params: PyTree | None, state_dtype: Any
+) -> None:
+    """Raises ValueError unless the arguments of an update fit each other."""
+    check_fits_params(state, params)
+    _check_storage(state.z, params, state_dtype)
+    check_same_tree("updates", updates, "params", params)
+    stored = by_path(unwrap(state.z))
+    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+        without_leaf = by_path(updates).keys() - leaves.keys()
+        if without_leaf:
+            path = min(without_leaf) or "its root"
+            raise ValueError(
+                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+            )
+
+
+def _check_storage(stored_z: PyTree, params: PyTree, state_dtype: Any) -> None:
+    """Raises ValueError unless z is stored as `init` would store it beside params."""
+    found, expected = codec_of(stored_z), choose_codec(params, state_dtype)
+    if found is not expected:
+        raise ValueError(
+            f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
+            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
+            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
+            "are those that the state was made for."
+        )
+    params_by_path = by_path(params)
+    for path, leaf in by_path(unwrap(stored_z)).items():
+        y = params_by_path.get(path, leaf)
+        if not is_inexact(y):
+            continue
+        dtype = jnp.result_type(stored_dtype(y, state_dtype))
+        # Without a `state_dtype` params may have been cast to fewer bits afterwards.
+        may_stay = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        if leaf.dtype != dtype and not may_stay:
+            raise ValueError(
+                f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
+                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
+                "into=tx.init(params))`."
+            )
+
+
+def checked_coefficients(
+    updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
+) -> XZCoefficients:
+    """A step, with NaN for η where its μ_y does not fit the state or frozen params.
+
+    Raises ValueError if that is known outside `jax.jit`, or where μ_y may change beside
+    frozen params.
+    """
+    stepped = has_stepped(state)
+    if xz.mu_y is None:
+        # Such a step takes the params for x.
+        message = (
+            "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+            "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+            "schedule `interpolation=lambda k: 1.0`."
+        )
+        is_wrong = stepped & (state.mu_y != 1)
+        return xz._replace(
+            eta=_checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y)
+        )
+    stored = by_path(unwrap(state.z))
+    have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
+    frozen = have_z - by_path(updates).keys()
+    if not frozen:
+        return xz
+    # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
+    if mu_y_may_change:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(frozen) or 'its root'}"
+        )
+    message = (
+        "`updates` must not be None where `interpolation` changes, which moves the "
+        "params, got None and a change from {:g} to {:g}"
+    )
+    next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
+    is_wrong = stepped & (next_mu_y != state.mu_y)
+    return xz._replace(
+        eta=_checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
+    )
