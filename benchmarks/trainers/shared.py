@@ -70,16 +70,23 @@ def scale_by_factored_rms(b2=0.999, eps=1e-8):
     )
 
 
-def four_bytes(rate, weight_decay=0.1, state_dtype=jnp.bfloat16):
+def four_bytes(
+    rate,
+    averaging=0.1,
+    interpolation=0.9,
+    b2=0.999,
+    weight_decay=0.1,
+    state_dtype=jnp.bfloat16,
+):
     average = spa(
         rate,
-        averaging=0.05,
-        interpolation=0.9,
+        averaging,
+        interpolation,
         state_dtype=state_dtype,
         rounding_key=jax.random.key(0),
     )
     return optax.chain(
-        by_leaf(in_float32(scale_by_factored_rms(b2=0.999))),
+        by_leaf(in_float32(scale_by_factored_rms(b2))),
         optax.add_decayed_weights(weight_decay),
         average,
     )
@@ -91,7 +98,9 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     FACTORED: lambda rate, own: spa_adamw(
         rate, 0.05, 0.9, second_moment="factored", **NARROW
     ),
-    BY_LEAF: lambda rate, own: four_bytes(rate, 0.0, NARROW["state_dtype"]),
+    BY_LEAF: lambda rate, own: four_bytes(
+        rate, 0.05, weight_decay=0.0, state_dtype=NARROW["state_dtype"]
+    ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
