@@ -141,7 +141,7 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
                 "`optax.inject_hyperparams`, name it in `static_args`."
             )
         try:
-            jax.tree.map(lambda leaf, _: _checks.FLAG.check(mask=leaf), tree, params)
+            jax.tree.map(lambda leaf, _: _checks.BOOLEAN.check(mask=leaf), tree, params)
         except ValueError as error:
             raise ValueError(
                 f"`mask` must be a tree of booleans like `params`: {error}"

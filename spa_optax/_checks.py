@@ -149,7 +149,7 @@ NOT_NEGATIVE = RATE._replace(form=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)
 POSITIVE_INTEGER = _integer(1)
-FLAG = Requirement(
+BOOLEAN = Requirement(
     "True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0
 )
 STATE_DTYPE = Requirement(
@@ -178,17 +178,6 @@ def is_surely(condition: Any) -> bool:
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return bool(condition)
     return False
-
-
-def nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
-    """The value, or NaN where something is wrong, which is better than a wrong x.
-
-    If that is known before the program runs, it raises ValueError with the message and
-    what was found.
-    """
-    if is_surely(is_wrong):
-        raise ValueError(message.format(*map(float, found)))
-    return jnp.where(is_wrong, jnp.nan, value)
 
 
 def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:

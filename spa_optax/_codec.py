@@ -97,7 +97,7 @@ class ZItself:
         Without a g both stay.
         """
         z = self.z(y, stored, stepped)
-        if g is None:  # from now on the state says that it has stepped
+        if g is None:  # z may still be y, but the next step reads what is stored
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -114,7 +114,7 @@ class ZItself:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The state stores (z − y)/unit, at most its dtype's largest number.
+    """The state stores (z − y)/unit, clipped to the range of its dtype.
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
     is y also if y was replaced. The methods are those of `ZItself`.

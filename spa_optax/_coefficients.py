@@ -22,7 +22,7 @@ class XZCoefficients(NamedTuple):
 
     The new state keeps η, c, w and μ_y. η, c and w may all be 0 only while z is y,
     since such a state counts as a new one. A field that is None leaves its term out of
-    the program.
+    the program. `mu_y=None` also claims that y_k is x_k, which is checked.
     """
 
     eta: Scalar  # η_k
@@ -34,7 +34,7 @@ class XZCoefficients(NamedTuple):
 
 
 class YZCoefficients(NamedTuple):
-    """The same step as an array makes it, of y and z, since x is not stored.
+    """The same step of y and z, the arrays that there are: x is not stored.
 
         z ← y + r (z − y)
         z ← z − η g
@@ -50,7 +50,7 @@ class YZCoefficients(NamedTuple):
 
 
 def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
-    """A step of x and z as one of y and z.
+    """The coefficients of y and z that make the step of x and z.
 
     If `xz.mu_y` is None, the params are x before and after the step. So c_y = c and
     δ_y = δ, and r may rescale z − x, since that does not move x.

@@ -82,7 +82,7 @@ COUNT_FIELDS: dict[type, str] = {
 REQUIREMENTS = {
     "learning_rate": _checks.RATE,
     "momentum": _checks.MOMENTUM,
-    "nesterov": _checks.FLAG,
+    "nesterov": _checks.BOOLEAN,
     "b1": _checks.B1,
     "b2": _checks.B2,
     "eps": _checks.EPS,
@@ -200,7 +200,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, *read(old, run), run)
+        written = write(new, read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(_carried_into(into, nodes, k))
 
@@ -326,6 +326,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
 def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
     """The old nodes with the momentum, and AdamW's ν, as the new state holds them."""
     nodes = [node for node in nodes if node is not old]
+    # AdamW keeps ν beside its momentum, and `spa_adamw` in a node of its own.
     if isinstance(old, optax.ScaleByAdamState):
         nodes.append(ScaleByRmsWithCountState(count=old.count, nu=old.nu))
     if isinstance(written, optax.ScaleByAdamState):
@@ -404,20 +405,20 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[Any, ByPath]:
-    """The fields of the old state, for its scalars, and the values of z."""
+def _read_spa(old: SPAState, run: Run) -> SPAState:
+    """The old state, with the values of z by path."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
-    return old._asdict(), z
+    return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, scalars: Any, z: ByPath, run: Run) -> SPAState:
-    """The new state, with scalars of another, and z as it stores it."""
+def _write_spa(new: SPAState, read: SPAState, run: Run) -> SPAState:
+    """The new state of what was read, with z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & z.keys():
+    for path in stored.keys() & read.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(z[path], y, dtype, seed=None)
+        stored[path] = codec.store(read.z[path], y, dtype, seed=None)
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec is not Z_ITSELF and jnp.any(is_at_limit):
@@ -426,10 +427,10 @@ def _write_spa(new: SPAState, scalars: Any, z: ByPath, run: Run) -> SPAState:
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, SPAState(**scalars | {"z": list(stored.values())}))
+    return with_leaves(new, read._replace(z=list(stored.values())))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[Any, ByPath]:
+def _read_optax(old: Any, run: Run) -> SPAState:
     """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
     if isinstance(old, optax.TraceState):
         (eta, c, w), divisors = _scalars_of_sgdm(run), {}
@@ -445,22 +446,23 @@ def _read_optax(old: Any, run: Run) -> tuple[Any, ByPath]:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return {"count": run.count, "eta": eta, "c": c, "w": w, "mu_y": jnp.ones([])}, z
+    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, scalars: Any, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, read: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(scalars["w"]), {}
+        w, divisors = scalar_of(read.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]
-        dtype = wide_dtype(x, z[path])
-        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
+        z = read.z[path]
+        dtype = wide_dtype(x, z)
+        x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = with_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

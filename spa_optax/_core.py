@@ -48,8 +48,8 @@ def transformation(
       state_dtype: dtype of z, as for `spa`. It is checked here. Each member must itself
         call `check_fits_8_bits` for its c.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      params_are_z: whether each step sets x to z. Then rounding x loses nothing that a
-        z of 32 bits does not keep, so params need no key.
+      params_are_z: whether every step sets the params to z. Then a z of 32 bits keeps
+        what rounding cuts from them, and no key is needed.
       mu_y_may_change: whether μ_y may change, which moves params without gradients too.
 
     Returns:
@@ -128,10 +128,10 @@ def _step(
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, stored_z = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, z = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=stored_z,
+        z=z,
         **as_dtype(scalars, state.w.dtype),
     )
 
@@ -144,9 +144,9 @@ def _step_arrays(
     stepped: Flag,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
-    """One step of every array: y_{k+1} − y_k, and what the state holds of z_{k+1}."""
-    codec, stored_z = codec_of(state.z), unwrap(state.z)
-    seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
+    """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
+    codec, tree = codec_of(state.z), unwrap(state.z)
+    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
         if stored is None:  # not trained
@@ -156,7 +156,7 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
 
-    steps = jax.tree.map(step_array, params, stored_z, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
     stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
     return u, codec.wrap(stored)

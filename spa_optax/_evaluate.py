@@ -1,4 +1,4 @@
-"""What operates on the states of all members: `eval_params` and `reanchor`."""
+"""x of a state, and z after an edit of the params."""
 
 import jax
 from jaxtyping import PyTree
@@ -57,6 +57,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> print(state.z, y, eval_params(state, y))  # y is midway from z to x
       6.0 7.0 8.0
     """
+    # By path, since under `optax.partition` each state has only some of the params.
     leaves = by_path(params)
     for state in _checked_states(opt_state, params):
         check_not_batched("opt_state", state.count, state.mu_y)
@@ -130,7 +131,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         return (z.astype(dtype) + edit).astype(z.dtype)
 
     def shift_state(state):
-        if codec_of(state.z) is not Z_ITSELF:
+        if codec_of(state.z) is not Z_ITSELF:  # z − y stays, so z moves along
             return state
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))

@@ -10,7 +10,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 from ._trees import Seed, wide_dtype
 from ._xla import drawn_once
 
-# Folded into the key, so that params and z get other words than momentum, also if both
+# Folded into the key, so that params and z get other bits than momentum, also if both
 # have the same key and count.
 FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 
@@ -18,13 +18,13 @@ FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 def seeds_like(
     key: PRNGKeyArray | None, count: Array, tree: PyTree, purpose: int
 ) -> PyTree:
-    """A random word for each leaf at a step, or None without a key."""
+    """A seed for each leaf at a step, or None without a key."""
     if key is None:
         return jax.tree.map(lambda _: None, tree)
     leaves, structure = jax.tree.flatten(tree)
     key = jax.random.fold_in(jax.random.fold_in(key, count), purpose)
-    words = jax.random.bits(key, (len(leaves),), jnp.uint32)
-    return structure.unflatten(drawn_once(words, count))
+    seeds = jax.random.bits(key, (len(leaves),), jnp.uint32)
+    return structure.unflatten(drawn_once(seeds, count))
 
 
 def rounded(

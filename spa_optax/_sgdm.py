@@ -68,7 +68,7 @@ def sgdm_step_at(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        resting_w = _tail(*_zero_out_of_range(alpha, beta), nesterov=nesterov)
+        resting_w = _tail(*_later_a_and_beta(alpha, beta, nesterov))
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
@@ -101,28 +101,25 @@ def _w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    alphas, betas = _zero_out_of_range(
-        jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts)
+    a, betas = _later_a_and_beta(
+        jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts), nesterov
     )
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
-    last_alpha, last_beta = _zero_out_of_range(alpha_at(last), beta_at(last))
+    tail = _tail(*_later_a_and_beta(alpha_at(last), beta_at(last), nesterov))
     if _checks.is_plain_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
     else:
         products = jnp.cumprod(betas)
-    a = alphas * betas if nesterov else alphas
-    tail = _tail(last_alpha, last_beta, nesterov=nesterov)
     # The default horizon aims at 1e-8, and the products are rounded.
     has_all_terms = products[-1] <= 1e-7
     return jnp.sum(a * products) + products[-1] * tail, has_all_terms
 
 
-def _tail(alpha: Scalar, beta: Scalar, *, nesterov: bool) -> Scalar:
-    """The resting w for α and β that stay for ever: a β/(1 − β)."""
-    a = alpha * beta if nesterov else alpha
+def _tail(a: Scalar, beta: Scalar) -> Scalar:
+    """The resting w for a and β that stay for ever."""
     return a * beta / (1 - beta)
 
 
@@ -139,10 +136,11 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
 
 
-def _zero_out_of_range(alpha: Array, beta: Array) -> tuple[Array, Array]:
-    """Later α and β, or 0 for NaN and values out of range, as past a schedule's end."""
+def _later_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array, Array]:
+    """Later a and β; 0 for NaN and values out of range, as past a schedule's end."""
     alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
-    return alpha, jnp.where((beta > 0) & (beta < 1), beta, 0)
+    beta = jnp.where((beta > 0) & (beta < 1), beta, 0)
+    return (alpha * beta if nesterov else alpha), beta
 
 
 def eta_and_c(step: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
@@ -155,7 +153,7 @@ def eta_and_c(step: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
 def sgdm_coefficients(
     step: SGDMStep, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
-    """A step of SGD with momentum, from w_k, that of the state."""
+    """The coefficients of a step of SGD with momentum, from w_k, that of the state."""
     next_w = _choose_next_w(step, w, stores_difference)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
     eta, c = eta_and_c(step, next_w)

@@ -50,13 +50,13 @@ def spa(
     not end below 0.0125.
 
     Args:
-      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. In place of SGD
+      learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
         with momentum, pass α/(1 − β).
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count
         k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
-        A gradient moves y at once by 1 − μ_y (1 − c) of η g. To recover x divides y's
-        rounding error by μ_y.
+        A gradient moves y at once by 1 − μ_y (1 − c) of η g. Recovering x multiplies
+        the rounding error of y by 1/μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
         that of the params, but float32 for params of 16 bits. To change it in mid-run
         use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
@@ -192,7 +192,7 @@ def spa_from_sgdm(
     """
     _checks.RATE.check(learning_rate=learning_rate)
     _checks.MOMENTUM.check(momentum=momentum)
-    _checks.FLAG.check(nesterov=nesterov)
+    _checks.BOOLEAN.check(nesterov=nesterov)
     _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
     beta_at = _checks.as_schedule("momentum", momentum)
     _checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))

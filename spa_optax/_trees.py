@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 Scalar = Float[Array, ""]
 Flag = Bool[Array, ""]
 Count = Int[Array, ""]
-Seed = UInt32[Array, ""]  # a random word
+Seed = UInt32[Array, ""]  # of the random bits of one array
 ByPath = dict[str, Array]  # an array for each parameter, by its path
 
 
@@ -42,7 +42,7 @@ def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> P
 
 
 def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
-    """A tree with leaves from another where it has None; None where that has None."""
+    """A tree, with its None leaves taken from another; None where that has None."""
 
     def choose(leaf, other):
         return other if leaf is None or other is None else leaf

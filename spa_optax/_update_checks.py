@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from . import _checks
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
@@ -29,9 +29,9 @@ def check_update(
             )
 
 
-def _check_storage(stored_z: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
-    found, expected = codec_of(stored_z), choose_codec(params, state_dtype)
+    found, expected = codec_of(z), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
@@ -40,7 +40,7 @@ def _check_storage(stored_z: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(stored_z)).items():
+    for path, leaf in by_path(unwrap(z)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue
@@ -58,7 +58,7 @@ def _check_storage(stored_z: PyTree, params: PyTree, state_dtype: Any) -> None:
 def checked_coefficients(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> XZCoefficients:
-    """A step, with NaN for η where its μ_y does not fit the state or frozen params.
+    """The coefficients of a step; NaN for η where μ_y fits not the state or the params.
 
     Raises ValueError if that is known outside `jax.jit`, or where μ_y may change beside
     frozen params.
@@ -72,9 +72,7 @@ def checked_coefficients(
             "schedule `interpolation=lambda k: 1.0`."
         )
         is_wrong = stepped & (state.mu_y != 1)
-        return xz._replace(
-            eta=_checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y)
-        )
+        return xz._replace(eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y))
     stored = by_path(unwrap(state.z))
     have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
@@ -93,5 +91,16 @@ def checked_coefficients(
     next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
     is_wrong = stepped & (next_mu_y != state.mu_y)
     return xz._replace(
-        eta=_checks.nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
+        eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
     )
+
+
+def _nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
+    """The value, or NaN where something is wrong, which is better than a wrong x.
+
+    If that is known before the program runs, it raises ValueError with the message and
+    what was found.
+    """
+    if _checks.is_surely(is_wrong):
+        raise ValueError(message.format(*map(float, found)))
+    return jnp.where(is_wrong, jnp.nan, value)

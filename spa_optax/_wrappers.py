@@ -212,10 +212,10 @@ def primal_averaging(
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
         minus_u = fill_none(map_inexact(jnp.negative, u), u)
-        updates, average_state = average.update(
+        u, average_state = average.update(
             minus_u, state.average, params, observe=observe
         )
-        return updates, PrimalAveragingState(base_state, average_state)  # pyright: ignore[reportArgumentType]
+        return u, PrimalAveragingState(base_state, average_state)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 

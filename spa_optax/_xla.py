@@ -42,19 +42,19 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
 
 
-def drawn_once(words: Array, count: Array) -> list[Array]:
-    """Random words, one for each leaf, which XLA must not draw again for every leaf."""
-    words = jax.lax.optimization_barrier(words)
+def drawn_once(seeds: Array, count: Array) -> list[Array]:
+    """Seeds, one for each leaf, which XLA must not draw again for every leaf."""
+    seeds = jax.lax.optimization_barrier(seeds)
 
-    def on_cpu(words):
+    def on_cpu(seeds):
         # A loop that XLA does not know to be of one step keeps it from fusing the draw
         # into every leaf. Leaves of one shape then share a program, which compiles
         # faster. A second step would change nothing.
         num_loops = 1 + (count == jnp.iinfo(count.dtype).min).astype(jnp.int32)
-        zeros = list(jnp.zeros_like(words))
-        return jax.lax.fori_loop(0, num_loops, lambda *_: list(words), zeros)
+        zeros = list(jnp.zeros_like(seeds))
+        return jax.lax.fori_loop(0, num_loops, lambda *_: list(seeds), zeros)
 
-    return jax.lax.platform_dependent(words, cpu=on_cpu, default=list)
+    return jax.lax.platform_dependent(seeds, cpu=on_cpu, default=list)
 
 
 def where_sharded(predicate: Bool[Array, "..."], a: Array, b: Array) -> Array:

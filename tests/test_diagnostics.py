@@ -383,7 +383,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
     [
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
         ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
-        ({"gain": 1.5, "t": -3.0}, "Not told from pure noise"),
+        ({"gain": 1.5, "t": -3.0}, "Cannot be told from pure noise"),
         ({"num_measured": 9}, "Nothing to report yet: 10 steps must count"),
         ({"gain": math.nan}, "Nothing to report yet"),
         ({"num_measured": 4}, "Of 10 steps 4 count."),
@@ -438,7 +438,7 @@ def verdicts(
 def test_verdicts_on_pure_noise(c: float, decay: float) -> None:
     """False alarms are no more than chance makes of their level, P(|t| ≥ 3)."""
     found = verdicts(track_momentum(spa(1.0, c), decay), 300)
-    false_alarms = sum(text != "Not told from pure noise" for text in found)
+    false_alarms = sum(text != "Cannot be told from pure noise" for text in found)
     assert false_alarms <= stats.binom.isf(
         1e-6, 300, 2 * stats.norm.sf(3)
     )  # 9 runs of 300

@@ -68,7 +68,8 @@ def test_import_does_not_start_jax() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=environment(1))
 
 
-@pytest.mark.long  # but not with today's jax
+@pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_of_four_devices(tmp_path: Path) -> None:
     command = [sys.executable, transformer.__file__, free_address(), "2"]
@@ -85,6 +86,7 @@ def test_two_processes_of_four_devices(tmp_path: Path) -> None:
         assert_same_as_on_one_device(leaves[:half], leaves[half:], two["losses"])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_saved_from_eight_devices_restored_on_four_and_on_one(tmp_path: Path) -> None:
     tx = optimizer()

@@ -1,4 +1,4 @@
-"""Whether momentum pays: the gauge of the paper's Insight 1. Whether params moved."""
+"""Diagnostics: whether momentum pays, and whether something else moved the params."""
 
 from ._guard import guard_params
 from ._track import MomentumReport, momentum_report, track_momentum

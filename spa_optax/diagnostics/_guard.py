@@ -26,7 +26,7 @@ class GuardParamsState(NamedTuple):
     """State of `guard_params`."""
 
     inner: PyTree
-    has_stepped: Flag  # else the params may be any
+    stepped: Flag  # else the params may be any
     before: PyTree  # y_k
     after: PyTree  # y_{k+1}, as the last update makes it
 
@@ -55,8 +55,8 @@ def guard_params(
       `reanchor`.
 
     Raises:
-      ValueError: if `inner` is not a transformation, or, in `update`, the params are
-        others by more than an ulp.
+      ValueError: if `inner` is not a transformation, or, in `update`, the params
+        differ from those of the last update by more than an ulp.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -78,7 +78,7 @@ def guard_params(
     def init_fn(params):
         return GuardParamsState(
             inner=inner.init(params),
-            has_stepped=jnp.zeros([], bool),
+            stepped=jnp.zeros([], bool),
             before=copy_arrays(params),
             after=copy_arrays(params),
         )
@@ -90,7 +90,7 @@ def guard_params(
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(
             inner=inner_state,
-            has_stepped=jnp.ones([], bool),
+            stepped=jnp.ones([], bool),
             before=copy_arrays(params),
             after=jax.tree.map(_add, params, u, is_leaf=is_none),
         )
@@ -113,7 +113,7 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
         ulp = eps * jnp.maximum(jnp.abs(before), jnp.abs(after))
         both_nan = jnp.isnan(y) & jnp.isnan(after)
         is_same = (jnp.abs(y - after) <= ulp) | (y == after) | both_nan
-        return state.has_stepped & ~jnp.all(is_same)
+        return state.stepped & ~jnp.all(is_same)
 
     moved = by_path(map_inexact(is_moved, params, state.before, state.after))
     if any(isinstance(flag, Tracer) for flag in moved.values()):

@@ -97,10 +97,11 @@ def track_momentum(
         check_type("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
-        # A second update, of which only the arguments of `observe` are used: in
-        # `jax.jit` XLA removes the rest.
         def measure_separately():
-            return measure(*_observed(tx, behind_a_barrier(args), extra)[2])
+            # Updates a second time. Under `jax.jit` only what `observe` gets remains of
+            # it, so the sums stay out of the kernels of the real update.
+            *_, observed = _observed(tx, behind_a_barrier(args), extra)
+            return measure(*observed)
 
         if isinstance(state.inner, SPAState):
             u, inner_state, observed = _observed(tx, args, extra)
@@ -212,8 +213,8 @@ class MomentumReport(NamedTuple):
                 "noise. Here momentum only reduces noise."
             )
         return (
-            f"Not told from pure noise: the gain is {ratio:.2f} times that of pure "
-            f"noise, with t = {self.t:.2f}."
+            f"Cannot be told from pure noise: the gain is {ratio:.2f} times that of "
+            f"pure noise, with t = {self.t:.2f}."
         )
 
 

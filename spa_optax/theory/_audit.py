@@ -147,7 +147,7 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
-    _checks.FLAG.check(nesterov=nesterov)
+    _checks.BOOLEAN.check(nesterov=nesterov)
     _checks.RATE.check(learning_rate=learning_rate)
     _checks.MOMENTUM.check(momentum=momentum)
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
@@ -211,7 +211,7 @@ def _long_average(audit: Audit) -> Finding | None:
 def _high_beta(audit: Audit) -> Finding | None:
     """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
     eta, c, beta = audit.eta, audit.c, audit.beta
-    # It is harmless where η does not jump, and at c = 0, where x stands still.
+    # A high β is harmless where η does not jump, and at c = 0, where x stands still.
     is_high = (beta >= 1) & (_jump_signs(eta) < 0)
     is_high[1:] &= c[:-1] > 0
     if not is_high.any():
