@@ -74,7 +74,7 @@ def _described(value: Any, form: str) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if hasattr(value, "averaging"):
+    if hasattr(value, "averaging"):  # `SPAHyperparams`, from a file above this
         return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
         if form in ("", NUMBER):
@@ -239,7 +239,7 @@ def check_fits_8_bits(state_dtype: Any, name: str, averaging: Any) -> None:
 
 
 def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Counts, and the values there: none of what cannot be evaluated yet.
+    """Counts, and the values there; both empty if it cannot be evaluated yet.
 
     They are the counts below 10,000, and 700 from there to 10^7. A number has one.
     """

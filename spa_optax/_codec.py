@@ -64,7 +64,7 @@ class ZItself:
         return jnp.array(y, dtype=dtype, copy=True)
 
     def z(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        """The value of z, in the dtype to compute in.
+        """The value of z, in `wide_dtype`.
 
         `stepped` is `has_stepped` of the state. Until then z is y, which may have been
         replaced since `init`, as by pretrained params.
@@ -73,7 +73,7 @@ class ZItself:
         return where_sharded(stepped, stored.astype(dtype), y.astype(dtype))
 
     def z_minus_y(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        """The value of z − y, in the dtype to compute in."""
+        """The value of z − y, in `wide_dtype`."""
         z = self.z(y, stored, stepped)
         return z - y.astype(z.dtype)
 
@@ -139,7 +139,7 @@ class Difference:
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        # Where z is NaN, y is NaN too, so any number will do.
+        # `saturates` may make a number of a NaN. Where z is NaN, y is NaN too.
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
@@ -210,19 +210,19 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
 
 
-def codec_of(z: PyTree) -> Codec:
+def codec_of(stored: PyTree) -> Codec:
     """How a state stores z, from its field `z`."""
     for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
-        if isinstance(z, codec.node_type):
+        if isinstance(stored, codec.node_type):
             return codec
     return Z_ITSELF
 
 
-def unwrap(z: PyTree) -> PyTree:
+def unwrap(stored: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
-    if codec_of(z) is Z_ITSELF:
-        return z
-    (tree,) = z
+    if codec_of(stored) is Z_ITSELF:
+        return stored
+    (tree,) = stored
     return tree
 
 

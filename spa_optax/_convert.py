@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
 from ._codec import Z_ITSELF, codec_of, unwrap
-from ._schedules import SGDM
+from ._schedules import SGDM, AdamW
 from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
 from ._state import SPAState, has_stepped
 from ._trees import (
@@ -87,15 +87,6 @@ REQUIREMENTS = {
     "b2": _checks.B2,
     "eps": _checks.EPS,
 }
-
-
-class AdamW(NamedTuple):
-    """The hyper-parameters of `optax.adamw` or `optax.adam`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -406,19 +397,22 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The old state, with the values of z by path."""
+    """The old state, with the values of z by path in place of what it stores."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
     return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, read: SPAState, run: Run) -> SPAState:
-    """The new state of what was read, with z as it stores it."""
+def _write_spa(new: SPAState, spa_state: SPAState, run: Run) -> SPAState:
+    """The new state, with z as it stores it.
+
+    `spa_state` is the old run as a state of the family, with the values of z by path.
+    """
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & read.z.keys():
+    for path in stored.keys() & spa_state.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(read.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(spa_state.z[path], y, dtype, seed=None)
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec is not Z_ITSELF and jnp.any(is_at_limit):
@@ -427,7 +421,7 @@ def _write_spa(new: SPAState, read: SPAState, run: Run) -> SPAState:
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, read._replace(z=list(stored.values())))
+    return with_leaves(new, spa_state._replace(z=list(stored.values())))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
@@ -449,18 +443,18 @@ def _read_optax(old: Any, run: Run) -> SPAState:
     return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, read: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, spa_state: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(read.w), {}
+        w, divisors = scalar_of(spa_state.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]
-        z = read.z[path]
+        z = spa_state.z[path]
         dtype = wide_dtype(x, z)
         x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)

@@ -49,8 +49,9 @@ def transformation(
         call `check_fits_8_bits` for its c.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       params_are_z: whether every step sets the params to z. Then a z of 32 bits keeps
-        what rounding cuts from them, and no key is needed.
-      mu_y_may_change: whether μ_y may change, which moves params without gradients too.
+        what rounding cuts from them, and there is no warning of a missing key.
+      mu_y_may_change: whether μ_y may change. Then no update may be None, since a
+        change moves all params.
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, a function that it
@@ -87,7 +88,6 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)
-        # A step that does not fit raises, or has NaN for η: better NaN than a wrong x.
         xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -121,17 +121,17 @@ def _step(
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
     scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
 
-    # The next two statements are for XLA, and change no finite number. Without a δ_y,
-    # XLA for TPU v7x makes two kernels of Adam's direction and a step that rounds at
-    # random (benchmarks/compiled.py).
+    # A δ_y of 0 in place of None: else XLA for TPU v7x makes two kernels of Adam's
+    # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    # This changes no number.
     (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, z = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, stored = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=z,
+        z=stored,
         **as_dtype(scalars, state.w.dtype),
     )
 
@@ -145,18 +145,18 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, tree = codec_of(state.z), unwrap(state.z)
-    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
+    codec, stored = codec_of(state.z), unwrap(state.z)
+    seeds = seeds_like(rounding_key, state.count, stored, FOR_PARAMS_AND_Z)
 
-    def step_array(y, stored, g, seed):
-        if stored is None:  # not trained
+    def step_array(y, leaf, g, seed):
+        if leaf is None:  # not trained
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay
-            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
+            return ArrayStep(None if g is None else jnp.zeros_like(y), leaf)
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
+        return codec.step(jnp.asarray(y), leaf, g, yz, stepped, seed)
 
-    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, stored, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
     stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
     return u, codec.wrap(stored)

@@ -34,7 +34,7 @@ def rounded(
     low_bits: bool = False,
     saturates: bool = False,
 ) -> Array:
-    """`x` cast to a dtype as wide or narrower: to nearest, or with a seed at random.
+    """`x` in a dtype as wide or narrower, rounded to nearest, or at random by a seed.
 
     At random means up or down so that the mean is x.
 

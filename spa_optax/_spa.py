@@ -101,14 +101,14 @@ def spa(
     eta_at = _checks.as_schedule("learning_rate", learning_rate)
     c_at = _checks.as_schedule("averaging", averaging)
     mu_y_at = _checks.as_schedule("interpolation", interpolation)
-    params_are_x = _checks.is_constant(interpolation, 1)
 
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
         # With w = (1 − c) η, m = (x − z)/w gains exactly g: m ← (w_k/η_k) m + g_k.
         # Where η is 0, x − z shrinks by 1 − c. So does w, and m stays.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        mu_y = None if params_are_x else mu_y_at(state.count)
+        # Where it is always 1 the params are x.
+        mu_y = None if _checks.is_constant(interpolation, 1) else mu_y_at(state.count)
         return XZCoefficients(eta, c, w, mu_y=mu_y)
 
     return transformation(
@@ -201,6 +201,7 @@ def spa_from_sgdm(
         step = sgdm_step_at(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
+        # w decides how precisely the state keeps m, which depends on what it stores.
         stores_difference = codec_of(state.z) is not Z_ITSELF
         return sgdm_coefficients(step, state.w, stores_difference=stores_difference)
 

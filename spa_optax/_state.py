@@ -24,8 +24,9 @@ class SPAState(NamedTuple):
     """State of a member of the family, which `transformation` makes of a rule.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
-    interpolation of 1. Scalars are float32, or float64 if
-    a parameter is float64 or complex128.
+    interpolation of 1. Scalars are float32, or float64 if a parameter is float64 or
+    complex128. `eval_params` returns x. Do not read `z` as numbers: it may hold a
+    difference.
     """
 
     count: Count  # k, the number of steps taken

@@ -29,9 +29,9 @@ def check_update(
             )
 
 
-def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_storage(stored: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
-    found, expected = codec_of(z), choose_codec(params, state_dtype)
+    found, expected = codec_of(stored), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
@@ -40,7 +40,7 @@ def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(z)).items():
+    for path, leaf in by_path(unwrap(stored)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue
@@ -58,14 +58,16 @@ def _check_storage(z: PyTree, params: PyTree, state_dtype: Any) -> None:
 def checked_coefficients(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> XZCoefficients:
-    """The coefficients of a step; NaN for η where μ_y fits not the state or the params.
+    """The coefficients of a step, with NaN for η where μ_y would give a wrong x.
 
-    Raises ValueError if that is known outside `jax.jit`, or where μ_y may change beside
-    frozen params.
+    Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
+    one, frozen params must not need to move, so μ_y must stay.
+
+    Raises ValueError instead where that is known outside `jax.jit`, and wherever μ_y
+    may change beside frozen params.
     """
     stepped = has_stepped(state)
     if xz.mu_y is None:
-        # Such a step takes the params for x.
         message = (
             "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
             "params are not x. Begin anew at `eval_params(state, params)`, or pass the "

@@ -18,14 +18,14 @@ def behind_a_barrier(tree: PyTree) -> PyTree:
     return structure.unflatten([next(hidden) if is_array(x) else x for x in leaves])
 
 
-def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
+def hide_from_xla(used: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
     """The scalars of a step that kernels use, and those that the new state stores.
 
     XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
     CPU folds the product away and no longer updates z in place, which is slower.
     """
     one = jnp.ones([], jnp.float32)
-    leaves, structure = jax.tree.flatten((used, stored, one))
+    leaves, structure = jax.tree.flatten((used, kept, one))
 
     def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
@@ -36,10 +36,10 @@ def hide_from_xla(used: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
     leaves = jax.lax.platform_dependent(
         leaves, cuda=as_slices, rocm=as_slices, default=behind_a_barrier
     )
-    used, stored, one = structure.unflatten(leaves)
+    used, kept, one = structure.unflatten(leaves)
     # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So
     # each is multiplied by a 1 that XLA does not know.
-    return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), stored)
+    return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), kept)
 
 
 def drawn_once(seeds: Array, count: Array) -> list[Array]:

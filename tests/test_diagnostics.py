@@ -108,7 +108,7 @@ def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
     gauge, update = new_gauge(), jax.jit(update_gauge, static_argnums=2)
     means, last = np.zeros(4), None
     total, error, p = 0.0, 0.0, 0.0
-    numbers, num_skipped_last = [0, 0, 0], 0
+    numbers, num_not_finite = [0, 0, 0], 0
     for k in range(30):
         g, d = rng.normal(size=(2, 5))
         eta, c = rng.uniform(0.5, 2), rng.uniform(0.05, 1)
@@ -144,7 +144,7 @@ def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
         p = spread if spread < 3.4e38 else p
         kind = 1 if fault or k == 27 else 2 if eta == 0 or k == 12 else 0
         numbers[kind] += 1
-        num_skipped_last = num_skipped_last + 1 if kind == 1 else 0
+        num_not_finite = num_not_finite + 1 if kind == 1 else 0
         last = None
         if kind == 0:
             last = (u @ u / (eta**2 * c), level / (eta**2 * c))
@@ -153,7 +153,7 @@ def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
         np.testing.assert_allclose(gauge.means, means, rtol=1e-4)
         np.testing.assert_allclose(gauge.cross_sum, total, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(gauge.cross_error, error, rtol=1e-4)
-        assert gauge.num_skipped_last == num_skipped_last
+        assert gauge.num_not_finite == num_not_finite
     assert (gauge.num_steps, gauge.num_measured) == (30, numbers[0])
     assert numbers[1:] == [5, 2]  # not finite, rounded
 
@@ -374,7 +374,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
     gradient_term=0.5,  # pyright: ignore
     num_steps=10,  # pyright: ignore
     num_measured=10,  # pyright: ignore
-    num_skipped_last=0,  # pyright: ignore
+    num_not_finite=0,  # pyright: ignore
 )
 
 
@@ -387,7 +387,7 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
         ({"num_measured": 9}, "Nothing to report yet: 10 steps must count"),
         ({"gain": math.nan}, "Nothing to report yet"),
         ({"num_measured": 4}, "Of 10 steps 4 count."),
-        ({"num_skipped_last": 3}, "the last 3 steps were not finite"),
+        ({"num_not_finite": 3}, "the last 3 steps were not finite"),
     ],
 )
 def test_verdict(changes: dict[str, Any], says: str) -> None:
@@ -416,7 +416,7 @@ def test_no_verdict_on_a_run_that_is_nan() -> None:
     assert momentum_report(before).verdict().startswith("Steps add up")
     report = momentum_report(after)
     assert report.gain == momentum_report(before).gain
-    assert (report.num_steps - report.num_measured, report.num_skipped_last) == (10, 10)
+    assert (report.num_steps - report.num_measured, report.num_not_finite) == (10, 10)
     assert report.verdict().startswith("Nothing to report: the last 10 steps were not")
 
 

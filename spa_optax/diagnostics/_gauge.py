@@ -53,7 +53,7 @@ class Means(NamedTuple):
 
     sq_step: Scalar  # of ‖Δx_{k−1}‖²/(η_{k−1}² c_k)
     noise: Scalar  # of v_k/(η_{k−1}² c_k)
-    gradient: Scalar  # of ½‖g_k‖²
+    half_sq_gradient: Scalar  # of ½‖g_k‖²
     weight: Scalar
 
 
@@ -73,7 +73,7 @@ class Gauge(NamedTuple):
     means: Means
     num_steps: Count
     num_measured: Count  # steps that count in the averages
-    num_skipped_last: Count  # steps that were not finite in a row, up to the last one
+    num_not_finite: Count  # consecutive steps up to the last one
 
 
 def new_gauge() -> Gauge:
@@ -91,7 +91,7 @@ def new_gauge() -> Gauge:
         means=Means(zero(), zero(), zero(), zero()),
         num_steps=zero(jnp.int32),
         num_measured=zero(jnp.int32),
-        num_skipped_last=zero(jnp.int32),
+        num_not_finite=zero(jnp.int32),
     )
 
 
@@ -150,7 +150,7 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
-    terms, is_finite, is_rounded = _terms_of(measured, p)
+    *terms, is_finite, is_rounded = _terms_of(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_rounded
     sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
@@ -168,13 +168,13 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
         means=_updated_means(gauge, sums, sums_are_finite, decay),
         num_steps=gauge.num_steps + 1,
         num_measured=gauge.num_measured + is_measured.astype(jnp.int32),
-        num_skipped_last=jnp.where(is_finite, 0, gauge.num_skipped_last + 1),
+        num_not_finite=jnp.where(is_finite, 0, gauge.num_not_finite + 1),
     )
 
 
 def _terms_of(
     measured: Measurement, p: Scalar
-) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
+) -> tuple[Scalar, Scalar, Scalar, Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, over η² c.
 
     And whether they are finite, and whether ‖Δx_k‖² is 0 or within the rounding error.
@@ -193,7 +193,7 @@ def _terms_of(
     divisor = jnp.where(denominator > 0, denominator, 1)
     sq_step, noise = square / divisor, noise / divisor
     is_finite = jnp.isfinite(sq_step) & jnp.isfinite(noise)
-    return (sq_step, noise, cross_term / divisor), is_finite, is_rounded
+    return sq_step, noise, cross_term / divisor, is_finite, is_rounded
 
 
 def _updated_means(

@@ -171,7 +171,7 @@ class MomentumReport(NamedTuple):
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
     num_steps: Count  # since the gauge began
     num_measured: Count  # steps that count
-    num_skipped_last: Count  # steps that were not finite in a row, up to the last one
+    num_not_finite: Count  # consecutive steps up to the last one
 
     def verdict(self) -> str:
         """Whether steps add up, do not, or do as they would in pure noise, in words.
@@ -184,9 +184,9 @@ class MomentumReport(NamedTuple):
             raise ValueError(
                 f"the report must be of one run, got a batch of shape {shape}"
             )
-        if self.num_skipped_last > 0:
+        if self.num_not_finite > 0:
             return (
-                f"Nothing to report: the last {self.num_skipped_last} steps were not "
+                f"Nothing to report: the last {self.num_not_finite} steps were not "
                 "finite, or their squares overflow float32."
             )
         if np.isnan(self.noise_level) and np.isfinite(self.gain):
@@ -257,18 +257,20 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
     means = gauge.means
-    cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)  # z = x
+    cross_error = jnp.maximum(
+        gauge.cross_error, jnp.finfo(jnp.float32).tiny
+    )  # it is 0 while z is x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
-    noise_level = means.noise / means.gradient
+    noise_level = means.noise / means.half_sq_gradient
     if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
     return MomentumReport(
-        gain=means.sq_step / means.gradient,
+        gain=means.sq_step / means.half_sq_gradient,
         noise_level=noise_level,
         t=t,
         iterate_term=means.sq_step / means.weight,
-        gradient_term=means.gradient / means.weight,
+        gradient_term=means.half_sq_gradient / means.weight,
         num_steps=gauge.num_steps,
         num_measured=gauge.num_measured,
-        num_skipped_last=gauge.num_skipped_last,
+        num_not_finite=gauge.num_not_finite,
     )
