@@ -2,11 +2,10 @@
 
 from . import diagnostics, theory
 from ._adamw import spa_adamw
-from ._convert import convert
+from ._convert import AdamW, convert
 from ._evaluate import eval_params, reanchor
 from ._schedules import (
     SGDM,
-    AdamW,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,

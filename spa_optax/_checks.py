@@ -74,7 +74,7 @@ def _described(value: Any, form: str) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if hasattr(value, "averaging"):  # `SPAHyperparams`, from a file above this
+    if hasattr(value, "averaging"):  # `SPAHyperparams`, whose file imports this
         return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
         if form in ("", NUMBER):

@@ -4,9 +4,11 @@ Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItse
 stores z, as in the paper. It serves where all params and the state have 32 bits or
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
-lose, and it follows params that something else moves.
+lose, and it follows params that something else moves. Each writes the step in what it
+stores, since to go from z to z − y and back would round.
 
-The type of a node says which of the two a state stores. So a cast of the state, as when
+The params are y: messages and the nodes of states say params, equations say y. The type
+of a node says which of the two a state stores. So a cast of the state, as when
 a checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
@@ -47,16 +49,17 @@ class ZMinusParamsTimes256(NamedTuple):
 
 
 class ZItself:
-    """The state stores z itself, in 32 bits or more, beside such params.
+    """The state stores z itself, where the params and z have 32 bits or more.
 
-    `name` is what messages call the stored array. `unit` times it is z, or z − y.
+    `name` is what messages call the stored array. The stored array times `unit` is z,
+    or in `Difference` z − y.
     """
 
     name = "z itself"
     unit = 1.0
 
     def wrap(self, tree: PyTree) -> PyTree:
-        """The node of a state that holds a tree of stored arrays."""
+        """The field `z` of a state, from the tree of stored arrays."""
         return tree
 
     def init(self, y: Any, dtype: Any) -> Array:
@@ -210,19 +213,19 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
 
 
-def codec_of(stored: PyTree) -> Codec:
-    """How a state stores z, from its field `z`."""
+def codec_of(node: PyTree) -> Codec:
+    """How a state stores z, from its field `z`, a node."""
     for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
-        if isinstance(stored, codec.node_type):
+        if isinstance(node, codec.node_type):
             return codec
     return Z_ITSELF
 
 
-def unwrap(stored: PyTree) -> PyTree:
+def unwrap(node: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
-    if codec_of(stored) is Z_ITSELF:
-        return stored
-    (tree,) = stored
+    if codec_of(node) is Z_ITSELF:
+        return node
+    (tree,) = node
     return tree
 
 

@@ -21,8 +21,8 @@ class XZCoefficients(NamedTuple):
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
     The new state keeps η, c, w and μ_y. η, c and w may all be 0 only while z is y,
-    since such a state counts as a new one. A field that is None leaves its term out of
-    the program. `mu_y=None` also claims that y_k is x_k, which is checked.
+    since such a state counts as new (`has_stepped`). A field that is None leaves its
+    term out of the program. `mu_y=None` also claims that y_k is x_k, which is checked.
     """
 
     eta: Scalar  # η_k

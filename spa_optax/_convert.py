@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
 from ._codec import Z_ITSELF, codec_of, unwrap
-from ._schedules import SGDM, AdamW
+from ._schedules import SGDM
 from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
 from ._state import SPAState, has_stepped
 from ._trees import (
@@ -87,6 +87,15 @@ REQUIREMENTS = {
     "b2": _checks.B2,
     "eps": _checks.EPS,
 }
+
+
+class AdamW(NamedTuple):
+    """Hyper-parameters of `optax.adamw`, no optimizer: for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -338,8 +347,8 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
     return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
 
 
-def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
-    """η, c and w of step k − 1: x − z = w m."""
+def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+    """η, c and w of step k − 1, and no divisors: x − z = w m."""
     if not isinstance(run.hyperparams, SGDM):
         raise ValueError(
             "`hyperparams` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
@@ -350,7 +359,7 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
     step = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
     w = nonzero_w(step.resting_w, step.a, w=jnp.zeros_like(step.a))
     eta, c = eta_and_c(step, w)
-    return eta, c, w
+    return eta, c, w, {}
 
 
 def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
@@ -426,10 +435,9 @@ def _write_spa(new: SPAState, spa_state: SPAState, run: Run) -> SPAState:
 
 def _read_optax(old: Any, run: Run) -> SPAState:
     """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
-    if isinstance(old, optax.TraceState):
-        (eta, c, w), divisors = _scalars_of_sgdm(run), {}
-    else:
-        eta, c, w, divisors = _scalars_of_adamw(run)
+    is_sgdm = isinstance(old, optax.TraceState)
+    scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
+    eta, c, w, divisors = scalars_of(run)
     m, z = by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():
         divisor = divisors.get(path, 1)

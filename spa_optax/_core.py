@@ -21,13 +21,12 @@ from ._state import SPAState, has_stepped
 from ._trees import (
     Flag,
     as_dtype,
-    check_params,
     has_narrow_leaves,
     is_inexact,
     is_none,
     scalar_dtype,
 )
-from ._update_checks import check_update, checked_coefficients
+from ._update_checks import check_params, check_update, checked_coefficients
 from ._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -125,13 +124,13 @@ def _step(
     # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    # This changes no number.
+    # XLA compiles better if it does not know these scalars. Their values stay.
     (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, stored = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, node = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=stored,
+        z=node,
         **as_dtype(scalars, state.w.dtype),
     )
 
@@ -145,21 +144,21 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, stored = codec_of(state.z), unwrap(state.z)
-    seeds = seeds_like(rounding_key, state.count, stored, FOR_PARAMS_AND_Z)
+    codec, tree = codec_of(state.z), unwrap(state.z)
+    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
 
-    def step_array(y, leaf, g, seed):
-        if leaf is None:  # not trained
+    def step_array(y, stored, g, seed):
+        if stored is None:  # not trained
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay
-            return ArrayStep(None if g is None else jnp.zeros_like(y), leaf)
+            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), leaf, g, yz, stepped, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
 
-    steps = jax.tree.map(step_array, params, stored, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(stored)
+    tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(tree)
 
 
 def _is_step(node: Any) -> bool:

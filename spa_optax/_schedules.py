@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from . import _checks
 from ._sgdm import eta_and_c, sgdm_step_at
@@ -28,15 +28,6 @@ class SGDM(NamedTuple):
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
     nesterov: bool = False
-
-
-class AdamW(NamedTuple):
-    """Hyper-parameters of `optax.adamw`, no optimizer: for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 def hyperparams_from_sgdm(

@@ -45,9 +45,7 @@ def spa(
     editing params call `reanchor`.
 
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
-    z is also the params' master copy. In 8 bits z − params is clipped at 1.75, so use
-    8 bits only for steps like Adam's, at rates of 2e-5 or more, and with a c that does
-    not end below 0.0125.
+    z is also the params' master copy.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
@@ -58,9 +56,10 @@ def spa(
         A gradient moves y at once by 1 − μ_y (1 − c) of η g. Recovering x multiplies
         the rounding error of y by 1/μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
-        that of the params, but float32 for params of 16 bits. To change it in mid-run
-        use `convert`. Under `optax.inject_hyperparams` put it and `rounding_key` into
-        `static_args`.
+        that of the params, but float32 for params of 16 bits. In 8 bits z − params is
+        clipped at 1.75: use them for steps like Adam's, at rates of 2e-5 or more, and
+        with a c that does not end below 0.0125. To change it in mid-run use `convert`.
+        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
         than a step computes in, are rounded up or down at random, so that the mean is
         right. Without it they are rounded to nearest, as complex numbers always are. A
@@ -105,9 +104,9 @@ def spa(
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
         # With w = (1 − c) η, m = (x − z)/w gains exactly g: m ← (w_k/η_k) m + g_k.
-        # Where η is 0, x − z shrinks by 1 − c. So does w, and m stays.
+        # Where η is 0, x − z is multiplied by 1 − c. So is w, and m stays.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
-        # Where it is always 1 the params are x.
+        # None claims that the params are x, and leaves μ_y out of the program.
         mu_y = None if _checks.is_constant(interpolation, 1) else mu_y_at(state.count)
         return XZCoefficients(eta, c, w, mu_y=mu_y)
 

@@ -25,8 +25,10 @@ class SPAState(NamedTuple):
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
     interpolation of 1. Scalars are float32, or float64 if a parameter is float64 or
-    complex128. `eval_params` returns x. Do not read `z` as numbers: it may hold a
-    difference.
+    complex128. `eval_params` returns x.
+
+    `z` holds z itself where the params and z have 32 bits or more, as in the examples.
+    Otherwise it is a node that holds a difference, not z.
     """
 
     count: Count  # k, the number of steps taken

@@ -20,14 +20,14 @@ def is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def is_array(x: Any) -> bool:
-    """Whether a leaf is an array or a number."""
+def is_array_like(x: Any) -> bool:
+    """Whether a leaf is an array, a number or a `ShapeDtypeStruct`."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a real or complex floating-point array."""
-    return is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return is_array_like(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
@@ -112,7 +112,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, in order, by their paths; numbers as arrays."""
 
     def as_array(leaf):
-        return jnp.asarray(leaf) if is_array(leaf) else leaf
+        return jnp.asarray(leaf) if is_array_like(leaf) else leaf
 
     leaves = leaves_with_path(tree)
     return {path: as_array(leaf) for path, leaf in leaves if leaf is not None}
@@ -122,7 +122,7 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     """New leaves in the structure and the dtypes of a node (of nnx, its variables)."""
 
     def cast(leaf, old):
-        if not is_array(old):
+        if not is_array_like(old):
             return leaf
         if jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
             return leaf
@@ -134,17 +134,17 @@ def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 
 def has_narrow_leaves(tree: PyTree) -> bool:
-    """Whether a tree has trained leaves of 16 bits or fewer, other than empty ones."""
-    trained = filter(is_inexact, jax.tree.leaves(tree))
+    """Whether a tree has non-empty floating-point leaves of 16 bits or fewer."""
+    inexact = filter(is_inexact, jax.tree.leaves(tree))
     return any(
-        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in trained
+        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in inexact
     )
 
 
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
-    trained = filter(is_inexact, jax.tree.leaves(params))
-    return jnp.finfo(wide_dtype(*trained)).dtype  # of complex numbers the real one
+    inexact = filter(is_inexact, jax.tree.leaves(params))
+    return jnp.finfo(wide_dtype(*inexact)).dtype  # of complex numbers the real one
 
 
 def wide_dtype(*arrays: Any) -> Any:
@@ -249,14 +249,3 @@ def check_params_passed(params: PyTree) -> None:
     """Raises ValueError if an update has no params."""
     if params is None:
         raise ValueError("`params` must be passed to `update`, got None")
-
-
-def check_params(params: PyTree) -> None:
-    """Raises ValueError unless params are arrays; one alone must be floating-point."""
-    for path, leaf in leaves_with_path(params):
-        if leaf is None or is_inexact(leaf) or (path and is_array(leaf)):
-            continue
-        raise ValueError(
-            f"`params` must be floating-point arrays, got {leaf!r} at "
-            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
-        )

@@ -1,4 +1,4 @@
-"""Checks of an update: that updates, state, params and the step fit each other."""
+"""Checks of `init` and `update`: of params, and that the arguments of a step fit."""
 
 from typing import Any
 
@@ -9,7 +9,24 @@ from . import _checks
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, check_fits_params, has_stepped
-from ._trees import by_path, check_same_tree, is_inexact
+from ._trees import (
+    by_path,
+    check_same_tree,
+    is_array_like,
+    is_inexact,
+    leaves_with_path,
+)
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        if leaf is None or is_inexact(leaf) or (path and is_array_like(leaf)):
+            continue
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {leaf!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
+        )
 
 
 def check_update(
@@ -29,9 +46,9 @@ def check_update(
             )
 
 
-def _check_storage(stored: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_storage(node: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
-    found, expected = codec_of(stored), choose_codec(params, state_dtype)
+    found, expected = codec_of(node), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
@@ -40,7 +57,7 @@ def _check_storage(stored: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(stored)).items():
+    for path, leaf in by_path(unwrap(node)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue

@@ -8,14 +8,16 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
-from ._trees import is_array, leaves_with_path, wide_dtype
+from ._trees import is_array_like, leaves_with_path, wide_dtype
 
 
 def behind_a_barrier(tree: PyTree) -> PyTree:
     """The same arrays, but XLA treats them as different ones."""
     leaves, structure = jax.tree.flatten(tree)
-    hidden = iter(jax.lax.optimization_barrier(list(filter(is_array, leaves))))
-    return structure.unflatten([next(hidden) if is_array(x) else x for x in leaves])
+    hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
+    return structure.unflatten(
+        [next(hidden) if is_array_like(x) else x for x in leaves]
+    )
 
 
 def hide_from_xla(used: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:

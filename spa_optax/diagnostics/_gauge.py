@@ -175,9 +175,10 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
 def _terms_of(
     measured: Measurement, p: Scalar
 ) -> tuple[Scalar, Scalar, Scalar, Flag, Flag]:
-    """‖Δx_k‖², v_{k+1} and the cross term, over η² c.
+    """‖Δx_k‖², v_{k+1} and the cross term, each over η² c, and two flags.
 
-    And whether they are finite, and whether ‖Δx_k‖² is 0 or within the rounding error.
+    They say whether the first two are finite, and whether ‖Δx_k‖² is 0 or within the
+    rounding error.
 
     ‖Δx_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
     """

@@ -152,11 +152,11 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
-    num_measured = len(jax.tree.leaves(unwrap(members[0].z)))
-    if num_measured != num_params:
+    num_stored = len(jax.tree.leaves(unwrap(members[0].z)))
+    if num_stored != num_params:
         raise ValueError(
             f"`inner` must hold a momentum of all {num_params} arrays, got "
-            f"{num_measured}. Put `optax.masked` or `optax.partition` around "
+            f"{num_stored}. Put `optax.masked` or `optax.partition` around "
             "`track_momentum`."
         )
 
