@@ -79,7 +79,7 @@ def spa_adamw(
       Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
     """
     _checks.B2.check(b2=b2)
-    _checks.EPS.check(eps=eps)
+    _checks.NOT_NEGATIVE_SCALAR.check(eps=eps)
     _checks.RATE.check(weight_decay=weight_decay)
     _checks.one_of("full", "factored").check(second_moment=second_moment)
     if callable(weight_decay):

@@ -143,7 +143,7 @@ B1 = MOMENTUM._replace(form=SCALAR)
 B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
-EPS = RATE._replace(form=SCALAR)
+NOT_NEGATIVE_SCALAR = RATE._replace(form=SCALAR)
 DECAY = MOMENTUM._replace(form=NUMBER)
 NOT_NEGATIVE = RATE._replace(form=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)

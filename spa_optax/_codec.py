@@ -93,11 +93,11 @@ class ZItself:
         stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """One step of y and z.
+        """One step of y and z. Without a g both stay.
 
-        z ← y + r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g
-
-        Without a g both stay.
+        z ← y + r (z − y)
+        z ← z − η g
+        y ← y + c_y (z − y) − δ_y g
         """
         z = self.z(y, stored, stepped)
         if g is None:  # z may still be y, but the next step reads what is stored
@@ -106,10 +106,7 @@ class ZItself:
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        u = yz.c_y * (z - wide_y)
-        if yz.delta_y is not None:
-            u = u - yz.delta_y * wide_g
-        u = round_update(u, y, seed)
+        u = round_update(yz.u(z - wide_y, wide_g), y, seed)
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
@@ -142,7 +139,7 @@ class Difference:
         return self.unit * stored.astype(wide_dtype(y, stored))
 
     def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        # `saturates` may make a number of a NaN. Where z is NaN, y is NaN too.
+        # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
         units = (z - y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
@@ -157,7 +154,11 @@ class Difference:
     ) -> ArrayStep:
         """The same step, of y and z − y.
 
-        z − y ← r (z − y) − η g;  y ← y + c_y (z − y) − δ_y g, which changes z − y too
+        z − y ← r (z − y)
+        z − y ← z − y − η g
+        u = c_y (z − y) − δ_y g
+        y ← y + u
+        z − y ← z − y − u
         """
         if g is None:
             return ArrayStep(None, stored)
@@ -166,12 +167,9 @@ class Difference:
         if yz.r is not None:
             z_minus_y = yz.r * z_minus_y
         z_minus_y = z_minus_y - yz.eta * wide_g
-        u = yz.c_y * z_minus_y
-        if yz.delta_y is not None:
-            u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
-        u = round_update(u, y, seed, low_bits=True)
+        u = round_update(yz.u(z_minus_y, wide_g), y, seed, low_bits=True)
         # The new difference is z − (y + u), of the u that params got, so z keeps what
         # they lose. In this form XLA for TPUs makes one kernel of it.
         z = y.astype(z_minus_y.dtype) + z_minus_y

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ._trees import Flag, Scalar
 
@@ -48,6 +49,11 @@ class YZCoefficients(NamedTuple):
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
+    def u(self, z_minus_y: Array, g: Array) -> Array:
+        """y_{k+1} − y_k, from z_{k+1} − y_k and g_k."""
+        u = self.c_y * z_minus_y
+        return u if self.delta_y is None else u - self.delta_y * g
+
 
 def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
     """The coefficients of y and z that make the step of x and z.
@@ -85,10 +91,10 @@ def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
 def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     """new / old − 1, and exactly 0 where μ_y does not change.
 
-    The state rounds μ_y to its own dtype, in which a constant would otherwise seem to
-    change at every step.
+    They are compared in the state's dtype. In that of `new`, a constant that the state
+    has rounded would seem to change at every step.
     """
-    # Where the old one is 0, x is lost, and begins anew at z.
+    # Where μ_y is 0, y is z, and x is lost. A divisor of 1 begins x anew at y.
     divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
     return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
 

@@ -85,7 +85,7 @@ REQUIREMENTS = {
     "nesterov": _checks.BOOLEAN,
     "b1": _checks.B1,
     "b2": _checks.B2,
-    "eps": _checks.EPS,
+    "eps": _checks.NOT_NEGATIVE_SCALAR,
 }
 
 
@@ -200,7 +200,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, read(old, run), run)
+        written = write(new, *read(old, run), run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(_carried_into(into, nodes, k))
 
@@ -337,7 +337,7 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 
 def _momentum_tree(node: Any) -> PyTree:
-    """The momentum of a node of a state, with a leaf for each parameter."""
+    """The momentum of a node, a leaf for each parameter; of an `SPAState` its z."""
     return unwrap(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
@@ -348,7 +348,7 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
 
 
 def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
-    """η, c and w of step k − 1, and no divisors: x − z = w m."""
+    """η, c and w of step k − 1. There are no divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDM):
         raise ValueError(
             "`hyperparams` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
@@ -405,23 +405,20 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The old state, with the values of z by path in place of what it stores."""
+def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
+    """The old state, for its scalars, and the values of its z by path."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
-    return old._replace(z=z)
+    return old, z
 
 
-def _write_spa(new: SPAState, spa_state: SPAState, run: Run) -> SPAState:
-    """The new state, with z as it stores it.
-
-    `spa_state` is the old run as a state of the family, with the values of z by path.
-    """
+def _write_spa(new: SPAState, old: SPAState, z: ByPath, run: Run) -> SPAState:
+    """The new state, with the scalars of another, and z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & spa_state.z.keys():
+    for path in stored.keys() & z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(spa_state.z[path], y, dtype, seed=None)
+        stored[path] = codec.store(z[path], y, dtype, seed=None)
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec is not Z_ITSELF and jnp.any(is_at_limit):
@@ -430,10 +427,10 @@ def _write_spa(new: SPAState, spa_state: SPAState, run: Run) -> SPAState:
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, spa_state._replace(z=list(stored.values())))
+    return with_leaves(new, old._replace(z=list(stored.values())))
 
 
-def _read_optax(old: Any, run: Run) -> SPAState:
+def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
@@ -448,23 +445,22 @@ def _read_optax(old: Any, run: Run) -> SPAState:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, spa_state: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, old: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(spa_state.w), {}
+        w, divisors = scalar_of(old.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]
-        z = spa_state.z[path]
-        dtype = wide_dtype(x, z)
-        x_minus_z = x.astype(dtype) - z.astype(dtype)
+        dtype = wide_dtype(x, z[path])
+        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = with_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

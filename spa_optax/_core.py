@@ -53,8 +53,8 @@ def transformation(
         change moves all params.
 
     Returns:
-      The optimizer. Its `update` takes an extra argument `observe`, a function that it
-      calls with (g, params, state, xz) before the step, as `track_momentum` does.
+      The optimizer. Its `update` takes an extra argument `observe`, which it calls with
+      (g, params, state, xz) before the step; `track_momentum` passes one.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
 

@@ -171,7 +171,7 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _checks.RATE._replace(form=_checks.SCALAR).check(learning_rate=learning_rate)
+    _checks.NOT_NEGATIVE_SCALAR.check(learning_rate=learning_rate)
     _checks.POSITIVE_FRACTION.check(averaging=averaging)
     _checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
     _checks.ABOVE_1.check(factor=factor)

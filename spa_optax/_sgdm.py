@@ -162,15 +162,15 @@ def sgdm_coefficients(
         c=c,
         w=next_w,
         delta=step.alpha * (1 - c) if step.nesterov else None,
-        r=_r(step, next_w, w),
+        r=_rescaling(step, next_w, w),
     )
 
 
 def _choose_next_w(step: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
-    Every w_{k+1} > 0 gives the same iterates, since `_r` rescales z − x to it. It
-    only decides how precisely the state keeps m = (x − z)/w.
+    Every w_{k+1} > 0 gives the same iterates, since z − x is rescaled to it. It only
+    decides how precisely the state keeps m = (x − z)/w.
     """
     w = w.astype(step.a.dtype)
     if stores_difference:
@@ -186,7 +186,7 @@ def _choose_next_w(step: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar
     return nonzero_w(next_w, step.a, w)
 
 
-def _r(step: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
+def _rescaling(step: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)

@@ -57,7 +57,7 @@ def spa(
         the rounding error of y by 1/μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
         that of the params, but float32 for params of 16 bits. In 8 bits z − params is
-        clipped at 1.75: use them for steps like Adam's, at rates of 2e-5 or more, and
+        clipped at 1.75: use 8 only for steps like Adam's, at rates of 2e-5 or more, and
         with a c that does not end below 0.0125. To change it in mid-run use `convert`.
         Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits

@@ -119,7 +119,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
-    """New leaves in the structure and the dtypes of a node (of nnx, its variables)."""
+    """A node with new leaves in its order and dtypes. Variables of nnx stay."""
 
     def cast(leaf, old):
         if not is_array_like(old):

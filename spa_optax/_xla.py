@@ -21,7 +21,7 @@ def behind_a_barrier(tree: PyTree) -> PyTree:
 
 
 def hide_from_xla(used: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
-    """The scalars of a step that kernels use, and those that the new state stores.
+    """The same scalars, hidden: those that kernels use, and those that a state keeps.
 
     XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
     CPU folds the product away and no longer updates z in place, which is slower.

@@ -150,9 +150,9 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖d_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
-    *terms, is_finite, is_rounded = _terms_of(measured, p)
+    *terms, is_finite, is_negligible = _terms_of(measured, p)
     is_finite &= sums_are_finite
-    is_measured = is_finite & ~is_rounded
+    is_measured = is_finite & ~is_negligible
     sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
@@ -189,12 +189,12 @@ def _terms_of(
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
     noise = c**2 * p + b**2 * sums.sq_gradient
-    is_rounded = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
-    is_rounded |= c**2 * sums.sq_rounding > 0.1 * square
+    is_negligible = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
+    is_negligible |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
     sq_step, noise = square / divisor, noise / divisor
     is_finite = jnp.isfinite(sq_step) & jnp.isfinite(noise)
-    return sq_step, noise, cross_term / divisor, is_finite, is_rounded
+    return sq_step, noise, cross_term / divisor, is_finite, is_negligible
 
 
 def _updated_means(
