@@ -34,6 +34,9 @@ TYPED = {
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
     "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
+    "NAdamW, bfloat16 m": (
+        "stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)"
+    ),
     "AdamW, rounded to nearest": "optax.adamw(…), bfloat16 params",
     "AdamW": "optax.adamw(…)",
     DEFAULT_B1: "optax.adamw(…)",
@@ -84,7 +87,13 @@ ONLY_TRAINED = [
     (1, "12", "AdamW", "`optax.adamw(…, b1=0.7)`, float32 params"),
     (2, "12", "NAdamW", "`optax.adamw(…, nesterov=True)`, float32 params"),
     (
-        7,
+        5,
+        "8",
+        "NAdamW, bfloat16 m",
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16), key)`",
+    ),
+    (
+        8,
         "3",
         "factored NAdamW, 8-bit m",
         "Adafactor's direction with 8-bit Nesterov momentum (in our benchmarks only)",
