@@ -90,7 +90,7 @@ ONLY_TRAINED = [
         5,
         "8",
         "NAdamW, bfloat16 m",
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16), key)`",
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`",
     ),
     (
         8,
@@ -106,6 +106,8 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
     ("docs/results.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/results.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/memory.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/memory.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
     ("docs/compared.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
