@@ -100,13 +100,13 @@ class ZItself:
         y ← y + c_y (z − y) − δ_y g
         """
         z = self.z(y, stored, stepped)
-        if g is None:  # z may still be y, but the next step reads what is stored
+        if g is None:  # the next step reads what is stored, also if z was still y
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        u = round_update(yz.u(z - wide_y, wide_g), y, seed)
+        u = round_update(yz.y_update(z - wide_y, wide_g), y, seed)
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
         return ArrayStep(u, rounded(z, stored.dtype, seed))
@@ -169,7 +169,7 @@ class Difference:
         z_minus_y = z_minus_y - yz.eta * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
-        u = round_update(yz.u(z_minus_y, wide_g), y, seed, low_bits=True)
+        u = round_update(yz.y_update(z_minus_y, wide_g), y, seed, low_bits=True)
         # The new difference is z − (y + u), of the u that params got, so z keeps what
         # they lose. In this form XLA for TPUs makes one kernel of it.
         z = y.astype(z_minus_y.dtype) + z_minus_y

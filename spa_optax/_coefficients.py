@@ -49,8 +49,11 @@ class YZCoefficients(NamedTuple):
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
-    def u(self, z_minus_y: Array, g: Array) -> Array:
-        """y_{k+1} − y_k, from z_{k+1} − y_k and g_k."""
+    def y_update(self, z_minus_y: Array, g: Array) -> Array:
+        """The last line, less y, before rounding.
+
+        The lines of z are in the codecs, since each writes them in what it stores.
+        """
         u = self.c_y * z_minus_y
         return u if self.delta_y is None else u - self.delta_y * g
 

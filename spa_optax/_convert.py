@@ -337,7 +337,7 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 
 def _momentum_tree(node: Any) -> PyTree:
-    """The momentum of a node, a leaf for each parameter; of an `SPAState` its z."""
+    """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
     return unwrap(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 

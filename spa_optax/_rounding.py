@@ -38,8 +38,8 @@ def rounded(
 
     At random means up or down so that the mean is x.
 
-    The seed makes a random word of 32 bits for each element. `low_bits` takes its low
-    ones in place of the high ones, so that two roundings may share a seed. With
+    The seed makes a random word of 32 bits for each element. `low_bits` uses its
+    low bits in place of the high ones, so that two roundings may share a seed. With
     `saturates` the result is at most the dtype's largest number, and a NaN may become
     any number.
     """

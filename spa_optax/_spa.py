@@ -35,8 +35,8 @@ def spa(
 
     At μ_y = 1 the params are x, the point to evaluate and to save. For constants the
     iterates are then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see
-    `hyperparams_to_sgdm`. Below 1 evaluate and save x, from `eval_params(opt_state,
-    params)`: y and z are stored, x is not.
+    `hyperparams_to_sgdm`. With μ_y < 1 evaluate and save x, from
+    `eval_params(opt_state, params)`: y and z are stored, x is not.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a
     chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
