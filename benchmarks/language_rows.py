@@ -48,8 +48,7 @@ def adamw(rate: optax.Schedule, key: jax.Array, b1: float, **options: Any) -> Tx
     return optax.adamw(rate, b1, **recipe, **options)
 
 
-def nadamw(rate: optax.Schedule, key: jax.Array, b1: float, mu_dtype: Any = None) -> Tx:
-    return optax.adamw(rate, b1, nesterov=True, mu_dtype=mu_dtype, **recipe)
+nadamw = functools.partial(adamw, nesterov=True)
 
 
 def spa_of_adam(
