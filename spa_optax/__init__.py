@@ -2,10 +2,11 @@
 
 from . import diagnostics, theory
 from ._adamw import spa_adamw
-from ._convert import AdamW, convert
+from ._convert import convert
 from ._evaluate import eval_params, reanchor
 from ._schedules import (
-    SGDM,
+    AdamWHyperparams,
+    SGDMHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -21,8 +22,8 @@ from ._wrappers import (
 )
 
 __all__ = [
-    "SGDM",
-    "AdamW",
+    "AdamWHyperparams",
+    "SGDMHyperparams",
     "SPAState",
     "convert",
     "diagnostics",

@@ -30,8 +30,8 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # It gets the value, or `float(value)` if there is a form. An error means no, unless
-    # the value is traced.
+    # Its argument is the value, as a float if there is a form. If it raises TypeError,
+    # ValueError or OverflowError, the value is refused, unless it is traced.
     holds: Callable[[Any], Any]
     form: str = ""  # any, or one of the above
     may_be_none: bool = False
@@ -74,8 +74,8 @@ def _described(value: Any, form: str) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if hasattr(value, "averaging"):  # `SPAHyperparams`, whose file imports this
-        return "a pair of hyper-parameters: unpack it, as in `spa(*stagewise(...))`"
+    if isinstance(value, tuple) and form == SCHEDULE:
+        return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
         if form in ("", NUMBER):
             return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
@@ -221,20 +221,20 @@ def check_stays_above_0(name: str, schedule: Any) -> None:
         )
 
 
-def check_fits_8_bits(state_dtype: Any, name: str, averaging: Any) -> None:
+def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
     """Raises ValueError if z in 8 bits would be too coarse for an averaging.
 
     A longer average makes smaller steps of z − params, down to those of rounding.
     """
-    STATE_DTYPE.optional().check(state_dtype=state_dtype)
     if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
         return
     _, values = _sampled(averaging)
     at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
     if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
-            f"`{name}` must stay >= {LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` "
-            f"of 8 bits, got {at_last[0]:.4g} at last. Use bfloat16."
+            f"`averaging`, which is 1 − momentum, must stay >= "
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
+            f"{at_last[0]:.4g} at last. Use bfloat16."
         )
 
 

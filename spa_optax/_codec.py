@@ -4,12 +4,13 @@ Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItse
 stores z, as in the paper. It serves where all params and the state have 32 bits or
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
-lose, and it follows params that something else moves. Each writes the step in what it
-stores, since to go from z to z − y and back would round.
+lose, and it follows params that something else moves. Each writes the recursion in what
+it stores.
 
-The params are y: messages and the nodes of states say params, equations say y. The type
-of a node says which of the two a state stores. So a cast of the state, as when
-a checkpoint is restored into another dtype, cannot change what its numbers mean.
+The params are y: messages and states say params, equations say y. The field `z` of a
+state, here a `field`, is a tree of z itself, or a node with a tree of differences. The
+type of the node says which. So a cast of the state, as when a checkpoint is restored
+into another dtype, cannot change what its numbers mean.
 """
 
 import dataclasses
@@ -33,13 +34,13 @@ class ArrayStep(NamedTuple):
 
 
 class ZMinusParams(NamedTuple):
-    """The node of a state that holds a tree of z − y."""
+    """The field `z` of a state that holds z − y."""
 
     z_minus_params: PyTree
 
 
 class ZMinusParamsTimes256(NamedTuple):
-    """The node of a state that holds a tree of 256 (z − y).
+    """The field `z` of a state that holds 256 (z − y).
 
     float8_e4m3fn has few exponents. In 256ths its normal numbers, from 2^-6 to 448, are
     differences from 6e-5 to 1.75, as steps like Adam's make them.
@@ -57,6 +58,7 @@ class ZItself:
 
     name = "z itself"
     unit = 1.0
+    stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:
         """The field `z` of a state, from the tree of stored arrays."""
@@ -106,10 +108,13 @@ class ZItself:
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        u = round_update(yz.y_update(z - wide_y, wide_g), y, seed)
+        u = yz.c_y * (z - wide_y)
+        if yz.delta_y is not None:
+            u = u - yz.delta_y * wide_g
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
-        return ArrayStep(u, rounded(z, stored.dtype, seed))
+        u = round_update(u, y, seed)
+        return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +128,7 @@ class Difference:
     node_type: type
     name: str
     unit: float
+    stores_difference = True
 
     def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)
@@ -152,13 +158,12 @@ class Difference:
         stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and z − y.
+        """The same step, of y and d = z − y.
 
-        z − y ← r (z − y)
-        z − y ← z − y − η g
-        u = c_y (z − y) − δ_y g
-        y ← y + u
-        z − y ← z − y − u
+        d ← r d
+        d ← d − η g
+        u = c_y d − δ_y g
+        d ← (y + d) − (y + u)        z less the new params
         """
         if g is None:
             return ArrayStep(None, stored)
@@ -167,11 +172,14 @@ class Difference:
         if yz.r is not None:
             z_minus_y = yz.r * z_minus_y
         z_minus_y = z_minus_y - yz.eta * wide_g
+        u = yz.c_y * z_minus_y
+        if yz.delta_y is not None:
+            u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
-        u = round_update(yz.y_update(z_minus_y, wide_g), y, seed, low_bits=True)
-        # The new difference is z − (y + u), of the u that params got, so z keeps what
-        # they lose. In this form XLA for TPUs makes one kernel of it.
+        u = round_update(u, y, seed, low_bits=True)
+        # u is what the params get, so z keeps what rounding takes from them. In this
+        # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(z_minus_y.dtype) + z_minus_y
         return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
 
@@ -211,20 +219,20 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
 
 
-def codec_of(node: PyTree) -> Codec:
-    """How a state stores z, from its field `z`, a node."""
+def codec_of(field: PyTree) -> Codec:
+    """How a state stores z, from its field `z`."""
     for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
-        if isinstance(node, codec.node_type):
+        if isinstance(field, codec.node_type):
             return codec
     return Z_ITSELF
 
 
-def unwrap(node: PyTree) -> PyTree:
+def unwrap(field: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
-    if codec_of(node) is Z_ITSELF:
-        return node
-    (tree,) = node
-    return tree
+    if codec_of(field).stores_difference:
+        (tree,) = field
+        return tree
+    return field
 
 
 def stored_dtype(y: Any, state_dtype: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from ._trees import Flag, Scalar
 
@@ -21,14 +20,16 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    The new state keeps η, c, w and μ_y. η, c and w may all be 0 only while z is y,
-    since such a state counts as new (`has_stepped`). A field that is None leaves its
-    term out of the program. `mu_y=None` also claims that y_k is x_k, which is checked.
+    The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
+    momentum x − z stands for, m = (x − z)/w, and `spa_from_sgdm` and `convert` read it.
+    η, c and w may all be 0 only while z is y, since such a state counts as new
+    (`has_stepped`). A field that is None leaves its term out of the program.
+    `mu_y=None` also claims that y_k is x_k, which is checked.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar  # w_{k+1}: the scale of momentum, m = (x − z)/w
+    w: Scalar  # w_{k+1}: the scale of momentum
     mu_y: Scalar | None = None  # of y_{k+1}. None: y_k is x_k, and y_{k+1} is x_{k+1}
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
@@ -48,14 +49,6 @@ class YZCoefficients(NamedTuple):
     c_y: Scalar
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
-
-    def y_update(self, z_minus_y: Array, g: Array) -> Array:
-        """The last line, less y, before rounding.
-
-        The lines of z are in the codecs, since each writes them in what it stores.
-        """
-        u = self.c_y * z_minus_y
-        return u if self.delta_y is None else u - self.delta_y * g
 
 
 def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:

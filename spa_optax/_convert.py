@@ -17,16 +17,15 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _checks
-from ._codec import Z_ITSELF, codec_of, unwrap
-from ._schedules import SGDM
-from ._sgdm import eta_and_c, nonzero_w, sgdm_step_at
-from ._state import SPAState, has_stepped
+from ._codec import codec_of, unwrap
+from ._schedules import AdamWHyperparams, SGDMHyperparams
+from ._sgdm import eta_and_c, nonzero_w, sgdm_at
+from ._state import SPAState, check_not_batched, has_stepped
 from ._trees import (
     ByPath,
     Count,
     Scalar,
     by_path,
-    check_not_batched,
     check_paths,
     check_same_tree,
     copy_arrays,
@@ -89,15 +88,6 @@ REQUIREMENTS = {
 }
 
 
-class AdamW(NamedTuple):
-    """Hyper-parameters of `optax.adamw`, no optimizer: for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
-
-
 class Run(NamedTuple):
     """What is known of a run, apart from its momentum."""
 
@@ -105,7 +95,7 @@ class Run(NamedTuple):
     y: ByPath  # the params with momentum, in 32 bits or more
     new_params: ByPath  # those to go on with
     nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
-    hyperparams: SGDM | AdamW | None  # the argument of `convert`
+    hyperparams: SGDMHyperparams | AdamWHyperparams | None  # the argument of `convert`
     averaging: optax.ScalarOrSchedule | None
 
 
@@ -114,7 +104,7 @@ def convert(
     params: PyTree,
     *,
     into: PyTree,
-    hyperparams: SGDM | AdamW | None = None,
+    hyperparams: SGDMHyperparams | AdamWHyperparams | None = None,
     averaging: optax.ScalarOrSchedule | None = None,
     new_params: PyTree | None = None,
     count: int | None = None,
@@ -142,9 +132,9 @@ def convert(
         them.
       into: the new optimizer's state from `init`. It may train fewer params, with
         others frozen.
-      hyperparams: those of Optax's optimizer: `SGDM` from `optax.sgd`, and
-        `AdamW` from and to `optax.adamw`. It also says that a state of Adam's type is
-        AdamW's, since other optimizers have such states.
+      hyperparams: those of Optax's optimizer: `SGDMHyperparams` from `optax.sgd`, and
+        `AdamWHyperparams` from and to `optax.adamw`. It also says that a state of
+        Adam's type is AdamW's, since other optimizers have such states.
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
         k, from and to AdamW. None means 1 − b1.
       new_params: the params to go on with, if they are `params` in 16 bits. z keeps
@@ -166,12 +156,13 @@ def convert(
 
       >>> import jax.numpy as jnp
       >>> import optax
-      >>> from spa_optax import SGDM, convert, spa_from_sgdm
+      >>> from spa_optax import SGDMHyperparams, convert, spa_from_sgdm
       >>> sgd, tx = optax.sgd(1.0, momentum=0.5), spa_from_sgdm(1.0, momentum=0.5)
       >>> x = jnp.array(10.0)
       >>> updates, state = sgd.update(jnp.array(2.0), sgd.init(x), x)
       >>> x = optax.apply_updates(x, updates)
-      >>> new = convert(state, x, into=tx.init(x), hyperparams=SGDM(1.0, 0.5), count=1)
+      >>> other = SGDMHyperparams(1.0, 0.5)
+      >>> new = convert(state, x, into=tx.init(x), hyperparams=other, count=1)
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
@@ -200,7 +191,8 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, *read(old, run), run)
+        scalars, z = read(old, run)
+        written = write(new, scalars, z, run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(_carried_into(into, nodes, k))
 
@@ -220,16 +212,18 @@ def _check_arguments(
         _checks.check_averaging(averaging)
     if hyperparams is None:
         return
-    if not isinstance(hyperparams, (SGDM, AdamW)):
+    if not isinstance(hyperparams, (SGDMHyperparams, AdamWHyperparams)):
         raise ValueError(
-            "`hyperparams` must be `SGDM(learning_rate, momentum)` or "
-            f"`AdamW(learning_rate)`, got {hyperparams!r}"
+            "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum)` or "
+            f"`AdamWHyperparams(learning_rate)`, got {hyperparams!r}"
         )
     for name, value in hyperparams._asdict().items():
         REQUIREMENTS[name].check(**{name: value})
 
 
-def _check_injected(nodes: list[Any], hyperparams: SGDM | AdamW | None) -> None:
+def _check_injected(
+    nodes: list[Any], hyperparams: SGDMHyperparams | AdamWHyperparams | None
+) -> None:
     """Raises ValueError if a state injects other numbers than `hyperparams` has."""
     given = {} if hyperparams is None else hyperparams._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
@@ -349,16 +343,16 @@ def _inexact_params(node: Any, params: ByPath) -> ByPath:
 
 def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     """η, c and w of step k − 1. There are no divisors, since x − z = w m."""
-    if not isinstance(run.hyperparams, SGDM):
+    if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
-            "`hyperparams` must be `SGDM(learning_rate, momentum, nesterov)`, with the "
-            f"hyper-parameters of `optax.sgd`, got {run.hyperparams!r}"
+            "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
+            f"nesterov)`, those of `optax.sgd`, got {run.hyperparams!r}"
         )
     alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
-    step = sgdm_step_at(alpha, beta, last, nesterov=nesterov)
-    w = nonzero_w(step.resting_w, step.a, w=jnp.zeros_like(step.a))
-    eta, c = eta_and_c(step, w)
+    sgdm = sgdm_at(alpha, beta, last, nesterov=nesterov)
+    w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
+    eta, c = eta_and_c(sgdm, w)
     return eta, c, w, {}
 
 
@@ -373,10 +367,10 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     scalars in place of those of step k − 1, so that its next step has AdamW's momentum.
     """
     k, adamw = run.count, run.hyperparams
-    if not isinstance(adamw, AdamW):
+    if not isinstance(adamw, AdamWHyperparams):
         raise ValueError(
-            "`hyperparams` must be `AdamW(learning_rate, b1, b2, eps)`, if the "
-            "`ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
+            "`hyperparams` must be `AdamWHyperparams(learning_rate, b1, b2, eps)`, if "
+            "the `ScaleByAdamState` is that of `optax.adamw` or `optax.adam`, got "
             f"{adamw!r}"
         )
     averaging: Any = 1 - adamw.b1 if run.averaging is None else run.averaging
@@ -406,32 +400,32 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
-    """The old state, for its scalars, and the values of its z by path."""
+    """The scalars to go on with, and the values of z by path."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
-    return old, z
+    return old._replace(z=None), z
 
 
-def _write_spa(new: SPAState, old: SPAState, z: ByPath, run: Run) -> SPAState:
-    """The new state, with the scalars of another, and z as it stores it."""
+def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
+    """The new state, with other scalars, and with z as it stores it."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored.keys() & z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
         stored[path] = codec.store(z[path], y, dtype, seed=None)
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
-        if codec is not Z_ITSELF and jnp.any(is_at_limit):
+        if codec.stores_difference and jnp.any(is_at_limit):
             _checks.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, old._replace(z=list(stored.values())))
+    return with_leaves(new, scalars._replace(z=list(stored.values())))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
-    """As `_read_spa`, from a state of Optax: z = x − w · m / divisor."""
+    """The same from a state of Optax: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
     eta, c, w, divisors = scalars_of(run)
@@ -448,13 +442,13 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, old: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(old.w), {}
+        w, divisors = scalar_of(scalars.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
@@ -569,7 +563,7 @@ def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _take(nodes: list[Any], new: Any) -> Any:
-    """A new node with the arrays of the first old one that fits, which is taken out."""
+    """Removes from old nodes the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
     for i, node in enumerate(nodes):
         is_same_kind = type(node) is type(new) or not hasattr(new, "_fields")

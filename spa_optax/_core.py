@@ -36,19 +36,18 @@ def transformation(
     rule: Rule,
     state_dtype: Any,
     rounding_key: Any,
+    averaging: Any,
     *,
-    params_are_z: bool = False,
     mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer that a rule defines, a member of the family.
 
     Args:
       rule: from the state before a step to the `XZCoefficients` of the step.
-      state_dtype: dtype of z, as for `spa`. It is checked here. Each member must itself
-        call `check_fits_8_bits` for its c.
+      state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      params_are_z: whether every step sets the params to z. Then a z of 32 bits keeps
-        what rounding cuts from them, and there is no warning of a missing key.
+      averaging: the c of the rule, a scalar or a schedule. Where it becomes too small
+        for a z in 8 bits there is an error.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -57,6 +56,9 @@ def transformation(
       (g, params, state, xz) before the step; `track_momentum` passes one.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
+    _checks.check_fits_8_bits(averaging, state_dtype)
+    # Then a z of 32 bits keeps what rounding cuts from the params.
+    params_are_z = _checks.is_constant(averaging, 1)
 
     def warn_of_rounding(params, z):
         if rounding_key is not None:
@@ -86,7 +88,8 @@ def transformation(
     def update_fn(updates, state, params=None, **extra):
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
-        state = jax.tree.map(jnp.asarray, state)
+        state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
+        # η becomes NaN where μ_y would give a wrong x and `jax.jit` cannot raise.
         xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -127,10 +130,10 @@ def _step(
     # XLA compiles better if it does not know these scalars. Their values stay.
     (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, node = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=node,
+        z=field,
         **as_dtype(scalars, state.w.dtype),
     )
 

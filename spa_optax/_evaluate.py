@@ -4,12 +4,11 @@ import jax
 from jaxtyping import PyTree
 
 from . import _checks
-from ._codec import Z_ITSELF, codec_of, unwrap
+from ._codec import codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from ._state import SPAState, check_spa_state, has_stepped
+from ._state import SPAState, check_not_batched, check_spa_state, has_stepped
 from ._trees import (
     by_path,
-    check_not_batched,
     check_paths,
     check_same_tree,
     copy_arrays,
@@ -131,7 +130,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         return (z.astype(dtype) + edit).astype(z.dtype)
 
     def shift_state(state):
-        if codec_of(state.z) is not Z_ITSELF:  # z − y stays, so z moves along
+        if codec_of(state.z).stores_difference:  # z − y stays, so z moves along
             return state
         z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
         return state._replace(z=with_leaves(state.z, z))

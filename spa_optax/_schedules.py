@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from . import _checks
-from ._sgdm import eta_and_c, sgdm_step_at
+from ._sgdm import eta_and_c, sgdm_at
 
 
 class SPAHyperparams(NamedTuple):
@@ -22,12 +22,21 @@ class SPAHyperparams(NamedTuple):
     averaging: optax.ScalarOrSchedule  # c_{k+1} at count k
 
 
-class SGDM(NamedTuple):
-    """Hyper-parameters of SGD+M, no optimizer: `optax.sgd(*hyperparams)`."""
+class SGDMHyperparams(NamedTuple):
+    """Hyper-parameters of SGD+M, scalars or schedules: `optax.sgd(*hyperparams)`."""
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
     nesterov: bool = False
+
+
+class AdamWHyperparams(NamedTuple):
+    """Hyper-parameters of `optax.adamw`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 def hyperparams_from_sgdm(
@@ -73,8 +82,8 @@ def hyperparams_from_sgdm(
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
     def eta_and_c_at(k):
-        step = sgdm_step_at(learning_rate, momentum, k, horizon=horizon)
-        return eta_and_c(step, step.resting_w)
+        sgdm = sgdm_at(learning_rate, momentum, k, horizon=horizon)
+        return eta_and_c(sgdm, sgdm.resting_w)
 
     return SPAHyperparams(
         learning_rate=vectorized(lambda k: eta_and_c_at(k)[0]),
@@ -84,7 +93,7 @@ def hyperparams_from_sgdm(
 
 def hyperparams_to_sgdm(
     learning_rate: optax.ScalarOrSchedule, averaging: optax.ScalarOrSchedule
-) -> SGDM:
+) -> SGDMHyperparams:
     """The hyper-parameters of SGD+M that give the iterates of SPA.
 
         α_k = η_k c_{k+1}      β_k = (η_{k−1} / η_k)(1 − c_k)
@@ -113,7 +122,7 @@ def hyperparams_to_sgdm(
     _checks.RATE.check(learning_rate=learning_rate)
     _checks.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
-        return SGDM(learning_rate * averaging, 1 - averaging)
+        return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
     eta_at = _checks.as_schedule("learning_rate", learning_rate)
     c_at = _checks.as_schedule("averaging", averaging)
 
@@ -123,7 +132,9 @@ def hyperparams_to_sgdm(
         ratio = jnp.where((eta_before == 0) | (c == 1), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * (1 - c)
 
-    return SGDM(vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta_at))
+    return SGDMHyperparams(
+        vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta_at)
+    )
 
 
 def stagewise(

@@ -33,7 +33,7 @@ from ._coefficients import XZCoefficients, zero_where
 from ._trees import Count, Flag, Scalar
 
 
-class SGDMStep(NamedTuple):
+class SGDMAtCount(NamedTuple):
     """The hyper-parameters of step k, and the resting w_{k+1} of later steps."""
 
     alpha: Scalar  # α_k
@@ -45,14 +45,14 @@ class SGDMStep(NamedTuple):
     nesterov: bool
 
 
-def sgdm_step_at(
+def sgdm_at(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule,
     count: Count,
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> SGDMStep:
+) -> SGDMAtCount:
     """The hyper-parameters of step k, the count, and the resting w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
@@ -70,11 +70,11 @@ def sgdm_step_at(
     else:
         resting_w = _tail(*_later_a_and_beta(alpha, beta, nesterov))
         has_all_terms = True
-    # An array is an injected number, which may change at any step.
+    # An array is an injected number, which may change at any sgdm.
     momentum_may_change = isinstance(momentum, jax.Array)
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
-    return SGDMStep(
+    return SGDMAtCount(
         alpha=alpha,
         beta=beta,
         a=alpha * beta if nesterov else alpha,
@@ -143,61 +143,61 @@ def _later_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array,
     return (alpha * beta if nesterov else alpha), beta
 
 
-def eta_and_c(step: SGDMStep, next_w: Scalar) -> tuple[Scalar, Scalar]:
+def eta_and_c(sgdm: SGDMAtCount, next_w: Scalar) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}. Without momentum x goes to z: c is 1."""
-    total = step.a + next_w
-    c = jnp.where(next_w == 0, 1, step.a / jnp.where(total == 0, 1, total))
-    return (total + step.alpha if step.nesterov else total), c
+    total = sgdm.a + next_w
+    c = jnp.where(next_w == 0, 1, sgdm.a / jnp.where(total == 0, 1, total))
+    return (total + sgdm.alpha if sgdm.nesterov else total), c
 
 
 def sgdm_coefficients(
-    step: SGDMStep, w: Scalar, *, stores_difference: bool
+    sgdm: SGDMAtCount, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
     """The coefficients of a step of SGD with momentum, from w_k, that of the state."""
-    next_w = _choose_next_w(step, w, stores_difference)
+    next_w = _choose_next_w(sgdm, w, stores_difference)
     next_w = next_w.astype(w.dtype).astype(next_w.dtype)  # as the state stores it
-    eta, c = eta_and_c(step, next_w)
+    eta, c = eta_and_c(sgdm, next_w)
     return XZCoefficients(
         eta=eta,
         c=c,
         w=next_w,
-        delta=step.alpha * (1 - c) if step.nesterov else None,
-        r=_rescaling(step, next_w, w),
+        delta=sgdm.alpha * (1 - c) if sgdm.nesterov else None,
+        r=_choose_r(sgdm, next_w, w),
     )
 
 
-def _choose_next_w(step: SGDMStep, w: Scalar, stores_difference: bool) -> Scalar:
+def _choose_next_w(sgdm: SGDMAtCount, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since z − x is rescaled to it. It only
     decides how precisely the state keeps m = (x − z)/w.
     """
-    w = w.astype(step.a.dtype)
+    w = w.astype(sgdm.a.dtype)
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = nonzero_w(step.resting_w, step.a, w)
-        return jnp.where(step.momentum_ends, 0, next_w)
+        next_w = nonzero_w(sgdm.resting_w, sgdm.a, w)
+        return jnp.where(sgdm.momentum_ends, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
-    cautious_w = jnp.maximum(step.resting_w, jnp.maximum(w, step.alpha))
-    next_w = jnp.where(step.is_foreseen, step.resting_w, cautious_w)
-    return nonzero_w(next_w, step.a, w)
+    cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
+    next_w = jnp.where(sgdm.is_foreseen, sgdm.resting_w, cautious_w)
+    return nonzero_w(next_w, sgdm.a, w)
 
 
-def _rescaling(step: SGDMStep, next_w: Scalar, w: Scalar) -> Scalar:
+def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
-    a, beta = step.a, step.beta
+    a, beta = sgdm.a, sgdm.beta
     change = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(step.is_foreseen, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
     change = zero_where(jnp.abs(change) <= rounding_error, change)
     r = jnp.where(m_is_0, 1, 1 + change)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs

@@ -5,10 +5,10 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _checks
-from ._codec import Z_ITSELF, codec_of
+from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
-from ._sgdm import sgdm_coefficients, sgdm_step_at
+from ._sgdm import sgdm_at, sgdm_coefficients
 
 
 @_checks.suggests(
@@ -96,7 +96,6 @@ def spa(
     _checks.check_averaging(averaging)
     _checks.INTERPOLATION.check(interpolation=interpolation)
     _checks.check_stays_above_0("interpolation", interpolation)
-    _checks.check_fits_8_bits(state_dtype, "averaging", averaging)
     eta_at = _checks.as_schedule("learning_rate", learning_rate)
     c_at = _checks.as_schedule("averaging", averaging)
     mu_y_at = _checks.as_schedule("interpolation", interpolation)
@@ -114,7 +113,7 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        params_are_z=_checks.is_constant(averaging, 1),
+        averaging,
         mu_y_may_change=not _checks.is_plain_number(interpolation),
     )
 
@@ -193,20 +192,17 @@ def spa_from_sgdm(
     _checks.MOMENTUM.check(momentum=momentum)
     _checks.BOOLEAN.check(nesterov=nesterov)
     _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    beta_at = _checks.as_schedule("momentum", momentum)
-    _checks.check_fits_8_bits(state_dtype, "1 - momentum", lambda k: 1 - beta_at(k))
 
     def rule(state):
-        step = sgdm_step_at(
+        sgdm = sgdm_at(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
-        # w decides how precisely the state keeps m, which depends on what it stores.
-        stores_difference = codec_of(state.z) is not Z_ITSELF
-        return sgdm_coefficients(step, state.w, stores_difference=stores_difference)
+        return sgdm_coefficients(
+            sgdm,
+            state.w,
+            # w decides how precisely the state keeps m.
+            stores_difference=codec_of(state.z).stores_difference,
+        )
 
-    return transformation(
-        rule,
-        state_dtype,
-        rounding_key,
-        params_are_z=_checks.is_constant(momentum, 0),
-    )
+    beta_at = _checks.as_schedule("momentum", momentum)
+    return transformation(rule, state_dtype, rounding_key, lambda k: 1 - beta_at(k))

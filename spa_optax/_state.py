@@ -1,18 +1,18 @@
-"""The state of the family, and what it says of z."""
+"""The state of the family, what it says of z, and checks of states."""
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
-from ._codec import Z_ITSELF, codec_of, unwrap
+from ._codec import codec_of, unwrap
 from ._trees import (
     Count,
     Flag,
     Scalar,
-    check_params_passed,
     check_same_tree,
-    check_type,
     fill_none,
     has_narrow_leaves,
     map_inexact,
@@ -68,9 +68,26 @@ def check_fits_params(state: Any, params: PyTree | None) -> None:
     check_same_tree("state.z", unwrap(state.z), "params", params)
 
 
+def check_state(name: str, state: Any, expected: type) -> None:
+    """Raises ValueError unless a state is of a type, and its count an integer.
+
+    A count that was cast to bfloat16 would stop at 256.
+    """
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"`{name}` must be of type `{expected.__name__}`, got "
+            f"{type(state).__name__}"
+        )
+    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
+        )
+
+
 def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
-    check_type(name, state, SPAState)
+    check_state(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = scalar_of(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
@@ -78,8 +95,24 @@ def check_spa_state(name: str, state: Any) -> None:
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
                 f"got {dtype}"
             )
-    if codec_of(state.z) is Z_ITSELF and has_narrow_leaves(state.z):
+    if not codec_of(state.z).stores_difference and has_narrow_leaves(state.z):
         raise ValueError(
             f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
             "`convert(state, params, into=tx.init(params))`."
         )
+
+
+def check_not_batched(name: str, *counts: Any) -> None:
+    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
+    for leaf in jax.tree.leaves(counts):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or np.shape(leaf):
+            raise ValueError(
+                f"`{name}` must hold the arrays of one run, got a count {leaf}: use "
+                "`jax.vmap` for a batch"
+            )
+
+
+def check_params_passed(params: PyTree) -> None:
+    """Raises ValueError if an update has no params."""
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, got None")

@@ -74,17 +74,6 @@ def find_nodes(state: PyTree, kinds: Any) -> list[Any]:
     return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def find_node(state: PyTree, kind: type) -> Any:
-    """The one node of a type that an `opt_state` holds."""
-    found = find_nodes(state, kind)
-    if len(found) != 1:
-        raise ValueError(
-            f"`opt_state` must hold one `{kind.__name__}`, got {len(found)} in "
-            f"{names_of_nodes(state)}"
-        )
-    return found[0]
-
-
 def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
     """A state with the nodes of a type, or of some types, replaced."""
 
@@ -170,23 +159,6 @@ def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
 
 
-def check_type(name: str, state: Any, expected: type) -> None:
-    """Raises ValueError unless a state is of a type, and its count an integer.
-
-    A count that was cast to bfloat16 would stop at 256.
-    """
-    if not isinstance(state, expected):
-        raise ValueError(
-            f"`{name}` must be of type `{expected.__name__}`, got "
-            f"{type(state).__name__}"
-        )
-    dtype = scalar_of(state._asdict().get("count", 0)).dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
-        )
-
-
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
     """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
     shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
@@ -233,19 +205,3 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
-
-
-def check_not_batched(name: str, *counts: Any) -> None:
-    """Raises ValueError if a count has axes, as in a batch of states, or no value."""
-    for leaf in jax.tree.leaves(counts):
-        if isinstance(leaf, jax.ShapeDtypeStruct) or np.shape(leaf):
-            raise ValueError(
-                f"`{name}` must hold the arrays of one run, got a count {leaf}: use "
-                "`jax.vmap` for a batch"
-            )
-
-
-def check_params_passed(params: PyTree) -> None:
-    """Raises ValueError if an update has no params."""
-    if params is None:
-        raise ValueError("`params` must be passed to `update`, got None")

@@ -3,6 +3,7 @@
 `base` is always a finished optimizer, and `inner` any transformation.
 """
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,12 +29,10 @@ from ._rounding import (
     seeds_like,
 )
 from ._spa import spa
-from ._state import SPAState, current_z
+from ._state import SPAState, check_params_passed, check_state, current_z
 from ._trees import (
     Count,
-    check_params_passed,
     check_same_tree,
-    check_type,
     fill_none,
     find_nodes,
     is_inexact,
@@ -62,18 +61,18 @@ class PrimalAveragingState(NamedTuple):
     average: SPAState
 
 
-class Float8Array(NamedTuple):
-    """An array m = s q in the state of `float8_momentum`."""
+class Float8Momentum(NamedTuple):
+    """A tree of momentum in the state of `float8_momentum`: m = s q for each array."""
 
-    q: Float[Array, "..."]  # in float8
-    scale: Float[Array, ""]  # s, a power of two
+    q: PyTree[Array]  # in float8
+    scales: Float[Array, " n"]  # s of each array, powers of two
 
 
 class Float8MomentumState(NamedTuple):
     """State of `float8_momentum`."""
 
     count: Count  # the random bits depend on it
-    base: PyTree  # with a `Float8Array` for each array of its momentum
+    base: PyTree  # with a `Float8Momentum` in place of its momentum
 
 
 def in_float32(
@@ -207,7 +206,7 @@ def primal_averaging(
         return PrimalAveragingState(base_state, average_state)
 
     def update_fn(updates, state, params=None, **extra):
-        check_type("state", state, PrimalAveragingState)
+        check_state("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # the gauge observes a step of `average`
         seen = current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
@@ -267,7 +266,7 @@ def stochastic_rounding(
 
     def update_fn(updates, state, params=None, **extra):
         check_params_passed(params)
-        check_type("state", state, StochasticRoundingState)
+        check_state("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
@@ -304,8 +303,8 @@ def float8_momentum(
         have the same.
 
     Returns:
-      A transformation with `count` and `base` in its state, where q and s stand in
-      place of m.
+      A transformation with `count` and `base` in its state, where q and the s of all
+      arrays stand in place of m.
 
     Raises:
       ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
@@ -319,7 +318,7 @@ def float8_momentum(
       >>> g = jax.numpy.array([2.0, 3.0])
       >>> _, state = tx.update(g, tx.init(g))
       >>> print(*optax.tree.get(state, "trace"))
-      [256 384] 0.0078125
+      [256 384] [0.0078125]
 
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
@@ -349,7 +348,7 @@ def float8_momentum(
         return _pack(base_state, jnp.zeros([], jnp.int32), key)
 
     def update_fn(updates, state, params=None, **extra):
-        check_type("state", state, Float8MomentumState)
+        check_state("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _unpack(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
         like = updates if params is None else params
@@ -362,33 +361,44 @@ def float8_momentum(
 
 def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
     """The state with its momentum in float8."""
-    kinds = tuple(FLOAT8_FIELDS)
-    nodes = find_nodes(base_state, kinds)
-    momenta = [getattr(node, FLOAT8_FIELDS[type(node)]) for node in nodes]
-    seeds = seeds_like(key, count, momenta, FOR_MOMENTUM)
+    purposes = itertools.count(FOR_MOMENTUM)  # each momentum has its own random bits
 
-    def pack(m, seed):
-        if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
-            raise ValueError(
-                f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
-            )
-        m = m.astype(jnp.float32)
-        scale = _scale(m)
-        return Float8Array(rounded(m / scale, FLOAT8, seed), scale)
+    def pack_leaf(m, scale, seed):
+        return rounded(m / scale, FLOAT8, seed)
 
-    packed = iter(jax.tree.map(pack, momenta, seeds))
+    def pack(node):
+        field = FLOAT8_FIELDS[type(node)]
+        momentum = jax.tree.map(_real_float32, getattr(node, field))
+        scales = jax.tree.map(_scale, momentum)
+        seeds = seeds_like(key, count, momentum, next(purposes))
+        q = jax.tree.map(pack_leaf, momentum, scales, seeds)
+        scales = jnp.asarray(jax.tree.leaves(scales), jnp.float32)
+        return node._replace(**{field: Float8Momentum(q, scales)})
 
-    def with_packed(node):
-        return node._replace(**{FLOAT8_FIELDS[type(node)]: next(packed)})
+    return Float8MomentumState(
+        count, replace_nodes(base_state, tuple(FLOAT8_FIELDS), pack)
+    )
 
-    return Float8MomentumState(count, replace_nodes(base_state, kinds, with_packed))
+
+def _real_float32(m: Array) -> Array:
+    if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
+        raise ValueError(
+            f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
+        )
+    return m.astype(jnp.float32)
 
 
 def _unpack(state: Float8MomentumState) -> PyTree:
     """The state of the base with its momentum in float32."""
-    return replace_nodes(
-        state.base, Float8Array, lambda m: m.q.astype(jnp.float32) * m.scale
-    )
+
+    def unpack_leaf(q, scale):
+        return q.astype(jnp.float32) * scale
+
+    def unpack(packed):
+        scales = jax.tree.unflatten(jax.tree.structure(packed.q), packed.scales)
+        return jax.tree.map(unpack_leaf, packed.q, scales)
+
+    return replace_nodes(state.base, Float8Momentum, unpack)
 
 
 def _scale(m: Array) -> Float[Array, ""]:

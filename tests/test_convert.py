@@ -16,8 +16,8 @@ from flax import nnx
 from helpers import logistic_regression, run, sgdm, slow, trained, x64, z_of
 
 from spa_optax import (
-    SGDM,
-    AdamW,
+    AdamWHyperparams,
+    SGDMHyperparams,
     convert,
     eval_params,
     float8_momentum,
@@ -69,7 +69,7 @@ def test_sgdm_moves_to_spa_and_back(
         start = jnp.zeros((65, 10), dtype)
         never_moved, _ = trained(sgd, gradient, start, BATCHES)
         params, sgd_state = trained(sgd, gradient, start, BATCHES[:first])
-        other = SGDM(ALPHA, 0.9, nesterov)
+        other = SGDMHyperparams(ALPHA, 0.9, nesterov)
         state = convert(sgd_state, params, into=tx.init(params), hyperparams=other)
         assert state[1].count == first
         params, state = trained(tx, gradient, params, BATCHES[first:second], state)
@@ -87,7 +87,9 @@ def test_a_schedule_is_not_evaluated_before_count_0() -> None:
         return 0.1 * jnp.minimum(k**-0.5, k * 4**-1.5)
 
     sgd, tx, x = optax.sgd(noam, 0.9), spa_from_sgdm(noam, 0.9), jnp.ones(2)
-    state = convert(sgd.init(x), x, into=tx.init(x), hyperparams=SGDM(noam, 0.9))
+    state = convert(
+        sgd.init(x), x, into=tx.init(x), hyperparams=SGDMHyperparams(noam, 0.9)
+    )
     found, _ = run(tx, x, [x] * 5, state)
     expected, _ = run(sgd, x, [x] * 5)
     chex.assert_trees_all_close(found, expected, rtol=1e-5)
@@ -100,7 +102,7 @@ def test_a_state_from_sgdm_is_as_foreseen() -> None:
     _, native = trained(tx, gradient, start, BATCHES[:80])
     params, sgd_state = trained(sgd, gradient, start, BATCHES[:80])
     moved = convert(
-        sgd_state, params, into=tx.init(params), hyperparams=SGDM(ALPHA, 0.9)
+        sgd_state, params, into=tx.init(params), hyperparams=SGDMHyperparams(ALPHA, 0.9)
     )
     chex.assert_trees_all_close(moved, native, rtol=1e-5, atol=1e-5)
     _, after = tx.update(jnp.zeros_like(params), moved, params)
@@ -170,7 +172,9 @@ def test_wrapped_states_move(wrap: Callable[[Any], Any]) -> None:
     grads = [jax.tree.map(lambda p, k=k: jnp.cos(p + k), params) for k in range(12)]
     x, _ = run(sgd, params, grads)
     y, state = run(sgd, params, grads[:4])
-    moved = convert(state, y, into=tx.init(y), hyperparams=SGDM(decaying, 0.5))
+    moved = convert(
+        state, y, into=tx.init(y), hyperparams=SGDMHyperparams(decaying, 0.5)
+    )
     chex.assert_trees_all_equal_structs(moved, tx.init(y))
     y, moved = run(tx, y, grads[4:8], moved)
     back = convert(moved, y, into=sgd.init(y))
@@ -185,7 +189,9 @@ def test_injected_schedules_go_on_from_the_count() -> None:
     old = optax.inject_hyperparams(optax.sgd)(decaying, 0.5)
     new = optax.inject_hyperparams(spa_from_sgdm)(decaying, decaying)
     x, state = run(old, jnp.ones(2), [jnp.ones(2)] * 3)
-    moved = convert(state, x, into=new.init(x), hyperparams=SGDM(decaying, 0.5))
+    moved = convert(
+        state, x, into=new.init(x), hyperparams=SGDMHyperparams(decaying, 0.5)
+    )
     assert moved.count == moved.inner_state.count == 3
     assert [s.count for s in moved.hyperparams_states.values()] == [3, 3]
     assert moved.hyperparams["momentum"] == new.init(x).hyperparams["momentum"]
@@ -201,7 +207,7 @@ def test_accumulated_gradients_are_not_lost() -> None:
     sgd, tx = optax.sgd(decaying, 0.5), spa_from_sgdm(decaying, 0.5)
     accumulated = optax.MultiSteps(optax.apply_if_finite(sgd, 2), accumulating)
     new = optax.MultiSteps(optax.apply_if_finite(tx, 2), accumulating)
-    other = SGDM(decaying, 0.5)
+    other = SGDMHyperparams(decaying, 0.5)
     for num_batches in (1, 5):
         x, state = run(accumulated, jnp.ones((3, 2)), grads[:num_batches])
         moved = convert(state, x, into=new.init(x), hyperparams=other)
@@ -230,7 +236,7 @@ def test_the_new_optimizer_may_freeze_params() -> None:
     sgd, tx = optax.sgd(0.1, 0.9), spa_from_sgdm(0.1, 0.9)
     x = {"a": jnp.ones(2), "b": jnp.ones(3)}
     g = {"a": jnp.array([1.0, -2.0]), "b": jnp.ones(3)}
-    given: Any = {"hyperparams": SGDM(0.1, 0.9), "count": 1}
+    given: Any = {"hyperparams": SGDMHyperparams(0.1, 0.9), "count": 1}
     x, old = run(sgd, x, [g])
     expected, later = run(sgd, x, [g], old)
     for new in (partly(tx), partly(sgd)):
@@ -257,7 +263,7 @@ def test_groups_of_a_partition_move_one_by_one() -> None:
     into = new.init(x)
     with pytest.raises(ValueError, match=r"`old_state`.* got 2.*`state.inner_states"):
         convert(state, x, into=into)
-    others = {"fast": SGDM(0.1, 0.9), "slow": SGDM(decaying, 0.5)}
+    others = {"fast": SGDMHyperparams(0.1, 0.9), "slow": SGDMHyperparams(decaying, 0.5)}
     groups = {}
     for label, other in others.items():
         group, new_group = state.inner_states[label], into.inner_states[label]
@@ -277,7 +283,9 @@ def test_one_group_of_a_partition_moves() -> None:
     old, new = with_group(optax.sgd(decaying, 0.5)), with_group(spa_from_sgdm(decaying))
     x = {"a": jnp.ones(2), "b": jnp.ones(3)}
     x, state = run(old, x, [x] * 3)
-    moved = convert(state, x, into=new.init(x), hyperparams=SGDM(decaying, 0.5))
+    moved = convert(
+        state, x, into=new.init(x), hyperparams=SGDMHyperparams(decaying, 0.5)
+    )
     chex.assert_trees_all_equal(
         moved.inner_states["adamw"], state.inner_states["adamw"]
     )
@@ -387,12 +395,12 @@ def test_adamw_goes_on_under_stochastic_rounding() -> None:
 def test_a_count_that_no_state_holds_must_be_given() -> None:
     """A schedule of the new optimizer would start over at a count of 0."""
     x, sgd, tx = jnp.ones(2), optax.sgd(0.5, 0.5), spa_from_sgdm(0.5, 0.5)
-    given: Any = {"into": tx.init(x), "hyperparams": SGDM(0.5, 0.5)}
+    given: Any = {"into": tx.init(x), "hyperparams": SGDMHyperparams(0.5, 0.5)}
     chex.assert_trees_all_equal(convert(sgd.init(x), x, **given, count=0), tx.init(x))
     _, state = sgd.update(x, sgd.init(x))
     for new in (tx, optax.sgd(decaying, 0.5), sgdm(0.5, 0.5)):
         with pytest.raises(ValueError, match=r"`count` must be .* got None"):
-            convert(state, x, into=new.init(x), hyperparams=SGDM(0.5, 0.5))
+            convert(state, x, into=new.init(x), hyperparams=SGDMHyperparams(0.5, 0.5))
     assert convert(state, x, **given, count=7).count == 7
     with pytest.raises(ValueError, match=r"`count` must be >= 1 .* got 0"):
         convert(state, x, **given, count=0)
@@ -412,7 +420,7 @@ def test_counts_that_differ_are_refused() -> None:
     """As after a restart of a schedule alone."""
     x, rate = jnp.ones(2), optax.cosine_decay_schedule(0.1, 100)
     adam, tx = optax.adamw(rate), spa_adamw(rate)
-    given: Any = {"into": tx.init(x), "hyperparams": AdamW(rate)}
+    given: Any = {"into": tx.init(x), "hyperparams": AdamWHyperparams(rate)}
     _, (of_adam, *rest) = run(adam, x, [x] * 9)
     _, (of_nu, of_spa) = run(tx, x, [x] * 9)
     restarted = (*rest[:-1], rest[-1]._replace(count=0))
@@ -430,19 +438,24 @@ def test_injected_hyperparameters_must_be_those_of_the_other_optimizer() -> None
     _, state = run(sgd, x, [x])
     tx = spa_from_sgdm(0.2, 0.9)
     for other, name in (
-        (SGDM(0.1, 0.9), "learning_rate"),
-        (SGDM(0.2, 0.8), "momentum"),
+        (SGDMHyperparams(0.1, 0.9), "learning_rate"),
+        (SGDMHyperparams(0.2, 0.8), "momentum"),
     ):
         with pytest.raises(
             ValueError, match=f"`hyperparams`.*{name}.*0\\.[29].*got 0\\.[18]"
         ):
             convert(state, x, into=tx.init(x), hyperparams=other)
-    convert(state, x, into=tx.init(x), hyperparams=SGDM(0.2, 0.9))
-    convert(state, x, into=tx.init(x), hyperparams=SGDM(lambda k: 0.2, 0.9))
+    convert(state, x, into=tx.init(x), hyperparams=SGDMHyperparams(0.2, 0.9))
+    convert(state, x, into=tx.init(x), hyperparams=SGDMHyperparams(lambda k: 0.2, 0.9))
     with pytest.raises(
         ValueError, match=r"`hyperparams`.*learning_rate"
     ):  # by four ulps
-        convert(state, x, into=tx.init(x), hyperparams=SGDM(0.2 * (1 + 4e-7), 0.9))
+        convert(
+            state,
+            x,
+            into=tx.init(x),
+            hyperparams=SGDMHyperparams(0.2 * (1 + 4e-7), 0.9),
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -453,10 +466,15 @@ def test_injected_hyperparameters_are_compared_in_their_dtype(dtype: Any) -> Non
     with jax.numpy_dtype_promotion("standard"):
         _, state = run(make(1e-3, b2=0.98, eps=1e-10), x, [x])
     tx = spa_adamw(1e-3)
-    convert(state, x, into=tx.init(x), hyperparams=AdamW(1e-3, b2=0.98, eps=1e-10))
+    convert(
+        state,
+        x,
+        into=tx.init(x),
+        hyperparams=AdamWHyperparams(1e-3, b2=0.98, eps=1e-10),
+    )
     for other, name in (
-        (AdamW(1e-3, b2=0.999, eps=1e-10), "b2"),
-        (AdamW(1e-3, b2=0.98, eps=1e-8), "eps"),
+        (AdamWHyperparams(1e-3, b2=0.999, eps=1e-10), "b2"),
+        (AdamWHyperparams(1e-3, b2=0.98, eps=1e-8), "eps"),
     ):
         with pytest.raises(ValueError, match=f"`hyperparams`.*{name}.*got"):
             convert(state, x, into=tx.init(x), hyperparams=other)
@@ -467,9 +485,9 @@ def test_an_injected_integer_is_a_number() -> None:
     inject = optax.inject_hyperparams
     _, state = run(inject(optax.sgd)(1, momentum=0.5), x, [x])
     tx = spa_from_sgdm(1.0, momentum=0.5)
-    convert(state, x, into=tx.init(x), hyperparams=SGDM(1, 0.5))
+    convert(state, x, into=tx.init(x), hyperparams=SGDMHyperparams(1, 0.5))
     with pytest.raises(ValueError, match=r"`hyperparams`.*learning_rate.*got 2"):
-        convert(state, x, into=tx.init(x), hyperparams=SGDM(2, 0.5))
+        convert(state, x, into=tx.init(x), hyperparams=SGDMHyperparams(2, 0.5))
     tx = inject(spa)(1)
     _, state = run(tx, x, [x])
     chex.assert_trees_all_equal(convert(state, x, into=tx.init(x)), state)
@@ -481,8 +499,8 @@ def test_an_injected_integer_is_a_number() -> None:
 def test_a_run_at_y_does_not_go_on_in_optax() -> None:
     y = jnp.ones(2)
     cases = (
-        (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9), SGDM(0.1, 0.9)),
-        (spa_adamw(0.1, 0.05, 0.9), optax.adam(0.1), AdamW(0.1)),
+        (spa(0.1, 0.05, 0.9), optax.sgd(0.1, 0.9), SGDMHyperparams(0.1, 0.9)),
+        (spa_adamw(0.1, 0.05, 0.9), optax.adam(0.1), AdamWHyperparams(0.1)),
     )
     for old, new, other in cases:
         _, state = run(old, y, [jnp.array([1.0, -2.0])])
@@ -513,7 +531,7 @@ def test_a_run_of_sgd_goes_on_at_y() -> None:
             state,
             at_x,
             into=tx.init(at_x),
-            hyperparams=SGDM(alpha, beta),
+            hyperparams=SGDMHyperparams(alpha, beta),
             count=num_steps,
         )
         at_y, state = run(tx, at_x, list(gradients[num_steps:]), state)
@@ -585,7 +603,7 @@ def rate(count: Any) -> Any:
 
 
 ADAMW = optax.chain(CLIP, optax.adamw(rate, **ADAM, weight_decay=0.01))
-OTHER = AdamW(rate, **ADAM)
+OTHER = AdamWHyperparams(rate, **ADAM)
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -612,7 +630,7 @@ def test_the_momentum_of_the_next_step_is_adamws(num_steps: int) -> None:
         adam = optax.adamw(**given, weight_decay=0.0)
         tx = spa_adamw(**given, weight_decay=0.0)
         x, state = run(adam, x, [g] * num_steps)
-        new = convert(state, x, into=tx.init(x), hyperparams=AdamW(**given))
+        new = convert(state, x, into=tx.init(x), hyperparams=AdamWHyperparams(**given))
         expected, _ = adam.update(jnp.zeros(5), state, x)
         found, _ = tx.update(jnp.zeros(5), new, x)
 
@@ -650,7 +668,7 @@ def test_leaves_of_all_kinds() -> None:
     grads = jax.tree.map(lambda p: jnp.cos(p.astype(float)).astype(p.dtype), params)
     old, new = optax.adamw(0.1, **ADAM), spa_adamw(0.1, **ADAM, rounding_key=KEY)
     _, state = old.update(grads, old.init(params), params)
-    into, other = new.init(params), AdamW(0.1, **ADAM)
+    into, other = new.init(params), AdamWHyperparams(0.1, **ADAM)
     moved = convert(state, params, into=into, hyperparams=other)
     chex.assert_trees_all_equal_shapes_and_dtypes(moved, into)
     new.update(grads, moved, params)
@@ -750,14 +768,14 @@ def test_a_rate_of_0_holds_no_momentum() -> None:
     x, tx = jnp.ones(2), spa_adamw(rate)
     _, state = run(optax.adamw(rate), x, [x] * 3)
     with pytest.raises(ValueError, match=r"`learning_rate` must be > 0.* 0.0"):
-        convert(state, x, into=tx.init(x), hyperparams=AdamW(rate))
-    other = AdamW(0.1)
+        convert(state, x, into=tx.init(x), hyperparams=AdamWHyperparams(rate))
+    other = AdamWHyperparams(0.1)
     with pytest.raises(ValueError, match=r"`averaging`.* must be > 0.* 0.0"):
         convert(state, x, into=tx.init(x), hyperparams=other, averaging=lambda _: 0.0)
 
 
-ADAMW_NAME = r"`hyperparams` must be `AdamW\(.*, got "
-SGDM_NAME = r"`hyperparams` must be `SGDM\(.*, got "
+ADAMW_NAME = r"`hyperparams` must be `AdamWHyperparams\(.*, got "
+SGDM_NAME = r"`hyperparams` must be `SGDMHyperparams\(.*, got "
 BOTH_SIDES = 'second_moment="full"'
 SPA, SPA_ADAMW = spa(0.1), spa_adamw(0.1)
 SGD, ADAM_TX = optax.sgd(decaying, 0.9), optax.adamw(decaying)
@@ -776,16 +794,16 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "sgd to spa_adamw": (
         SGD,
         SPA_ADAMW,
-        {"hyperparams": SGDM(0.1, 0.9)},
+        {"hyperparams": SGDMHyperparams(0.1, 0.9)},
         "`into` must hold",
     ),
     "spa_adamw to sgd": (SPA_ADAMW, SGD, {}, "none for its ScaleByRmsWithCountState"),
-    "adamw to spa": (ADAM_TX, SPA, {"hyperparams": AdamW(0.1)}, BOTH_SIDES),
-    "spa to adamw": (SPA, ADAM_TX, {"hyperparams": AdamW(0.1)}, BOTH_SIDES),
+    "adamw to spa": (ADAM_TX, SPA, {"hyperparams": AdamWHyperparams(0.1)}, BOTH_SIDES),
+    "spa to adamw": (SPA, ADAM_TX, {"hyperparams": AdamWHyperparams(0.1)}, BOTH_SIDES),
     "two second moments": (
         ADAM_TX,
         optax.chain(SPA_ADAMW, optax.scale_by_rms(bias_correction=True)),
-        {"hyperparams": AdamW(0.1)},
+        {"hyperparams": AdamWHyperparams(0.1)},
         BOTH_SIDES,
     ),
     "full to factored": (
@@ -804,7 +822,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "float8": (
         float8_momentum(SGD, KEY),
         SPA,
-        {"hyperparams": SGDM(0.1, 0.9)},
+        {"hyperparams": SGDMHyperparams(0.1, 0.9)},
         "`old_state` must have leaves .* each",
     ),
     "a wrapper": (
@@ -817,12 +835,17 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no other": (SGD, SPA, {}, SGDM_NAME + "None"),
     "no other for adamw": (ADAM_TX, SPA_ADAMW, {}, ADAMW_NAME + "None"),
     "no other to adamw": (SPA_ADAMW, ADAM_TX, {}, ADAMW_NAME + "None"),
-    "adamw for sgd": (SGD, SPA, {"hyperparams": AdamW(0.1)}, SGDM_NAME + "AdamW"),
+    "adamw for sgd": (
+        SGD,
+        SPA,
+        {"hyperparams": AdamWHyperparams(0.1)},
+        SGDM_NAME + "AdamW",
+    ),
     "sgd for adamw": (
         ADAM_TX,
         SPA_ADAMW,
-        {"hyperparams": SGDM(0.1, 0.9)},
-        ADAMW_NAME + "SGDM",
+        {"hyperparams": SGDMHyperparams(0.1, 0.9)},
+        ADAMW_NAME + "SGDMHyperparams",
     ),
     "a tuple": (
         SGD,
@@ -831,16 +854,46 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         r"`hyperparams`.* got \(0.1, 0.9\)",
     ),
     "an optimizer": (SGD, SPA, {"hyperparams": SGD}, "`hyperparams`.* got Gradient"),
-    "rate": (SGD, SPA, {"hyperparams": SGDM(-0.1, 0.9)}, "`learning_rate`.* -0.1"),
-    "momentum": (SGD, SPA, {"hyperparams": SGDM(0.1, 1.0)}, "`momentum`.* 1.0"),
-    "nesterov": (SGD, SPA, {"hyperparams": SGDM(0.1, 0.9, "no")}, "`nesterov`.* 'no'"),
-    "b1": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, 1.0)}, "`b1`.* 1.0"),
-    "b2": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, b2=-0.5)}, "`b2`.* -0.5"),
-    "eps": (ADAM_TX, SPA_ADAMW, {"hyperparams": AdamW(0.1, eps=-1.0)}, "`eps`.* -1.0"),
+    "rate": (
+        SGD,
+        SPA,
+        {"hyperparams": SGDMHyperparams(-0.1, 0.9)},
+        "`learning_rate`.* -0.1",
+    ),
+    "momentum": (
+        SGD,
+        SPA,
+        {"hyperparams": SGDMHyperparams(0.1, 1.0)},
+        "`momentum`.* 1.0",
+    ),
+    "nesterov": (
+        SGD,
+        SPA,
+        {"hyperparams": SGDMHyperparams(0.1, 0.9, "no")},
+        "`nesterov`.* 'no'",
+    ),
+    "b1": (
+        ADAM_TX,
+        SPA_ADAMW,
+        {"hyperparams": AdamWHyperparams(0.1, 1.0)},
+        "`b1`.* 1.0",
+    ),
+    "b2": (
+        ADAM_TX,
+        SPA_ADAMW,
+        {"hyperparams": AdamWHyperparams(0.1, b2=-0.5)},
+        "`b2`.* -0.5",
+    ),
+    "eps": (
+        ADAM_TX,
+        SPA_ADAMW,
+        {"hyperparams": AdamWHyperparams(0.1, eps=-1.0)},
+        "`eps`.* -1.0",
+    ),
     "averaging": (
         ADAM_TX,
         SPA_ADAMW,
-        {"hyperparams": AdamW(0.1), "averaging": 1.5},
+        {"hyperparams": AdamWHyperparams(0.1), "averaging": 1.5},
         "`averaging`.* 1.5",
     ),
     "count": (SGD, SPA, {"count": -1}, "`count`.* -1"),
@@ -881,7 +934,7 @@ def test_traced_calls_and_batches_are_refused() -> None:
     state, into = ADAM_TX.init(x), SPA_ADAMW.init(x)
 
     def move(state: Any, rate: Any = 0.1) -> Any:
-        return convert(state, x, into=into, hyperparams=AdamW(rate))
+        return convert(state, x, into=into, hyperparams=AdamWHyperparams(rate))
 
     def move_with_rate(rate: Any) -> Any:
         return move(state, rate)
@@ -896,10 +949,15 @@ def test_traced_calls_and_batches_are_refused() -> None:
             call(argument)
     batch = jax.vmap(SPA_ADAMW.init)(xs)
     with pytest.raises(ValueError, match="`old_state` must hold the arrays of one run"):
-        convert(jax.vmap(ADAM_TX.init)(xs), xs, into=batch, hyperparams=AdamW(0.1))
+        convert(
+            jax.vmap(ADAM_TX.init)(xs),
+            xs,
+            into=batch,
+            hyperparams=AdamWHyperparams(0.1),
+        )
     batch = jax.vmap(SPA.init)(xs)
     with pytest.raises(ValueError, match="`into` must hold the arrays of one run"):
-        convert(SGD.init(xs), xs, into=batch, hyperparams=SGDM(0.1, 0.9))
+        convert(SGD.init(xs), xs, into=batch, hyperparams=SGDMHyperparams(0.1, 0.9))
 
 
 def test_a_moved_state_shares_no_buffer() -> None:
@@ -913,10 +971,10 @@ def test_a_moved_state_shares_no_buffer() -> None:
     counts = optax.chain(optax.scale_by_schedule(rate), spa_from_sgdm(rate, 0.9))
     adam, new = optax.adamw(rate), spa_adamw(rate)
     cases = (
-        (sgd, counts, SGDM(rate, 0.9)),
+        (sgd, counts, SGDMHyperparams(rate, 0.9)),
         (counts, sgd, None),
-        (adam, new, AdamW(rate)),
-        (new, adam, AdamW(rate)),
+        (adam, new, AdamWHyperparams(rate)),
+        (new, adam, AdamWHyperparams(rate)),
         (new, new, None),
         (sgd, sgd, None),
     )

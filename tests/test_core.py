@@ -139,7 +139,7 @@ def test_all_terms_of_a_step() -> None:
             eta, c, mu_y, delta = rows[state.count]
             return XZCoefficients(eta, c, w=c, mu_y=mu_y, delta=delta)
 
-        tx = transformation(rule, None, None)
+        tx = transformation(rule, None, None, averaging=0.1)
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
         np.testing.assert_allclose(
             (params, eval_params(state, params)), (y, x), rtol=1e-12
@@ -150,7 +150,7 @@ def test_a_rule_that_rescales_while_the_params_are_not_x() -> None:
     def rule(state: SPAState) -> XZCoefficients:
         return XZCoefficients(*jnp.ones(4), r=jnp.float32(2.0))
 
-    tx = transformation(rule, None, None)
+    tx = transformation(rule, None, None, averaging=0.1)
     with pytest.raises(ValueError, match=r"`r`.*`mu_y`"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 

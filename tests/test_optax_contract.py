@@ -454,9 +454,10 @@ def test_flatten_and_chain(it: Transform) -> None:
         chex.assert_trees_all_close(chained, reference, rtol=1e-6)
 
 
-@every_member
+@every_transform
 def test_nnx_optimizer(it: Transform) -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    nnx.update(model, optax.tree.cast(nnx.state(model, nnx.Param), it.dtype))
     optimizer = nnx.Optimizer(model, it(), wrt=nnx.Param)
     start = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     grads = jax.tree.map(jnp.cos, nnx.state(model, nnx.Param))

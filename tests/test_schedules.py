@@ -15,7 +15,7 @@ from formulas import forward_recursion
 from helpers import optimized, table, x64
 
 from spa_optax import (
-    SGDM,
+    SGDMHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -159,7 +159,7 @@ def test_schedule_free_averaging_under_jit() -> None:
 
 def test_numbers_in_numbers_out() -> None:
     assert hyperparams_from_sgdm(0.5, 0.75) == SPAHyperparams(2.0, 0.25)
-    assert hyperparams_to_sgdm(2.0, 0.25) == SGDM(0.5, 0.75)
+    assert hyperparams_to_sgdm(2.0, 0.25) == SGDMHyperparams(0.5, 0.75)
     assert all(type(h) is float for h in hyperparams_from_sgdm(0.5, 0.75))
     assert hyperparams_from_sgdm(0.5, 0) == SPAHyperparams(0.5, 1)
     spa(*hyperparams_from_sgdm(0.1, 0.9))

@@ -9,12 +9,11 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import _checks
+from .._state import check_params_passed, check_state
 from .._trees import (
     Flag,
     as_dtype,
     by_path,
-    check_params_passed,
-    check_type,
     copy_arrays,
     is_none,
     map_inexact,
@@ -84,7 +83,7 @@ def guard_params(
         )
 
     def update_fn(updates, state, params=None, **extra):
-        check_type("state", state, GuardParamsState)
+        check_state("state", state, GuardParamsState)
         check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)

@@ -11,13 +11,10 @@ from jaxtyping import PyTree
 from .. import _checks
 from .._codec import unwrap
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
-from .._state import SPAState
+from .._state import SPAState, check_not_batched, check_state
 from .._trees import (
     Count,
     Scalar,
-    check_not_batched,
-    check_type,
-    find_node,
     find_nodes,
     names_of_nodes,
     scalar_of,
@@ -94,7 +91,7 @@ def track_momentum(
         return TrackMomentumState(state, new_gauge())
 
     def update_fn(updates, state, params=None, **extra):
-        check_type("state", state, TrackMomentumState)
+        check_state("state", state, TrackMomentumState)
         args = updates, state.inner, params
 
         def measure_separately():
@@ -252,7 +249,13 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
       >>> print(momentum_report(state).verdict().split(".")[0])
       Steps add up: the gain is 19
     """
-    state = find_node(opt_state, TrackMomentumState)
+    found = find_nodes(opt_state, TrackMomentumState)
+    if len(found) != 1:
+        raise ValueError(
+            f"`opt_state` must hold one `TrackMomentumState`, got {len(found)} in "
+            f"{names_of_nodes(opt_state)}"
+        )
+    (state,) = found
     check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)

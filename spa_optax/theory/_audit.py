@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from .. import _checks
 from .._schedules import hyperparams_to_sgdm
-from .._sgdm import eta_and_c, sgdm_step_at
+from .._sgdm import eta_and_c, sgdm_at
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
@@ -54,7 +54,7 @@ class Audit(NamedTuple):
 
     def findings(self) -> list[Finding]:
         """The findings. Those that need a change come first."""
-        first = _out_of_range(self) or _standstill(self)
+        first = _out_of_range(self)
         if first:  # other findings would be its consequences
             return [first]
         found = [_long_average(self), _high_beta(self), _spikes(self)]
@@ -153,9 +153,9 @@ def audit_sgdm(
     _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
-        step = sgdm_step_at(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(step, step.resting_w)
-        return eta, c, step.alpha, step.beta
+        sgdm = sgdm_at(learning_rate, momentum, k, nesterov=nesterov)
+        eta, c = eta_and_c(sgdm, sgdm.resting_w)
+        return eta, c, sgdm.alpha, sgdm.beta
 
     return Audit(*_values(at, num_steps), is_from_sgdm=True)
 
@@ -184,14 +184,6 @@ def _out_of_range(audit: Audit) -> Finding | None:
     if not out.any():
         return None
     text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
-    return Finding("range", text)
-
-
-def _standstill(audit: Audit) -> Finding | None:
-    """A schedule that never moves the params."""
-    if audit.alpha.any():
-        return None
-    text = "α is 0 at every step: params stay."
     return Finding("range", text)
 
 
