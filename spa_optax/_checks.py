@@ -158,6 +158,7 @@ STATE_DTYPE = Requirement(
 KEY = Requirement(
     "one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ()
 )
+PARAMS = Requirement("passed to `update`", lambda v: v is not None)
 TRANSFORMATION = Requirement(
     "a gradient transformation", lambda v: isinstance(v, GradientTransformation)
 )

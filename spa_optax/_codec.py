@@ -5,10 +5,10 @@ stores z, as in the paper. It serves where all params and the state have 32 bits
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
 lose, and it follows params that something else moves. Each writes the recursion in what
-it stores.
+it stores. `name` is what messages call the stored array. It times `unit` is z or z − y.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
-state, here a `field`, is a tree of z itself, or a node with a tree of differences. The
+state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
 type of the node says which. So a cast of the state, as when a checkpoint is restored
 into another dtype, cannot change what its numbers mean.
 """
@@ -50,11 +50,7 @@ class ZMinusParamsTimes256(NamedTuple):
 
 
 class ZItself:
-    """The state stores z itself, where the params and z have 32 bits or more.
-
-    `name` is what messages call the stored array. The stored array times `unit` is z,
-    or in `Difference` z − y.
-    """
+    """The state stores z itself, where the params and z have 32 bits or more."""
 
     name = "z itself"
     unit = 1.0
@@ -102,7 +98,8 @@ class ZItself:
         y ← y + c_y (z − y) − δ_y g
         """
         z = self.z(y, stored, stepped)
-        if g is None:  # the next step reads what is stored, also if z was still y
+        if g is None:
+            # As it is read: before the first step as y, not as the z of `init`.
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -158,7 +155,7 @@ class Difference:
         stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and d = z − y.
+        """The same step, of y and d = z − y (in `_gauge.py` z − x).
 
         d ← r d
         d ← d − η g
@@ -167,12 +164,12 @@ class Difference:
         """
         if g is None:
             return ArrayStep(None, stored)
-        z_minus_y = self.z_minus_y(y, stored, stepped)
-        wide_g, yz = as_dtype((g, yz), z_minus_y.dtype)
+        d = self.z_minus_y(y, stored, stepped)
+        wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
-            z_minus_y = yz.r * z_minus_y
-        z_minus_y = z_minus_y - yz.eta * wide_g
-        u = yz.c_y * z_minus_y
+            d = yz.r * d
+        d = d - yz.eta * wide_g
+        u = yz.c_y * d
         if yz.delta_y is not None:
             u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
@@ -180,7 +177,7 @@ class Difference:
         u = round_update(u, y, seed, low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
-        z = y.astype(z_minus_y.dtype) + z_minus_y
+        z = y.astype(d.dtype) + d
         return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
 
 
@@ -219,20 +216,20 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
 
 
-def codec_of(field: PyTree) -> Codec:
+def codec_of(z_field: PyTree) -> Codec:
     """How a state stores z, from its field `z`."""
     for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
-        if isinstance(field, codec.node_type):
+        if isinstance(z_field, codec.node_type):
             return codec
     return Z_ITSELF
 
 
-def unwrap(field: PyTree) -> PyTree:
+def unwrap(z_field: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
-    if codec_of(field).stores_difference:
-        (tree,) = field
+    if codec_of(z_field).stores_difference:
+        (tree,) = z_field
         return tree
-    return field
+    return z_field
 
 
 def stored_dtype(y: Any, state_dtype: Any) -> Any:

@@ -191,9 +191,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        scalars, z = read(old, run)
-        written = write(new, scalars, z, run)
-        nodes = _with_momentum(nodes, old, written)
+        nodes = _with_momentum(nodes, old, write(new, read(old, run), run))
     return copy_arrays(_carried_into(into, nodes, k))
 
 
@@ -399,20 +397,20 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
-    """The scalars to go on with, and the values of z by path."""
+def _read_spa(old: SPAState, run: Run) -> SPAState:
+    """The run as an `SPAState`, with z itself, by path."""
     codec, stored = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
-    return old._replace(z=None), z
+    return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
-    """The new state, with other scalars, and with z as it stores it."""
+def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
+    """The new state with a run, as it stores z."""
     codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & z.keys():
+    for path in stored.keys() & state.z.keys():
         y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(z[path], y, dtype, seed=None)
+        stored[path] = codec.store(state.z[path], y, dtype, seed=None)
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -421,11 +419,11 @@ def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAStat
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, scalars._replace(z=list(stored.values())))
+    return with_leaves(new, state._replace(z=list(stored.values())))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
-    """The same from a state of Optax: z = x − w · m / divisor."""
+def _read_optax(old: Any, run: Run) -> SPAState:
+    """The run of an optimizer of Optax as an `SPAState`: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
     eta, c, w, divisors = scalars_of(run)
@@ -439,22 +437,23 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
+    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(scalars.w), {}
+        w, divisors = scalar_of(state.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]
-        dtype = wide_dtype(x, z[path])
-        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
+        z = state.z[path]
+        dtype = wide_dtype(x, z)
+        x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = with_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

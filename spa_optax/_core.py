@@ -46,8 +46,8 @@ def transformation(
       rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      averaging: the c of the rule, a scalar or a schedule. Where it becomes too small
-        for a z in 8 bits there is an error.
+      averaging: c, or what c tends to, a scalar or a schedule. A z in 8 bits is refused
+        where it ends too small. A constant 1 says that every step sets params to z.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -57,7 +57,7 @@ def transformation(
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
     _checks.check_fits_8_bits(averaging, state_dtype)
-    # Then a z of 32 bits keeps what rounding cuts from the params.
+    # Then a z of 32 bits is the params' master copy, and there is nothing to warn of.
     params_are_z = _checks.is_constant(averaging, 1)
 
     def warn_of_rounding(params, z):
@@ -89,7 +89,8 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        # η becomes NaN where μ_y would give a wrong x and `jax.jit` cannot raise.
+        # Where μ_y does not fit and `jax.jit` cannot raise, η becomes NaN, and so do
+        # the params. That is better than a wrong x.
         xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
@@ -127,13 +128,13 @@ def _step(
     # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    # XLA compiles better if it does not know these scalars. Their values stay.
+    # For XLA alone: the values stay.
     (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
 
-    u, field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=field,
+        z=z_field,
         **as_dtype(scalars, state.w.dtype),
     )
 

@@ -70,7 +70,7 @@ def sgdm_at(
     else:
         resting_w = _tail(*_later_a_and_beta(alpha, beta, nesterov))
         has_all_terms = True
-    # An array is an injected number, which may change at any sgdm.
+    # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
@@ -206,7 +206,7 @@ def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
 
 
 def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
-    """A w_{k+1} that is safe to divide by.
+    """A w_{k+1} > 0, or one with a + w > 0 where a schedule has fallen below 0.
 
     The resting one is 0 if β or every later α is. Then any positive number will do: a_k
     makes c = 1/2, and w_k keeps m through a gap of α = 0. Numbers below 1e-30 count as

@@ -205,4 +205,10 @@ def spa_from_sgdm(
         )
 
     beta_at = _checks.as_schedule("momentum", momentum)
-    return transformation(rule, state_dtype, rounding_key, lambda k: 1 - beta_at(k))
+    return transformation(
+        rule,
+        state_dtype,
+        rounding_key,
+        # c itself needs the look ahead. While α and β stay, it is 1 − β.
+        (lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
+    )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from . import _checks
 from ._codec import codec_of, unwrap
 from ._trees import (
     Count,
@@ -63,7 +64,7 @@ def current_z(state: SPAState, params: PyTree) -> PyTree:
 
 def check_fits_params(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
-    check_params_passed(params)
+    _checks.PARAMS.check(params=params)
     check_spa_state("state", state)
     check_same_tree("state.z", unwrap(state.z), "params", params)
 
@@ -110,9 +111,3 @@ def check_not_batched(name: str, *counts: Any) -> None:
                 f"`{name}` must hold the arrays of one run, got a count {leaf}: use "
                 "`jax.vmap` for a batch"
             )
-
-
-def check_params_passed(params: PyTree) -> None:
-    """Raises ValueError if an update has no params."""
-    if params is None:
-        raise ValueError("`params` must be passed to `update`, got None")

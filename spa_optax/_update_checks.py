@@ -46,9 +46,9 @@ def check_update(
             )
 
 
-def _check_storage(field: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
-    found, expected = codec_of(field), choose_codec(params, state_dtype)
+    found, expected = codec_of(z_field), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
             f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
@@ -57,7 +57,7 @@ def _check_storage(field: PyTree, params: PyTree, state_dtype: Any) -> None:
             "are those that the state was made for."
         )
     params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(field)).items():
+    for path, leaf in by_path(unwrap(z_field)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue

@@ -29,7 +29,7 @@ from ._rounding import (
     seeds_like,
 )
 from ._spa import spa
-from ._state import SPAState, check_params_passed, check_state, current_z
+from ._state import SPAState, check_state, current_z
 from ._trees import (
     Count,
     check_same_tree,
@@ -265,7 +265,7 @@ def stochastic_rounding(
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
-        check_params_passed(params)
+        _checks.PARAMS.check(params=params)
         check_state("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import _checks
-from .._state import check_params_passed, check_state
+from .._state import check_state
 from .._trees import (
     Flag,
     as_dtype,
@@ -84,7 +84,7 @@ def guard_params(
 
     def update_fn(updates, state, params=None, **extra):
         check_state("state", state, GuardParamsState)
-        check_params_passed(params)
+        _checks.PARAMS.check(params=params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(
