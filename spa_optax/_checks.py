@@ -1,286 +1,235 @@
-"""Hyper-parameters: what they must be, as schedules, and warnings of them.
+"""Checks of params, states and updates, and that their trees fit each other."""
 
-They are checked when a transform is built: `REQUIREMENT.check(argument=value)`. Traced
-values pass.
-"""
-
-import contextlib
-import functools
-import operator
-import sys
-import warnings
-from collections.abc import Callable
-from math import inf
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jaxtyping import Array
-from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
+from jaxtyping import Array, PyTree
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
-# Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
-NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
-
-
-class Requirement(NamedTuple):
-    """What an argument must be."""
-
-    text: str
-    # Its argument is the value, as a float if there is a form. If it raises TypeError,
-    # ValueError or OverflowError, the value is refused, unless it is traced.
-    holds: Callable[[Any], Any]
-    form: str = ""  # any, or one of the above
-    may_be_none: bool = False
-    needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
-
-    def optional(self) -> "Requirement":
-        """The requirement for an argument that may be None."""
-        return self._replace(may_be_none=True)
-
-    def check(self, **arguments: Any) -> None:
-        """Raises ValueError with the argument, the requirement and the value."""
-        for name, value in arguments.items():
-            if not self._allows(value):
-                is_of_form = not self.form or _is_real(value)
-                text = self.text if is_of_form else self.form
-                raise ValueError(
-                    f"`{name}` must be {text}, got {_described(value, self.form)}"
-                )
-
-    def _allows(self, value: Any) -> bool:
-        if value is None and self.may_be_none:
-            return True
-        if callable(value) and self.form == SCHEDULE:
-            return True
-        if self.form and not _is_real(value):
-            return False
-        if isinstance(value, jax.Array):
-            is_narrow = self.needs_32_bits and value.itemsize <= 2
-            if is_narrow or self.form == NUMBER:
-                return False
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]  # real
-        return bool(self.form) and isinstance(value, Tracer)
+from . import _hyperparams
+from ._codec import choose_codec, codec_of, stored_dtype, unwrap
+from ._coefficients import XZCoefficients
+from ._state import SPAState, has_stepped
+from ._trees import (
+    by_path,
+    has_narrow_leaves,
+    is_array_like,
+    is_inexact,
+    is_none,
+    leaves_with_path,
+    scalar_of,
+)
 
 
-def _described(value: Any, form: str) -> str:
-    """A value in a message, with what to do if it is one that users often pass."""
-    if isinstance(value, int) and value.bit_length() > 100:
-        # Python may not print so many digits.
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, MultiSteps):
-        return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if isinstance(value, tuple) and form == SCHEDULE:
-        return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
-    if isinstance(value, jax.Array) and value.shape == ():
-        if form in ("", NUMBER):
-            return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
-        if value.itemsize <= 2:
-            return (
-                f"{value!r}: in `optax.inject_hyperparams`, set "
-                "`hyperparam_dtype=jnp.float32`"
-            )
-    return repr(value)
-
-
-def _is_real(value: Any) -> bool:
-    if type(value) is bool:
-        return False
-    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
-    return is_number and np.isrealobj(value) and np.shape(value) == ()
-
-
-def check_averaging(averaging: Any) -> None:
-    """Checks an averaging, and warns of one that is probably meant as a momentum."""
-    AVERAGING.check(averaging=averaging)
-    if is_plain_number(averaging) and 0.8 <= averaging < 1:
-        momentum = 1 - averaging
-        warn(
-            f"`averaging` should be 1 − momentum, got {averaging}, which means a "
-            f"momentum of {momentum:g}. For a momentum of {averaging} pass "
-            f"{momentum:g}."
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    for path, leaf in leaves_with_path(params):
+        if leaf is None or is_inexact(leaf) or (path and is_array_like(leaf)):
+            continue
+        raise ValueError(
+            f"`params` must be floating-point arrays, got {leaf!r} at "
+            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
         )
 
 
-def _integer(least: int) -> Requirement:
-    def holds(value):
-        return not isinstance(value, bool) and least <= operator.index(value) < 2**31
+def check_params_passed(params: PyTree) -> None:
+    """Raises ValueError if an update has no params."""
+    if params is None:
+        raise ValueError("`params` must be passed to `update`, got None")
 
-    return Requirement(
-        f"a concrete integer >= {least} and below 2^31, the limit of counts", holds
+
+def check_update(
+    updates: PyTree, state: Any, params: PyTree | None, state_dtype: Any
+) -> None:
+    """Raises ValueError unless the arguments of an update fit each other."""
+    check_fits_params(state, params)
+    _check_storage(state.z, params, state_dtype)
+    check_same_tree("updates", updates, "params", params)
+    stored = by_path(unwrap(state.z))
+    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+        without_leaf = by_path(updates).keys() - leaves.keys()
+        if without_leaf:
+            path = min(without_leaf) or "its root"
+            raise ValueError(
+                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+            )
+
+
+def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
+    """Raises ValueError unless z is stored as `init` would store it beside params."""
+    found, expected = codec_of(z_field), choose_codec(params, state_dtype)
+    if found is not expected:
+        raise ValueError(
+            f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
+            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
+            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
+            "are those that the state was made for."
+        )
+    params_by_path = by_path(params)
+    for path, leaf in by_path(unwrap(z_field)).items():
+        y = params_by_path.get(path, leaf)
+        if not is_inexact(y):
+            continue
+        dtype = jnp.result_type(stored_dtype(y, state_dtype))
+        # Without a `state_dtype` params may have been cast to fewer bits afterwards.
+        may_stay = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        if leaf.dtype != dtype and not may_stay:
+            raise ValueError(
+                f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
+                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
+                "into=tx.init(params))`."
+            )
+
+
+def checked_coefficients(
+    updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
+) -> XZCoefficients:
+    """The coefficients of a step, with NaN for η where μ_y would give a wrong x.
+
+    Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
+    one, frozen params must not need to move, so μ_y must stay.
+
+    Raises ValueError instead where that is known outside `jax.jit`, and wherever μ_y
+    may change beside frozen params.
+    """
+    stepped = has_stepped(state)
+    if xz.mu_y is None:
+        message = (
+            "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
+            "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+            "schedule `interpolation=lambda k: 1.0`."
+        )
+        is_wrong = stepped & (state.mu_y != 1)
+        return xz._replace(eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y))
+    stored = by_path(unwrap(state.z))
+    have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
+    frozen = have_z - by_path(updates).keys()
+    if not frozen:
+        return xz
+    # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
+    if mu_y_may_change:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which moves "
+            f"the params, got None at {min(frozen) or 'its root'}"
+        )
+    message = (
+        "`updates` must not be None where `interpolation` changes, which moves the "
+        "params, got None and a change from {:g} to {:g}"
+    )
+    next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
+    is_wrong = stepped & (next_mu_y != state.mu_y)
+    return xz._replace(
+        eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
     )
 
 
-def one_of(*choices: Any) -> Requirement:
-    """The requirement for an argument with a few values."""
-    return Requirement(f"one of {choices}", lambda v: v in choices)
+def _nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
+    """The value, or NaN where something is wrong, which is better than a wrong x.
+
+    If that is known before the program runs, it raises ValueError with the message and
+    what was found.
+    """
+    if _hyperparams.is_surely(is_wrong):
+        raise ValueError(message.format(*map(float, found)))
+    return jnp.where(is_wrong, jnp.nan, value)
 
 
-def _is_state_dtype(value: Any) -> bool:
-    # A number is refused too: `inject_hyperparams` makes an array of this argument.
-    is_dtype = isinstance(value, (str, type, np.dtype))
-    return is_dtype and jnp.dtype(value) in (
-        jnp.float8_e4m3fn,
-        jnp.bfloat16,
-        jnp.float32,
-        jnp.float64,
-    )
+def check_state(name: str, state: Any, expected: type) -> None:
+    """Raises ValueError unless a state is of a type, and its count an integer.
+
+    A count that was cast to bfloat16 would stop at 256.
+    """
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"`{name}` must be of type `{expected.__name__}`, got "
+            f"{type(state).__name__}"
+        )
+    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}.count` must be an integer, whatever the params, got {dtype}"
+        )
 
 
-RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
-AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
-# Above 0 in float32, too.
-POSITIVE_FRACTION = Requirement(
-    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR
-)
-INTERPOLATION = POSITIVE_FRACTION._replace(form=SCHEDULE)
-MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
-B1 = MOMENTUM._replace(form=SCALAR)
-B2 = Requirement(
-    "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
-)
-NOT_NEGATIVE_SCALAR = RATE._replace(form=SCALAR)
-DECAY = MOMENTUM._replace(form=NUMBER)
-NOT_NEGATIVE = RATE._replace(form=NUMBER)
-ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
-NOT_NEGATIVE_INTEGER = _integer(0)
-POSITIVE_INTEGER = _integer(1)
-BOOLEAN = Requirement(
-    "True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0
-)
-STATE_DTYPE = Requirement(
-    "float8_e4m3fn, bfloat16, float32 or float64", _is_state_dtype
-)
-KEY = Requirement(
-    "one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ()
-)
-PARAMS = Requirement("passed to `update`", lambda v: v is not None)
-TRANSFORMATION = Requirement(
-    "a gradient transformation", lambda v: isinstance(v, GradientTransformation)
-)
-
-
-def is_plain_number(value: object) -> bool:
-    """Whether a hyper-parameter is neither a schedule nor possibly traced."""
-    return not callable(value) and not isinstance(value, jax.Array)
-
-
-def is_constant(value: Any, expected: int) -> bool:
-    """Whether a hyper-parameter is known to be `expected` when a transform is built."""
-    return is_plain_number(value) and bool(value == expected)
-
-
-def is_surely(condition: Any) -> bool:
-    """Whether a scalar condition is true; False if it is traced."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        return bool(condition)
-    return False
-
-
-def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:
-    """A hyper-parameter as a function of the count, in the default floating dtype."""
-
-    def at(count):
-        try:
-            value = hyperparam(count) if callable(hyperparam) else hyperparam
-            value = jnp.asarray(value)
-        except jax.errors.UnexpectedTracerError:  # it has leaked from elsewhere
-            raise
-        except jax.errors.JAXTypeError as error:
+def check_spa_state(name: str, state: Any) -> None:
+    """Raises ValueError if a state is of another type, or was cast to 16 bits."""
+    check_state(name, state, SPAState)
+    for field in ("eta", "c", "w", "mu_y"):
+        dtype = scalar_of(getattr(state, field)).dtype
+        if dtype not in (jnp.float32, jnp.float64):
             raise ValueError(
-                f"`{name}` must be a schedule that can be traced, with `jnp.where` in "
-                f"place of `if`, got a {type(error).__name__}"
-            ) from error
-        if value.shape != ():
-            raise ValueError(
-                f"`{name}` must be a scalar or a schedule of scalars, got an array of "
-                f"shape {value.shape}"
+                f"`{name}.{field}` must be float32 or float64, whatever the params, "
+                f"got {dtype}"
             )
-        # `inject_hyperparams` casts to the params' dtype, which may be complex.
-        return jnp.real(value).astype(jnp.result_type(float))
-
-    return at
-
-
-def check_stays_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule begins at 0 or below, or rises from there.
-
-    Past the end of a run it may fall to anything.
-    """
-    counts, values = _sampled(schedule)
-    largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
-    is_bad = (values <= 0) & (largest_later > 0)
-    is_bad[:1] |= values[:1] <= 0
-    if is_bad.any():
-        k = np.argmax(is_bad)
+    if not codec_of(state.z).stores_difference and has_narrow_leaves(state.z):
         raise ValueError(
-            f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}"
+            f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
+            "`convert(state, params, into=tx.init(params))`."
         )
 
 
-def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
-    """Raises ValueError if z in 8 bits would be too coarse for an averaging.
+def check_fits_params(state: Any, params: PyTree | None) -> None:
+    """Raises ValueError unless a state is of the family and fits the params."""
+    check_params_passed(params)
+    check_spa_state("state", state)
+    check_same_tree("state.z", unwrap(state.z), "params", params)
 
-    A longer average makes smaller steps of z − params, down to those of rounding.
+
+def check_not_batched(name: str, *scalars: Any) -> None:
+    """Raises ValueError if a scalar has axes, as in a batch of states, or no value."""
+    for leaf in jax.tree.leaves(scalars):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or np.shape(leaf):
+            raise ValueError(
+                f"`{name}` must hold the arrays of one run, got {leaf} for a scalar: "
+                "use `jax.vmap` for a batch"
+            )
+
+
+def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
+    """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
+    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
+    for tree in trees:
+        for path, leaf in by_path(tree).items():
+            if shapes.pop(path, None) == np.shape(leaf):
+                continue
+            raise ValueError(
+                f"`{name}` must have leaves of the paths and shapes of `params`, each "
+                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
+                "`params` are `nnx.state(model, nnx.Param)`."
+            )
+
+
+def check_same_tree(
+    name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
+) -> None:
+    """Raises ValueError unless two trees agree in structure and shapes.
+
+    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
+    as in nnx.
     """
-    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
-        return
-    _, values = _sampled(averaging)
-    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
+    in_one = leaves.keys() ^ others.keys()
+    if in_one:
+        path = min(in_one)
+        owner = name if path in leaves else like_name
         raise ValueError(
-            f"`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
-            f"{at_last[0]:.4g} at last. Use bfloat16."
+            f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
+            f"leaf at {path or 'its root'}"
         )
-
-
-def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Counts, and the values there; both empty if it cannot be evaluated yet.
-
-    They are the counts below 10,000, and 700 from there to 10^7. A number has one.
-    """
-    none = np.empty(0, int), np.empty(0)
-    try:
-        if not callable(hyperparam):
-            return np.zeros(1, int), np.asarray([hyperparam], float)
-        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-        counts = np.append(np.arange(10**4), later)
-        with jax.ensure_compile_time_eval():
-            values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
-        values = np.asarray(values, float)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        return none  # it depends on traced values, or cannot be traced
-    return (counts, values) if values.shape == counts.shape else none
-
-
-def warn(message: str) -> None:
-    """Warns at the line that called the package, perhaps through Optax or JAX."""
-    frame, level = sys._getframe(1), 2
-    libraries = ("spa_optax.", "optax.", "jax.", "flax.")
-    # Code that `exec` runs may have no name.
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
-def suggests(**instead: str) -> Callable[[Function], Function]:
-    """Decorates a function: arguments of other optimizers get what to write instead."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def checked(*args, **kwargs):
-            for name in instead.keys() & kwargs.keys():
-                raise TypeError(
-                    f"`{function.__name__}` has no argument `{name}`. Write "
-                    f"`{instead[name]}`."
-                )
-            return function(*args, **kwargs)
-
-        return cast(Function, checked)
-
-    return decorate
+    nodes = jax.tree.structure(tree, is_leaf=is_none)
+    other_nodes = jax.tree.structure(like, is_leaf=is_none)
+    if same_nodes and nodes != other_nodes:
+        raise ValueError(
+            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
+            f"{nodes}"
+        )
+    for path, leaf in leaves.items():
+        other = others[path]
+        if leaf is None or other is None or np.shape(leaf) == np.shape(other):
+            continue
+        raise ValueError(
+            f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
+            f"{np.shape(other)} at {path or 'its root'}"
+        )

@@ -16,18 +16,17 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
-from . import _checks
+from . import _hyperparams
+from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, unwrap
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import eta_and_c, nonzero_w, sgdm_at
-from ._state import SPAState, check_not_batched, has_stepped
+from ._state import SPAState, has_stepped
 from ._trees import (
     ByPath,
     Count,
     Scalar,
     by_path,
-    check_paths,
-    check_same_tree,
     copy_arrays,
     is_inexact,
     names_of_nodes,
@@ -79,12 +78,12 @@ COUNT_FIELDS: dict[type, str] = {
     ScaleByRmsWithCountState: "count",
 }
 REQUIREMENTS = {
-    "learning_rate": _checks.RATE,
-    "momentum": _checks.MOMENTUM,
-    "nesterov": _checks.BOOLEAN,
-    "b1": _checks.B1,
-    "b2": _checks.B2,
-    "eps": _checks.NOT_NEGATIVE_SCALAR,
+    "learning_rate": _hyperparams.RATE,
+    "momentum": _hyperparams.MOMENTUM,
+    "nesterov": _hyperparams.BOOLEAN,
+    "b1": _hyperparams.B1,
+    "b2": _hyperparams.B2,
+    "eps": _hyperparams.NOT_NEGATIVE_SCALAR,
 }
 
 
@@ -207,7 +206,7 @@ def _check_arguments(
                 "`jax.jit`, `jax.vmap` and `jax.eval_shape`."
             )
     if averaging is not None:
-        _checks.check_averaging(averaging)
+        _hyperparams.check_averaging(averaging)
     if hyperparams is None:
         return
     if not isinstance(hyperparams, (SGDMHyperparams, AdamWHyperparams)):
@@ -372,8 +371,8 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
             f"{adamw!r}"
         )
     averaging: Any = 1 - adamw.b1 if run.averaging is None else run.averaging
-    eta = _checks.as_schedule("learning_rate", adamw.learning_rate)(k)
-    c = _checks.as_schedule("averaging", averaging)(k)
+    eta = _hyperparams.as_schedule("learning_rate", adamw.learning_rate)(k)
+    c = _hyperparams.as_schedule("averaging", averaging)(k)
     if c <= 0 or (eta <= 0 and k > 0):
         raise ValueError(
             "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
@@ -414,7 +413,7 @@ def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
         size = jnp.abs(stored[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec.stores_difference and jnp.any(is_at_limit):
-            _checks.warn(
+            _hyperparams.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
@@ -507,7 +506,7 @@ def _count_field(node: Any) -> str | None:
 
 def _steps_taken(nodes: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
-    _checks.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    _hyperparams.NOT_NEGATIVE_INTEGER.optional().check(count=count)
     counts = [getattr(node, field) for node in nodes if (field := _count_field(node))]
     if count is not None:
         counts.append(count)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from . import _checks
+from . import _hyperparams
+from ._checks import check_params, check_update, checked_coefficients
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -26,7 +27,6 @@ from ._trees import (
     is_none,
     scalar_dtype,
 )
-from ._update_checks import check_params, check_update, checked_coefficients
 from ._xla import hide_from_xla
 
 Rule = Callable[[SPAState], XZCoefficients]
@@ -56,15 +56,15 @@ def transformation(
       (g, params, state, xz) before the step; `track_momentum` passes one.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
-    _checks.check_fits_8_bits(averaging, state_dtype)
+    _hyperparams.check_fits_8_bits(averaging, state_dtype)
     # Then a z of 32 bits is the params' master copy, and there is nothing to warn of.
-    params_are_z = _checks.is_constant(averaging, 1)
+    params_are_z = _hyperparams.is_constant(averaging, 1)
 
     def warn_of_rounding(params, z):
         if rounding_key is not None:
             return
         if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
-            _checks.warn(
+            _hyperparams.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "
                 "below half an ulp."
@@ -101,8 +101,8 @@ def transformation(
 
 def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
     """The dtype, or None. Raises ValueError unless it and the key are right."""
-    _checks.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    _checks.KEY.optional().check(rounding_key=rounding_key)
+    _hyperparams.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    _hyperparams.KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     if rounding_key is None and state_dtype == jnp.float8_e4m3fn:
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike
 
-from . import _checks
+from . import _hyperparams
 from ._sgdm import eta_and_c, sgdm_at
 
 
@@ -75,9 +75,9 @@ def hyperparams_from_sgdm(
       >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
       ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.MOMENTUM.check(momentum=momentum)
-    _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
@@ -119,12 +119,12 @@ def hyperparams_to_sgdm(
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.check_averaging(averaging)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
-    eta_at = _checks.as_schedule("learning_rate", learning_rate)
-    c_at = _checks.as_schedule("averaging", averaging)
+    eta_at = _hyperparams.as_schedule("learning_rate", learning_rate)
+    c_at = _hyperparams.as_schedule("averaging", averaging)
 
     def beta_at(k):
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -182,11 +182,13 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _checks.NOT_NEGATIVE_SCALAR.check(learning_rate=learning_rate)
-    _checks.POSITIVE_FRACTION.check(averaging=averaging)
-    _checks.one_of("constant", "scale", "balance").check(averaging_rule=averaging_rule)
-    _checks.ABOVE_1.check(factor=factor)
-    _checks.ABOVE_1.optional().check(step_factor=step_factor)
+    _hyperparams.NOT_NEGATIVE_SCALAR.check(learning_rate=learning_rate)
+    _hyperparams.POSITIVE_FRACTION.check(averaging=averaging)
+    _hyperparams.one_of("constant", "scale", "balance").check(
+        averaging_rule=averaging_rule
+    )
+    _hyperparams.ABOVE_1.check(factor=factor)
+    _hyperparams.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
@@ -223,7 +225,7 @@ def _checked_boundaries(
         )
     boundaries = list(boundaries)
     for b in boundaries:
-        _checks.POSITIVE_INTEGER.check(boundaries=b)
+        _hyperparams.POSITIVE_INTEGER.check(boundaries=b)
     lengths = [after - b for b, after in itertools.pairwise(boundaries)]
     shortest = min(lengths, default=math.inf)
     if shortest <= 0:
@@ -275,9 +277,9 @@ def schedule_free_averaging(
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    _checks.NOT_NEGATIVE.check(weight_power=weight_power)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
+    _hyperparams.NOT_NEGATIVE.check(weight_power=weight_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
     else:  # divided by η, which cancels in c
@@ -307,7 +309,7 @@ def _rates_of_warmup(
     """
     later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(num_warmup_steps + 1), later)
-    rate_at = _checks.as_schedule("learning_rate", learning_rate)
+    rate_at = _hyperparams.as_schedule("learning_rate", learning_rate)
     try:
         with jax.ensure_compile_time_eval():
             rates = np.asarray(jax.vmap(rate_at)(jnp.asarray(counts, jnp.int32)), float)
@@ -315,8 +317,8 @@ def _rates_of_warmup(
         raise ValueError("`learning_rate` must not depend on traced values") from None
     first, rest = np.split(rates, [num_warmup_steps + 1])
     largest = first.max()  # NaN if one is
-    _checks.RATE.check(learning_rate=float(first.min()))
-    _checks.RATE.check(learning_rate=float(largest))
+    _hyperparams.RATE.check(learning_rate=float(first.min()))
+    _hyperparams.RATE.check(learning_rate=float(largest))
     has_risen = (rest > (1 + 1e-6) * largest) | (largest == 0)
     if has_risen.any():  # not if it is NaN, as past its end
         k = np.argmax(has_risen)

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from . import _checks
+from . import _hyperparams
 from ._coefficients import XZCoefficients, zero_where
 from ._trees import Count, Flag, Scalar
 
@@ -58,8 +58,8 @@ def sgdm_at(
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
     """
-    alpha_at = _checks.as_schedule("learning_rate", learning_rate)
-    beta_at = _checks.as_schedule("momentum", momentum)
+    alpha_at = _hyperparams.as_schedule("learning_rate", learning_rate)
+    beta_at = _hyperparams.as_schedule("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
@@ -107,7 +107,7 @@ def _w_of_schedules(
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
     tail = _tail(*_later_a_and_beta(alpha_at(last), beta_at(last), nesterov))
-    if _checks.is_plain_number(momentum):
+    if _hyperparams.is_plain_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
@@ -128,7 +128,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
 
     It is 2,000 if β is a schedule.
     """
-    if not _checks.is_plain_number(momentum):
+    if not _hyperparams.is_plain_number(momentum):
         return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # no schedule
     if beta <= 0:

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from . import _checks
+from . import _hyperparams
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
 from ._sgdm import sgdm_at, sgdm_coefficients
 
 
-@_checks.suggests(
+@_hyperparams.suggests(
     momentum="spa(learning_rate, averaging=1 - momentum)",
     nesterov="spa_from_sgdm(learning_rate, momentum, nesterov=True)",
     b1="spa(learning_rate, averaging=1 - b1)",
@@ -92,13 +92,13 @@ def spa(
       al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic
       momentum, arXiv:1810.06801.
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.check_averaging(averaging)
-    _checks.INTERPOLATION.check(interpolation=interpolation)
-    _checks.check_stays_above_0("interpolation", interpolation)
-    eta_at = _checks.as_schedule("learning_rate", learning_rate)
-    c_at = _checks.as_schedule("averaging", averaging)
-    mu_y_at = _checks.as_schedule("interpolation", interpolation)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.check_averaging(averaging)
+    _hyperparams.INTERPOLATION.check(interpolation=interpolation)
+    _hyperparams.check_stays_above_0("interpolation", interpolation)
+    eta_at = _hyperparams.as_schedule("learning_rate", learning_rate)
+    c_at = _hyperparams.as_schedule("averaging", averaging)
+    mu_y_at = _hyperparams.as_schedule("interpolation", interpolation)
 
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
@@ -106,7 +106,9 @@ def spa(
         # Where η is 0, x − z is multiplied by 1 − c. So is w, and m stays.
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         # None claims that the params are x, and leaves μ_y out of the program.
-        mu_y = None if _checks.is_constant(interpolation, 1) else mu_y_at(state.count)
+        mu_y = (
+            None if _hyperparams.is_constant(interpolation, 1) else mu_y_at(state.count)
+        )
         return XZCoefficients(eta, c, w, mu_y=mu_y)
 
     return transformation(
@@ -114,11 +116,11 @@ def spa(
         state_dtype,
         rounding_key,
         averaging,
-        mu_y_may_change=not _checks.is_plain_number(interpolation),
+        mu_y_may_change=not _hyperparams.is_plain_number(interpolation),
     )
 
 
-@_checks.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
+@_hyperparams.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
 def spa_from_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -188,10 +190,10 @@ def spa_from_sgdm(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.MOMENTUM.check(momentum=momentum)
-    _checks.BOOLEAN.check(nesterov=nesterov)
-    _checks.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.BOOLEAN.check(nesterov=nesterov)
+    _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state):
         sgdm = sgdm_at(
@@ -204,7 +206,7 @@ def spa_from_sgdm(
             stores_difference=codec_of(state.z).stores_difference,
         )
 
-    beta_at = _checks.as_schedule("momentum", momentum)
+    beta_at = _hyperparams.as_schedule("momentum", momentum)
     return transformation(
         rule,
         state_dtype,

@@ -1,6 +1,6 @@
-"""Trees of arrays: their nodes, leaves and dtypes, and checks of them."""
+"""Trees of arrays: their nodes, leaves and dtypes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -157,51 +157,3 @@ def widen(tree: PyTree) -> PyTree:
 def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
     """Numbers in a dtype. Flags stay."""
     return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
-
-
-def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
-    """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
-    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
-    for tree in trees:
-        for path, leaf in by_path(tree).items():
-            if shapes.pop(path, None) == np.shape(leaf):
-                continue
-            raise ValueError(
-                f"`{name}` must have leaves of the paths and shapes of `params`, each "
-                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
-                "`params` are `nnx.state(model, nnx.Param)`."
-            )
-
-
-def check_same_tree(
-    name: str, tree: PyTree, like_name: str, like: PyTree, *, same_nodes: bool = True
-) -> None:
-    """Raises ValueError unless two trees agree in structure and shapes.
-
-    None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
-    as in nnx.
-    """
-    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
-    in_one = leaves.keys() ^ others.keys()
-    if in_one:
-        path = min(in_one)
-        owner = name if path in leaves else like_name
-        raise ValueError(
-            f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
-            f"leaf at {path or 'its root'}"
-        )
-    nodes = jax.tree.structure(tree, is_leaf=is_none)
-    other_nodes = jax.tree.structure(like, is_leaf=is_none)
-    if same_nodes and nodes != other_nodes:
-        raise ValueError(
-            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
-            f"{nodes}"
-        )
-    for path, leaf in leaves.items():
-        other = others[path]
-        if leaf is None or other is None or np.shape(leaf) == np.shape(other):
-            continue
-        raise ValueError(
-            f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
-            f"{np.shape(other)} at {path or 'its root'}"
-        )

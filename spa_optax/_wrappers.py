@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from . import _checks
+from . import _hyperparams
+from ._checks import (
+    check_fits_params,
+    check_params_passed,
+    check_same_tree,
+    check_state,
+)
+from ._codec import codec_of, unwrap
 from ._optax_states import (
     AVERAGING_BASES,
     FLOAT8_FIELDS,
@@ -29,10 +36,9 @@ from ._rounding import (
     seeds_like,
 )
 from ._spa import spa
-from ._state import SPAState, check_state, current_z
+from ._state import SPAState, has_stepped
 from ._trees import (
     Count,
-    check_same_tree,
     fill_none,
     find_nodes,
     is_inexact,
@@ -101,7 +107,7 @@ def in_float32(
       >>> print(tx.init(params).nu.dtype)
       float32
     """
-    _checks.TRANSFORMATION.check(inner=inner)
+    _hyperparams.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -181,8 +187,8 @@ def primal_averaging(
       Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131,
       Section 3.
     """
-    _checks.TRANSFORMATION.check(base=base)
-    _checks.one_of("params", "z").check(params_of_base=params_of_base)
+    _hyperparams.TRANSFORMATION.check(base=base)
+    _hyperparams.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     unfit_there = UNFIT_AT_Z if params_of_base == "z" else UNFIT_AT_PARAMS
     average = spa(
@@ -208,7 +214,7 @@ def primal_averaging(
     def update_fn(updates, state, params=None, **extra):
         check_state("state", state, PrimalAveragingState)
         observe = extra.pop("observe", None)  # the gauge observes a step of `average`
-        seen = current_z(state.average, params) if params_of_base == "z" else params
+        seen = _current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
         minus_u = fill_none(map_inexact(jnp.negative, u), u)
         u, average_state = average.update(
@@ -255,8 +261,8 @@ def stochastic_rounding(
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015,
       arXiv:1502.02551, Section 3.
     """
-    _checks.TRANSFORMATION.check(base=base)
-    _checks.KEY.check(key=key)
+    _hyperparams.TRANSFORMATION.check(base=base)
+    _hyperparams.KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params):
@@ -265,7 +271,7 @@ def stochastic_rounding(
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
-        _checks.PARAMS.check(params=params)
+        check_params_passed(params)
         check_state("state", state, StochasticRoundingState)
         u, base_state = tx.update(updates, state.base, params, **extra)
         count = jnp.asarray(state.count)
@@ -324,8 +330,8 @@ def float8_momentum(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
       arXiv:2110.02861, Section 2.
     """
-    _checks.TRANSFORMATION.check(base=base)
-    _checks.KEY.check(key=key)
+    _hyperparams.TRANSFORMATION.check(base=base)
+    _hyperparams.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
 
     def cast(u, x):
@@ -406,3 +412,14 @@ def _scale(m: Array) -> Float[Array, ""]:
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
     least = jnp.maximum(largest / float(jnp.finfo(FLOAT8).max), jnp.finfo(m.dtype).tiny)
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])
+
+
+def _current_z(state: SPAState, params: PyTree) -> PyTree:
+    """z_k in the dtype to compute in; before the first step it is the params."""
+    check_fits_params(state, params)
+    stepped = has_stepped(state)
+
+    def value(y, stored):
+        return codec_of(state.z).z(jnp.asarray(y), jnp.asarray(stored), stepped)
+
+    return fill_none(map_inexact(value, params, unwrap(state.z)), params)

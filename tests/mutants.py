@@ -39,7 +39,7 @@ TESTS = {
     "codec": CORE,
     "core": CORE,
     "state": CORE,
-    "update_checks": CORE,
+    "checks": CORE,
     "evaluate": ["family", "reanchor", "storage", "checks"],
     "spa": ["lookahead", "family", "equivalence", "checks", "optax_contract"],
     "sgdm": ["lookahead", "schedules", "scale", "equivalence"],

@@ -28,8 +28,8 @@ from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
-from spa_optax import _checks as checks
-from spa_optax._checks import as_schedule
+from spa_optax import _hyperparams as checks
+from spa_optax._hyperparams import as_schedule
 from spa_optax._schedules import SPAHyperparams, vectorized
 
 Reals = Float[Array, "..."]

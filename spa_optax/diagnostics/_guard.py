@@ -8,8 +8,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .. import _checks
-from .._state import check_state
+from .. import _hyperparams
+from .._checks import check_params_passed, check_state
 from .._trees import (
     Flag,
     as_dtype,
@@ -71,7 +71,7 @@ def guard_params(
       ...     print(str(error)[:58])
       `params` must be those that the last update made, got othe
     """
-    _checks.TRANSFORMATION.check(inner=inner)
+    _hyperparams.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -84,7 +84,7 @@ def guard_params(
 
     def update_fn(updates, state, params=None, **extra):
         check_state("state", state, GuardParamsState)
-        _checks.PARAMS.check(params=params)
+        check_params_passed(params)
         _check_not_moved(state, params)
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(

@@ -8,10 +8,11 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .. import _checks
+from .. import _hyperparams
+from .._checks import check_not_batched, check_state
 from .._codec import unwrap
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
-from .._state import SPAState, check_not_batched, check_state
+from .._state import SPAState
 from .._trees import (
     Count,
     Scalar,
@@ -81,8 +82,8 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and
       Figure 2.
     """
-    _checks.TRANSFORMATION.check(inner=inner)
-    _checks.DECAY.check(decay=decay)
+    _hyperparams.TRANSFORMATION.check(inner=inner)
+    _hyperparams.DECAY.check(decay=decay)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):

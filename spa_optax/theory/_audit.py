@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from .. import _checks
+from .. import _hyperparams
 from .._schedules import hyperparams_to_sgdm
 from .._sgdm import eta_and_c, sgdm_at
 
@@ -106,14 +106,14 @@ def audit(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and
       Sections 5 and 6.
     """
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
     hyperparams = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
-        _checks.as_schedule("learning_rate", learning_rate),
-        _checks.as_schedule("averaging", averaging),
-        _checks.as_schedule("learning_rate", hyperparams.learning_rate),
-        _checks.as_schedule("momentum", hyperparams.momentum),
+        _hyperparams.as_schedule("learning_rate", learning_rate),
+        _hyperparams.as_schedule("averaging", averaging),
+        _hyperparams.as_schedule("learning_rate", hyperparams.learning_rate),
+        _hyperparams.as_schedule("momentum", hyperparams.momentum),
     ]
     eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
@@ -147,10 +147,10 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
-    _checks.BOOLEAN.check(nesterov=nesterov)
-    _checks.RATE.check(learning_rate=learning_rate)
-    _checks.MOMENTUM.check(momentum=momentum)
-    _checks.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _hyperparams.BOOLEAN.check(nesterov=nesterov)
+    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
         sgdm = sgdm_at(learning_rate, momentum, k, nesterov=nesterov)

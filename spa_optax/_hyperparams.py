@@ -1,0 +1,285 @@
+"""Hyper-parameters: what they must be, as schedules, and warnings of them.
+
+They are checked when a transform is built: `REQUIREMENT.check(argument=value)`. Traced
+values pass.
+"""
+
+import contextlib
+import functools
+import operator
+import sys
+import warnings
+from collections.abc import Callable
+from math import inf
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
+# Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
+NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
+
+
+class Requirement(NamedTuple):
+    """What an argument must be."""
+
+    text: str
+    # Its argument is the value, as a float if there is a form. If it raises TypeError,
+    # ValueError or OverflowError, the value is refused, unless it is traced.
+    holds: Callable[[Any], Any]
+    form: str = ""  # any, or one of the above
+    may_be_none: bool = False
+    needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
+
+    def optional(self) -> "Requirement":
+        """The requirement for an argument that may be None."""
+        return self._replace(may_be_none=True)
+
+    def check(self, **arguments: Any) -> None:
+        """Raises ValueError with the argument, the requirement and the value."""
+        for name, value in arguments.items():
+            if not self._allows(value):
+                is_of_form = not self.form or _is_real(value)
+                text = self.text if is_of_form else self.form
+                raise ValueError(
+                    f"`{name}` must be {text}, got {_described(value, self.form)}"
+                )
+
+    def _allows(self, value: Any) -> bool:
+        if value is None and self.may_be_none:
+            return True
+        if callable(value) and self.form == SCHEDULE:
+            return True
+        if self.form and not _is_real(value):
+            return False
+        if isinstance(value, jax.Array):
+            is_narrow = self.needs_32_bits and value.itemsize <= 2
+            if is_narrow or self.form == NUMBER:
+                return False
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]  # real
+        return bool(self.form) and isinstance(value, Tracer)
+
+
+def _described(value: Any, form: str) -> str:
+    """A value in a message, with what to do if it is one that users often pass."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        # Python may not print so many digits.
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, MultiSteps):
+        return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
+    if isinstance(value, tuple) and form == SCHEDULE:
+        return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
+    if isinstance(value, jax.Array) and value.shape == ():
+        if form in ("", NUMBER):
+            return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
+        if value.itemsize <= 2:
+            return (
+                f"{value!r}: in `optax.inject_hyperparams`, set "
+                "`hyperparam_dtype=jnp.float32`"
+            )
+    return repr(value)
+
+
+def _is_real(value: Any) -> bool:
+    if type(value) is bool:
+        return False
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+    return is_number and np.isrealobj(value) and np.shape(value) == ()
+
+
+def check_averaging(averaging: Any) -> None:
+    """Checks an averaging, and warns of one that is probably meant as a momentum."""
+    AVERAGING.check(averaging=averaging)
+    if is_plain_number(averaging) and 0.8 <= averaging < 1:
+        momentum = 1 - averaging
+        warn(
+            f"`averaging` should be 1 − momentum, got {averaging}, which means a "
+            f"momentum of {momentum:g}. For a momentum of {averaging} pass "
+            f"{momentum:g}."
+        )
+
+
+def _integer(least: int) -> Requirement:
+    def holds(value):
+        return not isinstance(value, bool) and least <= operator.index(value) < 2**31
+
+    return Requirement(
+        f"a concrete integer >= {least} and below 2^31, the limit of counts", holds
+    )
+
+
+def one_of(*choices: Any) -> Requirement:
+    """The requirement for an argument with a few values."""
+    return Requirement(f"one of {choices}", lambda v: v in choices)
+
+
+def _is_state_dtype(value: Any) -> bool:
+    # A number is refused too: `inject_hyperparams` makes an array of this argument.
+    is_dtype = isinstance(value, (str, type, np.dtype))
+    return is_dtype and jnp.dtype(value) in (
+        jnp.float8_e4m3fn,
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float64,
+    )
+
+
+RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
+AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
+# Above 0 in float32, too.
+POSITIVE_FRACTION = Requirement(
+    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR
+)
+INTERPOLATION = POSITIVE_FRACTION._replace(form=SCHEDULE)
+MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
+B1 = MOMENTUM._replace(form=SCALAR)
+B2 = Requirement(
+    "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
+)
+NOT_NEGATIVE_SCALAR = RATE._replace(form=SCALAR)
+DECAY = MOMENTUM._replace(form=NUMBER)
+NOT_NEGATIVE = RATE._replace(form=NUMBER)
+ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
+NOT_NEGATIVE_INTEGER = _integer(0)
+POSITIVE_INTEGER = _integer(1)
+BOOLEAN = Requirement(
+    "True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0
+)
+STATE_DTYPE = Requirement(
+    "float8_e4m3fn, bfloat16, float32 or float64", _is_state_dtype
+)
+KEY = Requirement(
+    "one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ()
+)
+TRANSFORMATION = Requirement(
+    "a gradient transformation", lambda v: isinstance(v, GradientTransformation)
+)
+
+
+def is_plain_number(value: object) -> bool:
+    """Whether a hyper-parameter is neither a schedule nor possibly traced."""
+    return not callable(value) and not isinstance(value, jax.Array)
+
+
+def is_constant(value: Any, expected: int) -> bool:
+    """Whether a hyper-parameter is known to be `expected` when a transform is built."""
+    return is_plain_number(value) and bool(value == expected)
+
+
+def is_surely(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False
+
+
+def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:
+    """A hyper-parameter as a function of the count, in the default floating dtype."""
+
+    def at(count):
+        try:
+            value = hyperparam(count) if callable(hyperparam) else hyperparam
+            value = jnp.asarray(value)
+        except jax.errors.UnexpectedTracerError:  # it has leaked from elsewhere
+            raise
+        except jax.errors.JAXTypeError as error:
+            raise ValueError(
+                f"`{name}` must be a schedule that can be traced, with `jnp.where` in "
+                f"place of `if`, got a {type(error).__name__}"
+            ) from error
+        if value.shape != ():
+            raise ValueError(
+                f"`{name}` must be a scalar or a schedule of scalars, got an array of "
+                f"shape {value.shape}"
+            )
+        # `inject_hyperparams` casts to the params' dtype, which may be complex.
+        return jnp.real(value).astype(jnp.result_type(float))
+
+    return at
+
+
+def check_stays_above_0(name: str, schedule: Any) -> None:
+    """Raises ValueError where a schedule begins at 0 or below, or rises from there.
+
+    Past the end of a run it may fall to anything.
+    """
+    counts, values = _sampled(schedule)
+    largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
+    is_bad = (values <= 0) & (largest_later > 0)
+    is_bad[:1] |= values[:1] <= 0
+    if is_bad.any():
+        k = np.argmax(is_bad)
+        raise ValueError(
+            f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}"
+        )
+
+
+def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
+    """Raises ValueError if z in 8 bits would be too coarse for an averaging.
+
+    A longer average makes smaller steps of z − params, down to those of rounding.
+    """
+    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
+        return
+    _, values = _sampled(averaging)
+    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+        raise ValueError(
+            f"`averaging`, which is 1 − momentum, must stay >= "
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
+            f"{at_last[0]:.4g} at last. Use bfloat16."
+        )
+
+
+def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Counts, and the values there; both empty if it cannot be evaluated yet.
+
+    They are the counts below 10,000, and 700 from there to 10^7. A number has one.
+    """
+    none = np.empty(0, int), np.empty(0)
+    try:
+        if not callable(hyperparam):
+            return np.zeros(1, int), np.asarray([hyperparam], float)
+        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+        counts = np.append(np.arange(10**4), later)
+        with jax.ensure_compile_time_eval():
+            values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
+        values = np.asarray(values, float)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        return none  # it depends on traced values, or cannot be traced
+    return (counts, values) if values.shape == counts.shape else none
+
+
+def warn(message: str) -> None:
+    """Warns at the line that called the package, perhaps through Optax or JAX."""
+    frame, level = sys._getframe(1), 2
+    libraries = ("spa_optax.", "optax.", "jax.", "flax.")
+    # Code that `exec` runs may have no name.
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def suggests(**instead: str) -> Callable[[Function], Function]:
+    """Decorates a function: arguments of other optimizers get what to write instead."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            for name in instead.keys() & kwargs.keys():
+                raise TypeError(
+                    f"`{function.__name__}` has no argument `{name}`. Write "
+                    f"`{instead[name]}`."
+                )
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate
