@@ -24,7 +24,7 @@ class UseEvalParams(kd.ckpts.InitTransform):
     """An evaluator sees x."""
 
     def transform(self, state):
-        # Kauldron forbids transfers to devices, which eager operations on numbers are.
+        # Eager operations on numbers are transfers, which Kauldron forbids. So use jit.
         return state.replace(params=jax.jit(eval_params)(state.opt_state, state.params))
 
 
