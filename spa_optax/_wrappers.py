@@ -68,10 +68,13 @@ class PrimalAveragingState(NamedTuple):
 
 
 class Float8Momentum(NamedTuple):
-    """A tree of momentum in the state of `float8_momentum`: m = s q for each array."""
+    """A tree of momentum m = s q in the state of `float8_momentum`.
+
+    Two trees, not a tree of pairs: Flax nnx would make variables of the pairs.
+    """
 
     q: PyTree[Array]  # in float8
-    scales: Float[Array, " n"]  # s of each array, powers of two
+    scale: PyTree[Array]  # s, a power of two for each array
 
 
 class Float8MomentumState(NamedTuple):
@@ -309,8 +312,8 @@ def float8_momentum(
         have the same.
 
     Returns:
-      A transformation with `count` and `base` in its state, where q and the s of all
-      arrays stand in place of m.
+      A transformation with `count` and `base` in its state, where q and s stand in
+      place of m.
 
     Raises:
       ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
@@ -324,7 +327,7 @@ def float8_momentum(
       >>> g = jax.numpy.array([2.0, 3.0])
       >>> _, state = tx.update(g, tx.init(g))
       >>> print(*optax.tree.get(state, "trace"))
-      [256 384] [0.0078125]
+      [256 384] 0.0078125
 
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
@@ -375,11 +378,10 @@ def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8Momentum
     def pack(node):
         field = FLOAT8_FIELDS[type(node)]
         momentum = jax.tree.map(_real_float32, getattr(node, field))
-        scales = jax.tree.map(_scale, momentum)
+        scale = jax.tree.map(_scale, momentum)
         seeds = seeds_like(key, count, momentum, next(purposes))
-        q = jax.tree.map(pack_leaf, momentum, scales, seeds)
-        scales = jnp.asarray(jax.tree.leaves(scales), jnp.float32)
-        return node._replace(**{field: Float8Momentum(q, scales)})
+        q = jax.tree.map(pack_leaf, momentum, scale, seeds)
+        return node._replace(**{field: Float8Momentum(q, scale)})
 
     return Float8MomentumState(
         count, replace_nodes(base_state, tuple(FLOAT8_FIELDS), pack)
@@ -401,8 +403,7 @@ def _unpack(state: Float8MomentumState) -> PyTree:
         return q.astype(jnp.float32) * scale
 
     def unpack(packed):
-        scales = jax.tree.unflatten(jax.tree.structure(packed.q), packed.scales)
-        return jax.tree.map(unpack_leaf, packed.q, scales)
+        return jax.tree.map(unpack_leaf, packed.q, packed.scale)
 
     return replace_nodes(state.base, Float8Momentum, unpack)
 

@@ -1,6 +1,7 @@
 """z − y and momentum in 8 and 16 bits, rounded stochastically."""
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import chex
@@ -25,6 +26,7 @@ from helpers import (
 from scipy import stats
 
 from spa_optax import (
+    convert,
     eval_params,
     float8_momentum,
     primal_averaging,
@@ -322,7 +324,7 @@ def test_the_mean_over_keys_is_the_momentum(size: float) -> None:
         state = tx.update(g, tx.init(g))[1]
         (m,) = find_nodes(state, Float8Momentum)
         assert m.q.dtype == E4M3
-        return m.q.astype(float) * m.scales[0]
+        return m.q.astype(float) * m.scale
 
     num_keys = 4_000
     m = jax.vmap(stored)(jax.random.split(KEY, num_keys))
@@ -397,13 +399,25 @@ def test_momentum_that_is_not_finite_stays_so() -> None:
 def test_float8_momentum_of_no_params() -> None:
     """An empty tree, a label that nothing has, and Optax's placeholder."""
     tx, params = float8_momentum(optax.sgd(0.1, 0.9), KEY), {"w": jnp.ones(3)}
-    assert find_nodes(tx.init({}), Float8Momentum)[0].scales.shape == (0,)
+    assert find_nodes(tx.init({}), Float8Momentum) == [Float8Momentum({}, {})]
     state = optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "b"}).init(params)
     chex.assert_trees_all_equal_shapes(state, jax.eval_shape(lambda: state))
     in_one = optax.tree.map_params(tx, lambda q: 1, tx.init(params))
-    trace = optax.tree.get(in_one, "trace")
-    assert trace.q == {"w": 1}
-    assert trace.scales.shape == (1,)  # not an array of the params
+    assert optax.tree.get(in_one, "trace") == Float8Momentum({"w": 1}, {"w": 1})
+
+
+def test_scales_follow_their_arrays() -> None:
+    """Into a tree of another order, and into fewer params."""
+    tx = float8_momentum(optax.sgd(0.1, momentum=0.9), KEY)
+    params = OrderedDict(b=jnp.ones(2), a=jnp.ones(2))
+    grads = OrderedDict(b=jnp.full(2, 1e3), a=jnp.full(2, 1e-3))
+    _, state = tx.update(grads, tx.init(params), params)
+    for new in (dict(params), {"a": None, "b": params["b"]}):
+        moved = convert(state, params, into=tx.init(new), count=1)
+        trace = optax.tree.get(moved, "trace")
+        for name in (name for name in new if new[name] is not None):
+            m = trace.q[name].astype(float) * trace.scale[name]
+            np.testing.assert_allclose(m, grads[name], rtol=1 / 8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
