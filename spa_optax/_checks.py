@@ -13,6 +13,7 @@ from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, has_stepped
 from ._trees import (
+    Scalar,
     by_path,
     has_narrow_leaves,
     is_array_like,
@@ -83,10 +84,10 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def checked_coefficients(
+def checked_eta(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
-) -> XZCoefficients:
-    """The coefficients of a step, with NaN for η where μ_y would give a wrong x.
+) -> Scalar:
+    """η of a step, or NaN where its μ_y would give a wrong x.
 
     Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
     one, frozen params must not need to move, so μ_y must stay.
@@ -102,12 +103,12 @@ def checked_coefficients(
             "schedule `interpolation=lambda k: 1.0`."
         )
         is_wrong = stepped & (state.mu_y != 1)
-        return xz._replace(eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y))
+        return _nan_or_raise(is_wrong, xz.eta, message, state.mu_y)
     stored = by_path(unwrap(state.z))
     have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
     if not frozen:
-        return xz
+        return xz.eta
     # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
     if mu_y_may_change:
         raise ValueError(
@@ -120,9 +121,7 @@ def checked_coefficients(
     )
     next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
     is_wrong = stepped & (next_mu_y != state.mu_y)
-    return xz._replace(
-        eta=_nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
-    )
+    return _nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
 
 
 def _nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:

@@ -4,8 +4,9 @@ Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItse
 stores z, as in the paper. It serves where all params and the state have 32 bits or
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
-lose, and it follows params that something else moves. Each writes the recursion in what
-it stores. `name` is what messages call the stored array. It times `unit` is z or z − y.
+lose, and it follows params that something else moves. `ZItself.step` writes
+the recursion in z, `Difference.step` in d = z − y. The stored array times `unit` is z
+or z − y. Messages call it `name`.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
@@ -155,7 +156,7 @@ class Difference:
         stepped: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and d = z − y (in `_gauge.py` z − x).
+        """The same step, of y and d = z − y.
 
         d ← r d
         d ← d − η g

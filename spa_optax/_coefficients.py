@@ -90,11 +90,15 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     They are compared in the state's dtype. In that of `new`, a constant that the state
     has rounded would seem to change at every step.
     """
-    # Where μ_y is 0, y is z, and x is lost. A divisor of 1 begins x anew at y.
+    # μ_y can be 0 only if it is traced, or past a schedule's end. Then y is z, and x is
+    # lost. A divisor of 1 begins x anew at y.
     divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
     return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
 
 
 def zero_where(condition: Flag, value: Scalar) -> Scalar:
-    """A value, but exactly 0 where a condition holds. Its derivative stays."""
+    """A value, but exactly 0 where a condition holds.
+
+    Its derivative stays, so that one can differentiate by hyper-parameters.
+    """
     return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)

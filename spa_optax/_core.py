@@ -14,7 +14,7 @@ import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from . import _hyperparams
-from ._checks import check_params, check_update, checked_coefficients
+from ._checks import check_params, check_update, checked_eta
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -46,8 +46,9 @@ def transformation(
       rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      averaging: c, or what c tends to, a scalar or a schedule. A z in 8 bits is refused
-        where it ends too small. A constant 1 says that every step sets params to z.
+      averaging: c, for checks alone, a scalar or a schedule; steps take c from the
+        rule. A z in 8 bits is refused if c ends too small for it. At a constant 1 there
+        is no warning of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -57,7 +58,7 @@ def transformation(
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
     _hyperparams.check_fits_8_bits(averaging, state_dtype)
-    # Then a z of 32 bits is the params' master copy, and there is nothing to warn of.
+    # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _hyperparams.is_constant(averaging, 1)
 
     def warn_of_rounding(params, z):
@@ -89,9 +90,8 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        # Where μ_y does not fit and `jax.jit` cannot raise, η becomes NaN, and so do
-        # the params. That is better than a wrong x.
-        xz = checked_coefficients(updates, state, rule(state), mu_y_may_change)
+        xz = rule(state)
+        xz = xz._replace(eta=checked_eta(updates, state, xz, mu_y_may_change))
         if observe := extra.get("observe"):
             observe(updates, params, state, xz)
         return _step(updates, state, params, xz, rounding_key)

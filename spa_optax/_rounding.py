@@ -11,7 +11,7 @@ from ._trees import Seed, wide_dtype
 from ._xla import drawn_once
 
 # Folded into the key, so that params and z get other bits than momentum, also if both
-# have the same key and count.
+# have the same key and count. Larger numbers are for further momenta.
 FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
 
 

@@ -15,7 +15,7 @@ class SPAState(NamedTuple):
     complex128. `eval_params` returns x.
 
     `z` holds z itself where the params and z have 32 bits or more.
-    Otherwise it is a node that holds a difference, not z.
+    Otherwise it is a `ZMinusParams` or a `ZMinusParamsTimes256`.
     """
 
     count: Count  # k, the number of steps taken

@@ -155,5 +155,5 @@ def widen(tree: PyTree) -> PyTree:
 
 
 def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
-    """Numbers in a dtype. Flags stay."""
-    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype(dtype), tree)
+    """A tree of numbers in a dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)

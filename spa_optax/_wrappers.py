@@ -228,6 +228,17 @@ def primal_averaging(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
+def _current_z(state: SPAState, params: PyTree) -> PyTree:
+    """z_k in the dtype to compute in; before the first step it is the params."""
+    check_fits_params(state, params)
+    stepped = has_stepped(state)
+
+    def value(y, stored):
+        return codec_of(state.z).z(jnp.asarray(y), jnp.asarray(stored), stepped)
+
+    return fill_none(map_inexact(value, params, unwrap(state.z)), params)
+
+
 def stochastic_rounding(
     base: optax.GradientTransformation, key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
@@ -413,14 +424,3 @@ def _scale(m: Array) -> Float[Array, ""]:
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
     least = jnp.maximum(largest / float(jnp.finfo(FLOAT8).max), jnp.finfo(m.dtype).tiny)
     return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])
-
-
-def _current_z(state: SPAState, params: PyTree) -> PyTree:
-    """z_k in the dtype to compute in; before the first step it is the params."""
-    check_fits_params(state, params)
-    stepped = has_stepped(state)
-
-    def value(y, stored):
-        return codec_of(state.z).z(jnp.asarray(y), jnp.asarray(stored), stepped)
-
-    return fill_none(map_inexact(value, params, unwrap(state.z)), params)

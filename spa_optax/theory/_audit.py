@@ -173,13 +173,13 @@ def _is_spike(alpha: Values) -> StepMask:
     return alpha > 2 * np.maximum(padded[:-2], padded[2:])
 
 
-def _out_of_range(audit: Audit) -> Finding | None:
+def _out_of_range(audited: Audit) -> Finding | None:
     """Hyper-parameters that no step can have.
 
     In range are 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not.
     """
-    eta, c, beta = audit.eta, audit.c, audit.beta
-    beta_fits = (beta >= 0) & (beta < 1) if audit.is_from_sgdm else ~(beta < 0)
+    eta, c, beta = audited.eta, audited.c, audited.beta
+    beta_fits = (beta >= 0) & (beta < 1) if audited.is_from_sgdm else ~(beta < 0)
     out = ~((eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits)
     if not out.any():
         return None
@@ -187,9 +187,9 @@ def _out_of_range(audit: Audit) -> Finding | None:
     return Finding("range", text)
 
 
-def _long_average(audit: Audit) -> Finding | None:
+def _long_average(audited: Audit) -> Finding | None:
     """An average that remembers the first params to the end."""
-    n, share = len(audit.c), np.prod(1 - audit.c)  # of x_0 in x_n
+    n, share = len(audited.c), np.prod(1 - audited.c)  # of x_0 in x_n
     if share <= 0.01:
         return None
     text = (
@@ -200,9 +200,9 @@ def _long_average(audit: Audit) -> Finding | None:
     return Finding("average", text)
 
 
-def _high_beta(audit: Audit) -> Finding | None:
+def _high_beta(audited: Audit) -> Finding | None:
     """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
-    eta, c, beta = audit.eta, audit.c, audit.beta
+    eta, c, beta = audited.eta, audited.c, audited.beta
     # A high β is harmless where η does not jump, and at c = 0, where x stands still.
     is_high = (beta >= 1) & (_jump_signs(eta) < 0)
     is_high[1:] &= c[:-1] > 0
@@ -219,15 +219,15 @@ def _high_beta(audit: Audit) -> Finding | None:
     return Finding("beta", text)
 
 
-def _spikes(audit: Audit) -> Finding | None:
+def _spikes(audited: Audit) -> Finding | None:
     """Single steps of α that are far above both neighbours (Insight 3)."""
-    eta, c, is_spike = audit.eta, audit.c, _is_spike(audit.alpha)
+    eta, c, is_spike = audited.eta, audited.c, _is_spike(audited.alpha)
     if not is_spike.any():
         return None
     k = is_spike.argmax()
-    change = _change_in_words(audit.alpha, is_spike)
+    change = _change_in_words(audited.alpha, is_spike)
     c_is_early = c[k] > c[k - 1] and eta[k + 1] < eta[k]
-    if c_is_early and not audit.is_from_sgdm:
+    if c_is_early and not audited.is_from_sgdm:
         text = (
             f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. Let "
             "η fall by less than c per step (the `step_factor` of `stagewise`), or "
@@ -238,16 +238,16 @@ def _spikes(audit: Audit) -> Finding | None:
     return Finding("spike", text)
 
 
-def _jumps(audit: Audit) -> list[Finding]:
+def _jumps(audited: Audit) -> list[Finding]:
     """Jumps of α and of the total effect; first those up, then those down."""
-    (name, total), is_spike = audit.total_effect(), _is_spike(audit.alpha)
-    alpha_signs, total_signs = _jump_signs(audit.alpha), _jump_signs(total)
+    (name, total), is_spike = audited.total_effect(), _is_spike(audited.alpha)
+    alpha_signs, total_signs = _jump_signs(audited.alpha), _jump_signs(total)
     total_signs[total_signs == alpha_signs] = 0  # one event
     alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
     found = [
-        _jump("rise", "α", audit.alpha, alpha_signs > 0),
+        _jump("rise", "α", audited.alpha, alpha_signs > 0),
         _jump("rise", name, total, total_signs > 0),
-        _jump("drop", "α", audit.alpha, alpha_signs < 0),
+        _jump("drop", "α", audited.alpha, alpha_signs < 0),
         _jump("drop", name, total, total_signs < 0),
     ]
     return [*filter(None, found)]
