@@ -79,8 +79,8 @@ def spa_adamw(
       Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
     """
     _hyperparams.B2.check(b2=b2)
-    _hyperparams.NOT_NEGATIVE_SCALAR.check(eps=eps)
-    _hyperparams.RATE.check(weight_decay=weight_decay)
+    _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR).check(eps=eps)
+    _hyperparams.NOT_NEGATIVE.check(weight_decay=weight_decay)
     _hyperparams.one_of("full", "factored").check(second_moment=second_moment)
     if callable(weight_decay):
         weight_decay = _hyperparams.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]

@@ -1,5 +1,6 @@
 """Checks of params, states and updates, and that their trees fit each other."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from . import _hyperparams
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, has_stepped
@@ -130,7 +130,7 @@ def _nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Arr
     If that is known before the program runs, it raises ValueError with the message and
     what was found.
     """
-    if _hyperparams.is_surely(is_wrong):
+    if is_surely(is_wrong):
         raise ValueError(message.format(*map(float, found)))
     return jnp.where(is_wrong, jnp.nan, value)
 
@@ -232,3 +232,10 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
+
+
+def is_surely(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False

@@ -78,12 +78,12 @@ COUNT_FIELDS: dict[type, str] = {
     ScaleByRmsWithCountState: "count",
 }
 REQUIREMENTS = {
-    "learning_rate": _hyperparams.RATE,
-    "momentum": _hyperparams.MOMENTUM,
+    "learning_rate": _hyperparams.NOT_NEGATIVE,
+    "momentum": _hyperparams.FRACTION_BELOW_1,
     "nesterov": _hyperparams.BOOLEAN,
-    "b1": _hyperparams.B1,
+    "b1": _hyperparams.FRACTION_BELOW_1.of(_hyperparams.SCALAR),
     "b2": _hyperparams.B2,
-    "eps": _hyperparams.NOT_NEGATIVE_SCALAR,
+    "eps": _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR),
 }
 
 

@@ -122,21 +122,18 @@ def _step(
     stepped = has_stepped(state)
     yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
-    scalars = {"eta": xz.eta, "c": xz.c, "w": xz.w, "mu_y": next_mu_y}
+    kept = (xz.eta, xz.c, xz.w, next_mu_y)
 
     # A δ_y of 0 in place of None: else XLA for TPU v7x makes two kernels of Adam's
     # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     # For XLA alone: the values stay.
-    (yz, stepped), scalars = hide_from_xla((yz, stepped), scalars)
+    (yz, stepped), kept = hide_from_xla((yz, stepped), kept)
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
-    return u, SPAState(
-        count=jnp.asarray(optax.safe_increment(state.count)),
-        z=z_field,
-        **as_dtype(scalars, state.w.dtype),
-    )
+    count = jnp.asarray(optax.safe_increment(state.count))
+    return u, SPAState(count, z_field, *as_dtype(kept, state.w.dtype))
 
 
 def _step_arrays(

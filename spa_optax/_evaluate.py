@@ -3,8 +3,13 @@
 import jax
 from jaxtyping import PyTree
 
-from . import _hyperparams
-from ._checks import check_not_batched, check_paths, check_same_tree, check_spa_state
+from ._checks import (
+    check_not_batched,
+    check_paths,
+    check_same_tree,
+    check_spa_state,
+    is_surely,
+)
 from ._codec import codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from ._state import SPAState, has_stepped
@@ -60,9 +65,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     for state in _checked_states(opt_state, params):
         check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = scalar_of(state.mu_y)
-        if _hyperparams.is_surely(mu_y == 1):
+        if is_surely(mu_y == 1):
             continue
-        if _hyperparams.is_surely(mu_y <= 0):
+        if is_surely(mu_y <= 0):
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )

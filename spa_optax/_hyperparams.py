@@ -37,6 +37,10 @@ class Requirement(NamedTuple):
     may_be_none: bool = False
     needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
 
+    def of(self, form: str) -> "Requirement":
+        """The same requirement for an argument of another form."""
+        return self._replace(form=form)
+
     def optional(self) -> "Requirement":
         """The requirement for an argument that may be None."""
         return self._replace(may_be_none=True)
@@ -96,7 +100,7 @@ def _is_real(value: Any) -> bool:
 
 def check_averaging(averaging: Any) -> None:
     """Checks an averaging, and warns of one that is probably meant as a momentum."""
-    AVERAGING.check(averaging=averaging)
+    FRACTION.check(averaging=averaging)
     if is_plain_number(averaging) and 0.8 <= averaging < 1:
         momentum = 1 - averaging
         warn(
@@ -131,21 +135,16 @@ def _is_state_dtype(value: Any) -> bool:
     )
 
 
-RATE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
-AVERAGING = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
+NOT_NEGATIVE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
+FRACTION = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
 # Above 0 in float32, too.
 POSITIVE_FRACTION = Requirement(
-    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR
+    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE
 )
-INTERPOLATION = POSITIVE_FRACTION._replace(form=SCHEDULE)
-MOMENTUM = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
-B1 = MOMENTUM._replace(form=SCALAR)
+FRACTION_BELOW_1 = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
 B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
-NOT_NEGATIVE_SCALAR = RATE._replace(form=SCALAR)
-DECAY = MOMENTUM._replace(form=NUMBER)
-NOT_NEGATIVE = RATE._replace(form=NUMBER)
 ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)
 POSITIVE_INTEGER = _integer(1)
@@ -171,13 +170,6 @@ def is_plain_number(value: object) -> bool:
 def is_constant(value: Any, expected: int) -> bool:
     """Whether a hyper-parameter is known to be `expected` when a transform is built."""
     return is_plain_number(value) and bool(value == expected)
-
-
-def is_surely(condition: Any) -> bool:
-    """Whether a scalar condition is true; False if it is traced."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        return bool(condition)
-    return False
 
 
 def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:

@@ -75,8 +75,8 @@ def hyperparams_from_sgdm(
       >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
       ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
-    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
     _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
@@ -119,7 +119,7 @@ def hyperparams_to_sgdm(
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _hyperparams.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
@@ -182,8 +182,8 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _hyperparams.NOT_NEGATIVE_SCALAR.check(learning_rate=learning_rate)
-    _hyperparams.POSITIVE_FRACTION.check(averaging=averaging)
+    _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR).check(learning_rate=learning_rate)
+    _hyperparams.POSITIVE_FRACTION.of(_hyperparams.SCALAR).check(averaging=averaging)
     _hyperparams.one_of("constant", "scale", "balance").check(
         averaging_rule=averaging_rule
     )
@@ -277,9 +277,9 @@ def schedule_free_averaging(
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _hyperparams.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    _hyperparams.NOT_NEGATIVE.check(weight_power=weight_power)
+    _hyperparams.NOT_NEGATIVE.of(_hyperparams.NUMBER).check(weight_power=weight_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
     else:  # divided by η, which cancels in c
@@ -317,8 +317,8 @@ def _rates_of_warmup(
         raise ValueError("`learning_rate` must not depend on traced values") from None
     first, rest = np.split(rates, [num_warmup_steps + 1])
     largest = first.max()  # NaN if one is
-    _hyperparams.RATE.check(learning_rate=float(first.min()))
-    _hyperparams.RATE.check(learning_rate=float(largest))
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=float(first.min()))
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=float(largest))
     has_risen = (rest > (1 + 1e-6) * largest) | (largest == 0)
     if has_risen.any():  # not if it is NaN, as past its end
         k = np.argmax(has_risen)

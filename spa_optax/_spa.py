@@ -92,9 +92,9 @@ def spa(
       al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic
       momentum, arXiv:1810.06801.
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _hyperparams.check_averaging(averaging)
-    _hyperparams.INTERPOLATION.check(interpolation=interpolation)
+    _hyperparams.POSITIVE_FRACTION.check(interpolation=interpolation)
     _hyperparams.check_stays_above_0("interpolation", interpolation)
     eta_at = _hyperparams.as_schedule("learning_rate", learning_rate)
     c_at = _hyperparams.as_schedule("averaging", averaging)
@@ -190,8 +190,8 @@ def spa_from_sgdm(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
-    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
     _hyperparams.BOOLEAN.check(nesterov=nesterov)
     _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
 

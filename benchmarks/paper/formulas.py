@@ -28,7 +28,8 @@ from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
-from spa_optax import _hyperparams as checks
+from spa_optax import _hyperparams
+from spa_optax._checks import is_surely
 from spa_optax._hyperparams import as_schedule
 from spa_optax._schedules import SPAHyperparams, vectorized
 
@@ -58,7 +59,7 @@ def _arrays(**values: Real) -> list[Reals]:
             low = -np.inf
         elif name in ("c", "c_prev", "c_next"):
             high = 1
-        if checks.is_surely(jnp.any(~((array >= low) & (array <= high)))):
+        if is_surely(jnp.any(~((array >= low) & (array <= high)))):
             raise ValueError(
                 f"`{name}` must be in [{low}, {high}], got {values[name]!r}"
             )
@@ -261,11 +262,11 @@ def momentum_drop(
       >>> print([f"{eta(k)} {c(k)}" for k in range(3)])
       ['1.0 0.25', '0.25 1.0', '0.25 1.0']
     """
-    checks.RATE.check(learning_rate=learning_rate)
-    checks.check_averaging(averaging=averaging)
-    checks.POSITIVE_INTEGER.check(step=step)
-    checks.one_of("eta", "alpha").check(hold=hold)
-    checks.ABOVE_1.optional().check(step_factor=step_factor)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _hyperparams.check_averaging(averaging=averaging)
+    _hyperparams.POSITIVE_INTEGER.check(step=step)
+    _hyperparams.one_of("eta", "alpha").check(hold=hold)
+    _hyperparams.ABOVE_1.optional().check(step_factor=step_factor)
     eta_at, c_at = (
         as_schedule("learning_rate", learning_rate),
         as_schedule("averaging", averaging),

@@ -83,7 +83,7 @@ def track_momentum(
       Figure 2.
     """
     _hyperparams.TRANSFORMATION.check(inner=inner)
-    _hyperparams.DECAY.check(decay=decay)
+    _hyperparams.FRACTION_BELOW_1.of(_hyperparams.NUMBER).check(decay=decay)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):

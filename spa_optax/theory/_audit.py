@@ -106,7 +106,7 @@ def audit(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and
       Sections 5 and 6.
     """
-    _hyperparams.RATE.check(learning_rate=learning_rate)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
     hyperparams = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
@@ -148,8 +148,8 @@ def audit_sgdm(
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
     _hyperparams.BOOLEAN.check(nesterov=nesterov)
-    _hyperparams.RATE.check(learning_rate=learning_rate)
-    _hyperparams.MOMENTUM.check(momentum=momentum)
+    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
     _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
