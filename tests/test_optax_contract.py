@@ -142,6 +142,7 @@ FACTORIES: dict[str, Transform] = {
     ),
     "watched": adamw(watched, num_sums=2),
 }
+OLD_OPTAX = tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7)
 ROUNDED = {
     name: Transform(
         partial(stochastic_rounding, base, KEY),
@@ -458,6 +459,8 @@ def test_flatten_and_chain(it: Transform) -> None:
 def test_nnx_optimizer(it: Transform) -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     nnx.update(model, optax.tree.cast(nnx.state(model, nnx.Param), it.dtype))
+    if it in (ROUNDED["muon"], ROUNDED["float8_muon"]) and OLD_OPTAX:
+        pytest.skip("Optax's Muon itself does not run here before 0.2.7")
     optimizer = nnx.Optimizer(model, it(), wrt=nnx.Param)
     start = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     grads = jax.tree.map(jnp.cos, nnx.state(model, nnx.Param))
