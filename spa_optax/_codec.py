@@ -4,9 +4,9 @@ Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItse
 stores z, as in the paper. It serves where all params and the state have 32 bits or
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
-lose, and it follows params that something else moves. `ZItself.step` writes
-the recursion in z, `Difference.step` in d = z − y. The stored array times `unit` is z
-or z − y. Messages call it `name`.
+lose, and it follows params that something else moves. `ZItself.step` writes the
+recursion in z, `Difference.step` in d = z − y. The stored array times `unit` is z or
+z − y. Messages call it `name`.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
@@ -112,7 +112,7 @@ class ZItself:
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
         u = round_update(u, y, seed)
-        return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
+        return ArrayStep(u, rounded(z, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)

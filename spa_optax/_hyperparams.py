@@ -224,7 +224,7 @@ def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
     at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
     if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
-            f"`averaging`, which is 1 − momentum, must stay >= "
+            "`averaging`, which is 1 − momentum, must stay >= "
             f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
             f"{at_last[0]:.4g} at last. Use bfloat16."
         )

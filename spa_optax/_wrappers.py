@@ -400,6 +400,7 @@ def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8Momentum
 
 
 def _real_float32(m: Array) -> Array:
+    """Momentum in float32. Raises ValueError if it is complex or has 64 bits."""
     if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
         raise ValueError(
             f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"

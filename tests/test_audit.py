@@ -360,6 +360,8 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
 
 
 def test_where_x_stands_still() -> None:
+    assert verdict(theory.audit(1.0, 0.0, 50)).startswith("α is 0 at every step")
+    assert verdict(theory.audit(0.0, 0.1, 50)).startswith("α is 0 at every step")
     # Where x stands still, β = 1 for constants; z moves on, and x sets out after it.
     assert kinds(theory.audit(1.0, step_at(9, 0.0, 0.1), 50)) == ["average", "rise"]
     assert kinds(theory.audit(*formulas.momentum_drop(1.0, 0.1, 50), 100)) == ["rise"]

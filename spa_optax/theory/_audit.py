@@ -54,7 +54,7 @@ class Audit(NamedTuple):
 
     def findings(self) -> list[Finding]:
         """The findings. Those that need a change come first."""
-        first = _out_of_range(self)
+        first = _out_of_range(self) or _standstill(self)
         if first:  # other findings would be its consequences
             return [first]
         found = [_long_average(self), _high_beta(self), _spikes(self)]
@@ -184,6 +184,14 @@ def _out_of_range(audited: Audit) -> Finding | None:
     if not out.any():
         return None
     text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
+    return Finding("range", text)
+
+
+def _standstill(audited: Audit) -> Finding | None:
+    """A schedule that never moves the params."""
+    if audited.alpha.any():
+        return None
+    text = "α is 0 at every step: params stay."
     return Finding("range", text)
 
 
