@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
-docs/results.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
+benchmarks/README.md and docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -59,7 +59,7 @@ FINE_TUNED = {
     "Lion, stochastic_rounding": "stochastic_rounding(optax.lion(…), key)",
     "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
 }
-# The rows of fidelity.py in docs/results.md.
+# The rows of fidelity.py in benchmarks/README.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -319,7 +319,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The rows of docs/results.md: distances of params from the float32 run."""
+    """The rows of benchmarks/README.md: distances of params from the float32 run."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
@@ -354,8 +354,8 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
-            "fidelity": of_closeness(read("fidelity.jsonl")),
         },
+        "benchmarks/README.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
         "README.md": {"in short": in_short(fine_tuning, pretraining)},
     }
     result = {}

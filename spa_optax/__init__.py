@@ -3,7 +3,7 @@
 from . import diagnostics, theory
 from ._adamw import spa_adamw
 from ._convert import convert
-from ._evaluate import eval_params, reanchor
+from ._params import eval_params, reanchor
 from ._schedules import (
     AdamWHyperparams,
     SGDMHyperparams,

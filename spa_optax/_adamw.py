@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
-from . import _hyperparams
+from . import _arguments
 from ._spa import spa
 from ._wrappers import in_float32
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
-@_hyperparams.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
+@_arguments.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
@@ -78,12 +78,12 @@ def spa_adamw(
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2017, arXiv:1711.05101,
       Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
     """
-    _hyperparams.B2.check(b2=b2)
-    _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR).check(eps=eps)
-    _hyperparams.NOT_NEGATIVE.check(weight_decay=weight_decay)
-    _hyperparams.one_of("full", "factored").check(second_moment=second_moment)
+    _arguments.B2.check(b2=b2)
+    _arguments.NOT_NEGATIVE.of(_arguments.SCALAR).check(eps=eps)
+    _arguments.NOT_NEGATIVE.check(weight_decay=weight_decay)
+    _arguments.one_of("full", "factored").check(second_moment=second_moment)
     if callable(weight_decay):
-        weight_decay = _hyperparams.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]
+        weight_decay = _arguments.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
         scale = optax.scale_by_rms(
@@ -142,7 +142,7 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
             )
         try:
             jax.tree.map(
-                lambda leaf, _: _hyperparams.BOOLEAN.check(mask=leaf), tree, params
+                lambda leaf, _: _arguments.BOOLEAN.check(mask=leaf), tree, params
             )
         except ValueError as error:
             raise ValueError(

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, has_stepped
 from ._trees import (
-    Scalar,
+    Flag,
     by_path,
     has_narrow_leaves,
     is_array_like,
@@ -48,8 +48,8 @@ def check_update(
     check_fits_params(state, params)
     _check_storage(state.z, params, state_dtype)
     check_same_tree("updates", updates, "params", params)
-    stored = by_path(unwrap(state.z))
-    for name, leaves in (("state.z", stored), ("params", by_path(params))):
+    stored_by_path = by_path(unwrap(state.z))
+    for name, leaves in (("state.z", stored_by_path), ("params", by_path(params))):
         without_leaf = by_path(updates).keys() - leaves.keys()
         if without_leaf:
             path = min(without_leaf) or "its root"
@@ -84,16 +84,16 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def checked_eta(
+def check_mu_y(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
-) -> Scalar:
-    """η of a step, or NaN where its μ_y would give a wrong x.
+) -> Flag:
+    """Whether the μ_y of a step would give a wrong x, if only compiled code can tell.
 
     Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
     one, frozen params must not need to move, so μ_y must stay.
 
-    Raises ValueError instead where that is known outside `jax.jit`, and wherever μ_y
-    may change beside frozen params.
+    Raises ValueError where that is known outside `jax.jit`, and wherever μ_y may change
+    beside frozen params.
     """
     stepped = has_stepped(state)
     if xz.mu_y is None:
@@ -103,12 +103,12 @@ def checked_eta(
             "schedule `interpolation=lambda k: 1.0`."
         )
         is_wrong = stepped & (state.mu_y != 1)
-        return _nan_or_raise(is_wrong, xz.eta, message, state.mu_y)
-    stored = by_path(unwrap(state.z))
-    have_z = {path for path, leaf in stored.items() if is_inexact(leaf)}
+        return _raise_if_surely(is_wrong, message, state.mu_y)
+    stored_by_path = by_path(unwrap(state.z))
+    have_z = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
     if not frozen:
-        return xz.eta
+        return jnp.array(False)
     # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
     if mu_y_may_change:
         raise ValueError(
@@ -121,18 +121,14 @@ def checked_eta(
     )
     next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
     is_wrong = stepped & (next_mu_y != state.mu_y)
-    return _nan_or_raise(is_wrong, xz.eta, message, state.mu_y, next_mu_y)
+    return _raise_if_surely(is_wrong, message, state.mu_y, next_mu_y)
 
 
-def _nan_or_raise(is_wrong: Any, value: Array, message: str, *found: Any) -> Array:
-    """The value, or NaN where something is wrong, which is better than a wrong x.
-
-    If that is known before the program runs, it raises ValueError with the message and
-    what was found.
-    """
+def _raise_if_surely(is_wrong: Flag, message: str, *found: Any) -> Flag:
+    """The flag. Raises ValueError, with what was found, if it is known to be True."""
     if is_surely(is_wrong):
         raise ValueError(message.format(*map(float, found)))
-    return jnp.where(is_wrong, jnp.nan, value)
+    return is_wrong
 
 
 def check_state(name: str, state: Any, expected: type) -> None:

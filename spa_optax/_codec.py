@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ._coefficients import YZCoefficients
-from ._rounding import round_update, rounded
-from ._trees import Flag, Seed, as_dtype, has_narrow_leaves, is_inexact, wide_dtype
+from ._rounding import Seed, round_update, rounded
+from ._trees import Flag, as_dtype, has_narrow_leaves, is_inexact, wide_dtype
 from ._xla import sharded_like, where_sharded
 
 
@@ -79,8 +79,8 @@ class ZItself:
         z = self.z(y, stored, stepped)
         return z - y.astype(z.dtype)
 
-    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z, in a dtype, beside the params y after the same step."""
+    def store(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z_{k+1}, in a dtype, beside the params y_{k+1}."""
         return rounded(z, dtype, seed)
 
     def step(
@@ -142,9 +142,9 @@ class Difference:
         # Before the first step 0 is stored, so `stepped` is not needed.
         return self.unit * stored.astype(wide_dtype(y, stored))
 
-    def store(self, z: Array, y: Array, dtype: Any, seed: Seed | None) -> Array:
+    def store(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
         # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
-        units = (z - y.astype(z.dtype)) / self.unit
+        units = (z - next_y.astype(z.dtype)) / self.unit
         return rounded(units, dtype, seed, saturates=True)
 
     def step(
@@ -160,8 +160,8 @@ class Difference:
 
         d ← r d
         d ← d − η g
-        u = c_y d − δ_y g
-        d ← (y + d) − (y + u)        z less the new params
+        u = c_y d − δ_y g            rounded so that y + u has the dtype of y
+        d ← (y + d) − (y + u)        keeps what rounding took
         """
         if g is None:
             return ArrayStep(None, stored)

@@ -42,7 +42,8 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    A field that is None leaves its term out of the program.
+    A field that is None leaves its term out of the program. With a `rounding_key` a
+    δ_y of 0 is written out, for XLA (`_step`).
     """
 
     eta: Scalar

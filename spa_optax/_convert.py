@@ -16,14 +16,13 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
-from . import _hyperparams
+from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, unwrap
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import eta_and_c, nonzero_w, sgdm_at
 from ._state import SPAState, has_stepped
 from ._trees import (
-    ByPath,
     Count,
     Scalar,
     by_path,
@@ -41,6 +40,7 @@ from ._wrappers import (
 )
 from .diagnostics._track import TrackMomentumState
 
+ByPath = dict[str, Array]  # an array for each parameter, by its path
 # The momentum that `convert` translates, with its field. In a state that holds several
 # kinds it translates the first. Others, such as the momentum of a base, it copies.
 CONVERTED_FIELDS: dict[type, str] = {
@@ -78,12 +78,12 @@ COUNT_FIELDS: dict[type, str] = {
     ScaleByRmsWithCountState: "count",
 }
 REQUIREMENTS = {
-    "learning_rate": _hyperparams.NOT_NEGATIVE,
-    "momentum": _hyperparams.FRACTION_BELOW_1,
-    "nesterov": _hyperparams.BOOLEAN,
-    "b1": _hyperparams.FRACTION_BELOW_1.of(_hyperparams.SCALAR),
-    "b2": _hyperparams.B2,
-    "eps": _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR),
+    "learning_rate": _arguments.NOT_NEGATIVE,
+    "momentum": _arguments.FRACTION_BELOW_1,
+    "nesterov": _arguments.BOOLEAN,
+    "b1": _arguments.FRACTION_BELOW_1.of(_arguments.SCALAR),
+    "b2": _arguments.B2,
+    "eps": _arguments.NOT_NEGATIVE.of(_arguments.SCALAR),
 }
 
 
@@ -178,8 +178,9 @@ def convert(
     k = _steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
-        of_optax = new_nodes if isinstance(old, SPAState) else nodes
-        _check_injected(of_optax, hyperparams)
+        # Those of Optax's optimizer, if there is one.
+        other_nodes = new_nodes if isinstance(old, SPAState) else nodes
+        _check_injected(other_nodes, hyperparams)
         run = Run(
             count=k,
             y=_inexact_params(old, by_path(params)),
@@ -206,7 +207,7 @@ def _check_arguments(
                 "`jax.jit`, `jax.vmap` and `jax.eval_shape`."
             )
     if averaging is not None:
-        _hyperparams.check_averaging(averaging)
+        _arguments.check_averaging(averaging)
     if hyperparams is None:
         return
     if not isinstance(hyperparams, (SGDMHyperparams, AdamWHyperparams)):
@@ -371,8 +372,8 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
             f"{adamw!r}"
         )
     averaging: Any = 1 - adamw.b1 if run.averaging is None else run.averaging
-    eta = _hyperparams.as_schedule("learning_rate", adamw.learning_rate)(k)
-    c = _hyperparams.as_schedule("averaging", averaging)(k)
+    eta = _arguments.as_schedule("learning_rate", adamw.learning_rate)(k)
+    c = _arguments.as_schedule("averaging", averaging)(k)
     if c <= 0 or (eta <= 0 and k > 0):
         raise ValueError(
             "`averaging` and `learning_rate` must be > 0 for z to hold m at a finite "
@@ -398,27 +399,28 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
     """The run as an `SPAState`, with z itself, by path."""
-    codec, stored = codec_of(old.z), by_path(unwrap(old.z))
+    codec, stored_by_path = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
-    z = {path: codec.z(y, stored[path], stepped) for path, y in run.y.items()}
+    z = {path: codec.z(y, stored_by_path[path], stepped) for path, y in run.y.items()}
     return old._replace(z=z)
 
 
 def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
     """The new state with a run, as it stores z."""
-    codec, stored = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored.keys() & state.z.keys():
-        y, dtype = run.new_params[path], stored[path].dtype
-        stored[path] = codec.store(state.z[path], y, dtype, seed=None)
-        size = jnp.abs(stored[path].astype(wide_dtype(y)))
+    codec, stored_by_path = codec_of(new.z), by_path(unwrap(new.z))
+    for path in stored_by_path.keys() & state.z.keys():
+        y, dtype = run.new_params[path], stored_by_path[path].dtype
+        stored = codec.store(state.z[path], y, dtype, seed=None)
+        stored_by_path[path] = stored
+        size = jnp.abs(stored.astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec.stores_difference and jnp.any(is_at_limit):
-            _hyperparams.warn(
+            _arguments.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    # `with_leaves` goes by order, in which `stored` has the arrays of `new.z`.
-    return with_leaves(new, state._replace(z=list(stored.values())))
+    # `with_leaves` goes by order, in which these are the arrays of `new.z`.
+    return with_leaves(new, state._replace(z=list(stored_by_path.values())))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
@@ -427,7 +429,7 @@ def _read_optax(old: Any, run: Run) -> SPAState:
     scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
     eta, c, w, divisors = scalars_of(run)
     m, z = by_path(_momentum_tree(old)), {}
-    for path, x in run.y.items():
+    for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
         z[path] = x - w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
     if run.count == 0:
@@ -449,8 +451,7 @@ def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
-        x = run.y[path]
-        z = state.z[path]
+        x, z = run.y[path], state.z[path]  # in Optax the params are x
         dtype = wide_dtype(x, z)
         x_minus_z = x.astype(dtype) - z.astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
@@ -506,7 +507,7 @@ def _count_field(node: Any) -> str | None:
 
 def _steps_taken(nodes: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
-    _hyperparams.NOT_NEGATIVE_INTEGER.optional().check(count=count)
+    _arguments.NOT_NEGATIVE_INTEGER.optional().check(count=count)
     counts = [getattr(node, field) for node in nodes if (field := _count_field(node))]
     if count is not None:
         counts.append(count)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from . import _hyperparams
-from ._checks import check_params, check_update, checked_eta
+from . import _arguments
+from ._checks import check_mu_y, check_params, check_update
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -36,8 +36,8 @@ def transformation(
     rule: Rule,
     state_dtype: Any,
     rounding_key: Any,
-    averaging: Any,
     *,
+    averaging: Any,
     mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer that a rule defines, a member of the family.
@@ -54,18 +54,18 @@ def transformation(
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
-      (g, params, state, xz) before the step; `track_momentum` passes one.
+      (g, state, params, xz) before the step; `track_momentum` passes one.
     """
     state_dtype = _checked_state_dtype(state_dtype, rounding_key)
-    _hyperparams.check_fits_8_bits(averaging, state_dtype)
+    _arguments.check_fits_8_bits(averaging, state_dtype)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
-    params_are_z = _hyperparams.is_constant(averaging, 1)
+    params_are_z = _arguments.is_constant(averaging, 1)
 
     def warn_of_rounding(params, z):
         if rounding_key is not None:
             return
         if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
-            _hyperparams.warn(
+            _arguments.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "
                 "below half an ulp."
@@ -91,9 +91,11 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = rule(state)
-        xz = xz._replace(eta=checked_eta(updates, state, xz, mu_y_may_change))
+        is_wrong = check_mu_y(updates, state, xz, mu_y_may_change)
+        # Compiled code cannot raise, and NaN is better than a wrong x.
+        xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
         if observe := extra.get("observe"):
-            observe(updates, params, state, xz)
+            observe(updates, state, params, xz)
         return _step(updates, state, params, xz, rounding_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -101,8 +103,8 @@ def transformation(
 
 def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
     """The dtype, or None. Raises ValueError unless it and the key are right."""
-    _hyperparams.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    _hyperparams.KEY.optional().check(rounding_key=rounding_key)
+    _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    _arguments.KEY.optional().check(rounding_key=rounding_key)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     if rounding_key is None and state_dtype == jnp.float8_e4m3fn:
         raise ValueError(
@@ -133,7 +135,8 @@ def _step(
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, z_field, *as_dtype(kept, state.w.dtype))
+    eta, c, w, next_mu_y = as_dtype(kept, state.w.dtype)
+    return u, SPAState(count, z_field, eta, c, w, next_mu_y)
 
 
 def _step_arrays(

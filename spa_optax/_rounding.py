@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
-from ._trees import Seed, wide_dtype
+from ._trees import wide_dtype
 from ._xla import drawn_once
 
+Seed = UInt32[Array, ""]  # of the random bits of one array
 # Folded into the key, so that params and z get other bits than momentum, also if both
 # have the same key and count. Larger numbers are for further momenta.
 FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1

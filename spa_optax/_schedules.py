@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike
 
-from . import _hyperparams
+from . import _arguments
 from ._sgdm import eta_and_c, sgdm_at
 
 
@@ -75,9 +74,9 @@ def hyperparams_from_sgdm(
       >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
       ['6.5 0.615', '5.0 0.800', '2.0 0.500']
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
-    _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.FRACTION_BELOW_1.check(momentum=momentum)
+    _arguments.POSITIVE_INTEGER.optional().check(horizon=horizon)
     if not (callable(learning_rate) or callable(momentum)):
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
@@ -119,12 +118,12 @@ def hyperparams_to_sgdm(
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
       ['1.0 0.9', '1.0 0.9', '0.1 9.0', '0.1 0.9']
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.check_averaging(averaging)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.check_averaging(averaging)
     if not (callable(learning_rate) or callable(averaging)):
         return SGDMHyperparams(learning_rate * averaging, 1 - averaging)
-    eta_at = _hyperparams.as_schedule("learning_rate", learning_rate)
-    c_at = _hyperparams.as_schedule("averaging", averaging)
+    eta_at = _arguments.as_schedule("learning_rate", learning_rate)
+    c_at = _arguments.as_schedule("averaging", averaging)
 
     def beta_at(k):
         before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
@@ -153,7 +152,7 @@ def stagewise(
 
         constant   c_k = c
         scale      c_k = min(1, c η/η_k)
-        balance    1/c_k − 1 = (1/c − 1) η_k/η     (R_k's first coefficient stays 0)
+        balance    1/c_k − 1 = (1/c − 1) η_k/η
 
     Args:
       learning_rate: η ≥ 0 of the first stage.
@@ -182,13 +181,13 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _hyperparams.NOT_NEGATIVE.of(_hyperparams.SCALAR).check(learning_rate=learning_rate)
-    _hyperparams.POSITIVE_FRACTION.of(_hyperparams.SCALAR).check(averaging=averaging)
-    _hyperparams.one_of("constant", "scale", "balance").check(
+    _arguments.NOT_NEGATIVE.of(_arguments.SCALAR).check(learning_rate=learning_rate)
+    _arguments.POSITIVE_FRACTION.of(_arguments.SCALAR).check(averaging=averaging)
+    _arguments.one_of("constant", "scale", "balance").check(
         averaging_rule=averaging_rule
     )
-    _hyperparams.ABOVE_1.check(factor=factor)
-    _hyperparams.ABOVE_1.optional().check(step_factor=step_factor)
+    _arguments.ABOVE_1.check(factor=factor)
+    _arguments.ABOVE_1.optional().check(step_factor=step_factor)
     boundaries = _checked_boundaries(boundaries, factor, step_factor)
     log_factor, log_step = math.log(factor), math.log(step_factor or factor)
 
@@ -225,7 +224,7 @@ def _checked_boundaries(
         )
     boundaries = list(boundaries)
     for b in boundaries:
-        _hyperparams.POSITIVE_INTEGER.check(boundaries=b)
+        _arguments.POSITIVE_INTEGER.check(boundaries=b)
     lengths = [after - b for b, after in itertools.pairwise(boundaries)]
     shortest = min(lengths, default=math.inf)
     if shortest <= 0:
@@ -277,9 +276,9 @@ def schedule_free_averaging(
     References:
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    _hyperparams.NOT_NEGATIVE.of(_hyperparams.NUMBER).check(weight_power=weight_power)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
+    _arguments.NOT_NEGATIVE.of(_arguments.NUMBER).check(weight_power=weight_power)
     if callable(learning_rate):
         rates = _rates_of_warmup(learning_rate, num_warmup_steps)
     else:  # divided by η, which cancels in c
@@ -309,16 +308,14 @@ def _rates_of_warmup(
     """
     later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
     counts = np.append(np.arange(num_warmup_steps + 1), later)
-    rate_at = _hyperparams.as_schedule("learning_rate", learning_rate)
-    try:
-        with jax.ensure_compile_time_eval():
-            rates = np.asarray(jax.vmap(rate_at)(jnp.asarray(counts, jnp.int32)), float)
-    except jax.errors.TracerArrayConversionError:
-        raise ValueError("`learning_rate` must not depend on traced values") from None
+    rate_at = _arguments.as_schedule("learning_rate", learning_rate)
+    rates = _arguments.sampled(rate_at, counts)
+    if not rates.size:
+        raise ValueError("`learning_rate` must not depend on traced values")
     first, rest = np.split(rates, [num_warmup_steps + 1])
     largest = first.max()  # NaN if one is
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=float(first.min()))
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=float(largest))
+    _arguments.NOT_NEGATIVE.check(learning_rate=float(first.min()))
+    _arguments.NOT_NEGATIVE.check(learning_rate=float(largest))
     has_risen = (rest > (1 + 1e-6) * largest) | (largest == 0)
     if has_risen.any():  # not if it is NaN, as past its end
         k = np.argmax(has_risen)

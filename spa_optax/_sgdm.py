@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from . import _hyperparams
+from . import _arguments
 from ._coefficients import XZCoefficients, zero_where
 from ._trees import Count, Flag, Scalar
 
@@ -58,8 +58,8 @@ def sgdm_at(
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
     """
-    alpha_at = _hyperparams.as_schedule("learning_rate", learning_rate)
-    beta_at = _hyperparams.as_schedule("momentum", momentum)
+    alpha_at = _arguments.as_schedule("learning_rate", learning_rate)
+    beta_at = _arguments.as_schedule("momentum", momentum)
     alpha, beta = alpha_at(count), beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
@@ -107,7 +107,7 @@ def _w_of_schedules(
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = after(jnp.asarray(horizon, count.dtype))
     tail = _tail(*_later_a_and_beta(alpha_at(last), beta_at(last), nesterov))
-    if _hyperparams.is_plain_number(momentum):
+    if _arguments.is_plain_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
@@ -128,7 +128,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
 
     It is 2,000 if β is a schedule.
     """
-    if not _hyperparams.is_plain_number(momentum):
+    if not _arguments.is_plain_number(momentum):
         return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # no schedule
     if beta <= 0:
@@ -187,7 +187,10 @@ def _choose_next_w(sgdm: SGDMAtCount, w: Scalar, stores_difference: bool) -> Sca
 
 
 def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
-    """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0."""
+    """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0.
+
+    It is 0 where it would be too large to keep digits.
+    """
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
@@ -206,7 +209,7 @@ def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
 
 
 def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
-    """A w_{k+1} > 0, or one with a + w > 0 where a schedule has fallen below 0.
+    """A w_{k+1} > 0 with a_k + w_{k+1} > 0, also where a has fallen below 0.
 
     The resting one is 0 if β or every later α is. Then any positive number will do: a_k
     makes c = 1/2, and w_k keeps m through a gap of α = 0. Numbers below 1e-30 count as
@@ -215,4 +218,4 @@ def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     least = 1e-30
     any_positive = jnp.where(a > least, a, jnp.where(w > least, w, 1))
     next_w = jnp.where(next_w > least, next_w, any_positive)
-    return jnp.maximum(next_w, -2 * a)  # a schedule below 0 must not make a + w ≤ 0
+    return jnp.maximum(next_w, -2 * a)

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from . import _hyperparams
+from . import _arguments
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import transformation
 from ._sgdm import sgdm_at, sgdm_coefficients
 
 
-@_hyperparams.suggests(
+@_arguments.suggests(
     momentum="spa(learning_rate, averaging=1 - momentum)",
     nesterov="spa_from_sgdm(learning_rate, momentum, nesterov=True)",
     b1="spa(learning_rate, averaging=1 - b1)",
@@ -92,13 +92,13 @@ def spa(
       al., The Road Less Scheduled, 2024, arXiv:2405.15682. Ma, Yarats, Quasi-hyperbolic
       momentum, arXiv:1810.06801.
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.check_averaging(averaging)
-    _hyperparams.POSITIVE_FRACTION.check(interpolation=interpolation)
-    _hyperparams.check_stays_above_0("interpolation", interpolation)
-    eta_at = _hyperparams.as_schedule("learning_rate", learning_rate)
-    c_at = _hyperparams.as_schedule("averaging", averaging)
-    mu_y_at = _hyperparams.as_schedule("interpolation", interpolation)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.check_averaging(averaging)
+    _arguments.POSITIVE_FRACTION.check(interpolation=interpolation)
+    _arguments.check_stays_above_0("interpolation", interpolation)
+    eta_at = _arguments.as_schedule("learning_rate", learning_rate)
+    c_at = _arguments.as_schedule("averaging", averaging)
+    mu_y_at = _arguments.as_schedule("interpolation", interpolation)
 
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
@@ -107,7 +107,7 @@ def spa(
         w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         # None claims that the params are x, and leaves μ_y out of the program.
         mu_y = (
-            None if _hyperparams.is_constant(interpolation, 1) else mu_y_at(state.count)
+            None if _arguments.is_constant(interpolation, 1) else mu_y_at(state.count)
         )
         return XZCoefficients(eta, c, w, mu_y=mu_y)
 
@@ -115,12 +115,12 @@ def spa(
         rule,
         state_dtype,
         rounding_key,
-        averaging,
-        mu_y_may_change=not _hyperparams.is_plain_number(interpolation),
+        averaging=averaging,
+        mu_y_may_change=not _arguments.is_plain_number(interpolation),
     )
 
 
-@_hyperparams.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
+@_arguments.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
 def spa_from_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -190,10 +190,10 @@ def spa_from_sgdm(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1.
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
-    _hyperparams.BOOLEAN.check(nesterov=nesterov)
-    _hyperparams.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.FRACTION_BELOW_1.check(momentum=momentum)
+    _arguments.BOOLEAN.check(nesterov=nesterov)
+    _arguments.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state):
         sgdm = sgdm_at(
@@ -206,11 +206,11 @@ def spa_from_sgdm(
             stores_difference=codec_of(state.z).stores_difference,
         )
 
-    beta_at = _hyperparams.as_schedule("momentum", momentum)
+    beta_at = _arguments.as_schedule("momentum", momentum)
     return transformation(
         rule,
         state_dtype,
         rounding_key,
-        # c itself needs the look ahead. While α and β stay, it is 1 − β.
-        (lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
+        # For checks: c itself needs the look ahead. While α and β stay, it is 1 − β.
+        averaging=(lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
     )

@@ -6,13 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 Scalar = Float[Array, ""]
 Flag = Bool[Array, ""]
 Count = Int[Array, ""]
-Seed = UInt32[Array, ""]  # of the random bits of one array
-ByPath = dict[str, Array]  # an array for each parameter, by its path
 
 
 def is_none(leaf: Any) -> bool:

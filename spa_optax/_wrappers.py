@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 
-from . import _hyperparams
+from . import _arguments
 from ._checks import (
     check_fits_params,
     check_params_passed,
@@ -110,7 +110,7 @@ def in_float32(
       >>> print(tx.init(params).nu.dtype)
       float32
     """
-    _hyperparams.TRANSFORMATION.check(inner=inner)
+    _arguments.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -190,8 +190,8 @@ def primal_averaging(
       Defazio et al., Smoothing DiLoCo with Primal Averaging, 2025, arXiv:2512.17131,
       Section 3.
     """
-    _hyperparams.TRANSFORMATION.check(base=base)
-    _hyperparams.one_of("params", "z").check(params_of_base=params_of_base)
+    _arguments.TRANSFORMATION.check(base=base)
+    _arguments.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
     unfit_there = UNFIT_AT_Z if params_of_base == "z" else UNFIT_AT_PARAMS
     average = spa(
@@ -219,11 +219,12 @@ def primal_averaging(
         observe = extra.pop("observe", None)  # the gauge observes a step of `average`
         seen = _current_z(state.average, params) if params_of_base == "z" else params
         u, base_state = tx.update(updates, state.base, seen, **extra)
+        # `spa` subtracts η g, at η = 1.
         minus_u = fill_none(map_inexact(jnp.negative, u), u)
-        u, average_state = average.update(
+        updates, average_state = average.update(
             minus_u, state.average, params, observe=observe
         )
-        return u, PrimalAveragingState(base_state, average_state)  # pyright: ignore[reportArgumentType]
+        return updates, PrimalAveragingState(base_state, average_state)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -275,8 +276,8 @@ def stochastic_rounding(
       Gupta et al., Deep Learning with Limited Numerical Precision, 2015,
       arXiv:1502.02551, Section 3.
     """
-    _hyperparams.TRANSFORMATION.check(base=base)
-    _hyperparams.KEY.check(key=key)
+    _arguments.TRANSFORMATION.check(base=base)
+    _arguments.KEY.check(key=key)
     tx = in_float32(base)
 
     def init_fn(params):
@@ -344,8 +345,8 @@ def float8_momentum(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
       arXiv:2110.02861, Section 2.
     """
-    _hyperparams.TRANSFORMATION.check(base=base)
-    _hyperparams.KEY.check(key=key)
+    _arguments.TRANSFORMATION.check(base=base)
+    _arguments.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
 
     def cast(u, x):

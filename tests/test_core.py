@@ -111,7 +111,7 @@ def test_a_step_as_it_is_observed(tx: Any) -> None:
     for _ in range(3):
         x, z, g = eval_params(state, y), z_of(state, y), jnp.cos(y)
         updates, after = tx.update(g, state, y, observe=observe)
-        observed_g, observed_y, observed_state, s = steps[-1]
+        observed_g, observed_state, observed_y, s = steps[-1]
         chex.assert_trees_all_equal(
             (observed_g, observed_y, observed_state), (g, y, state)
         )

@@ -194,7 +194,11 @@ def test_y_stays_near_that_of_float32_where_rounded_params_walk_away(
 ) -> None:
     """z − y keeps what rounding takes from y, so that y forgets it at the rate c.
 
-    None is a run without z.
+    Let U be the spacing of the params, and v the variance of one step, about c² E d². A
+    step much shorter than U adds about U times its length to the variance, and for
+    normal steps the mean length is √(2v/π). So a rounding adds the variance U √(2v/π).
+    z pulls y back at the rate c, so d keeps U √(v/(2π))/c. Without z, which is None,
+    nothing pulls back: after n steps the variance is n U √(2v/π).
     """
     n, num_steps, eta, c, ulp = 4_096, 2_000, 2e-5, 0.1, 2.0**-13
 

@@ -64,7 +64,8 @@ def equal(found: Any, expected: Any) -> None:
 def test_ema_nesterov(base: Any) -> None:
     """θ ← A(θ + β m), m ← γ m + (1 − γ)(θ' − θ); x is the average of θ.
 
-    A's rate is what `primal_averaging` wraps, times 1/(1 − β), as in docs/averages.md.
+    A's rate is what `primal_averaging` wraps, times 1/(1 − β). The authors evaluate
+    θ = x + γ (y − x)/(γ + (1 − γ) β), not x (arXiv:2605.25395).
     """
     gamma, beta = 0.9, 0.6
     with x64(), jax.numpy_dtype_promotion("standard"):

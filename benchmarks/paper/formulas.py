@@ -28,9 +28,9 @@ from jaxtyping import Array, ArrayLike as Real, Float
 from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
-from spa_optax import _hyperparams
+from spa_optax import _arguments
+from spa_optax._arguments import as_schedule
 from spa_optax._checks import is_surely
-from spa_optax._hyperparams import as_schedule
 from spa_optax._schedules import SPAHyperparams, vectorized
 
 Reals = Float[Array, "..."]
@@ -262,11 +262,11 @@ def momentum_drop(
       >>> print([f"{eta(k)} {c(k)}" for k in range(3)])
       ['1.0 0.25', '0.25 1.0', '0.25 1.0']
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.check_averaging(averaging=averaging)
-    _hyperparams.POSITIVE_INTEGER.check(step=step)
-    _hyperparams.one_of("eta", "alpha").check(hold=hold)
-    _hyperparams.ABOVE_1.optional().check(step_factor=step_factor)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.check_averaging(averaging=averaging)
+    _arguments.POSITIVE_INTEGER.check(step=step)
+    _arguments.one_of("eta", "alpha").check(hold=hold)
+    _arguments.ABOVE_1.optional().check(step_factor=step_factor)
     eta_at, c_at = (
         as_schedule("learning_rate", learning_rate),
         as_schedule("averaging", averaging),

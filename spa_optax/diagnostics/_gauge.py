@@ -51,9 +51,9 @@ class Measurement(NamedTuple):
 class Means(NamedTuple):
     """Moving averages before division by `weight`, the sum of their weights."""
 
-    sq_step: Scalar  # of ‖Δx_{k−1}‖²/(η_{k−1}² c_k)
+    iterate_term: Scalar  # of ‖Δx_{k−1}‖²/(η_{k−1}² c_k)
     noise: Scalar  # of v_k/(η_{k−1}² c_k)
-    half_sq_gradient: Scalar  # of ½‖g_k‖²
+    gradient_term: Scalar  # of ½‖g_k‖²
     weight: Scalar
 
 
@@ -65,7 +65,7 @@ class Gauge(NamedTuple):
     of Σ χ_k².
     """
 
-    last_sq_step: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if it does not count
+    last_iterate_term: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if it does not count
     last_noise: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k; −1 before the first step
     cross_sum: Scalar  # Σ χ_k, with weights that fall
@@ -83,7 +83,7 @@ def new_gauge() -> Gauge:
         return jnp.zeros([], dtype)
 
     return Gauge(
-        last_sq_step=zero(),
+        last_iterate_term=zero(),
         last_noise=zero(),
         p=jnp.full([], -1, jnp.float32),
         cross_sum=zero(),
@@ -96,7 +96,7 @@ def new_gauge() -> Gauge:
 
 
 def measure(
-    g: PyTree, params: PyTree, state: SPAState, xz: XZCoefficients
+    g: PyTree, state: SPAState, params: PyTree, xz: XZCoefficients
 ) -> Measurement:
     """The measurements of a step of a member, from the state before it."""
     r = jnp.ones([]) if xz.r is None else xz.r
@@ -153,14 +153,16 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     *terms, is_finite, is_negligible = _terms_of(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_negligible
-    sq_step, noise, cross_term = [jnp.where(is_measured, term, 0) for term in terms]
+    iterate_term, noise, cross_term = [
+        jnp.where(is_measured, term, 0) for term in terms
+    ]
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
     memory = jnp.where(is_measured, jnp.maximum(decay, (1 - c) ** 2), 1)
     of_gradient = (1 - c) * eta - delta
     next_p = (1 - c) ** 2 * p + of_gradient**2 * sums.sq_gradient
     return Gauge(
-        last_sq_step=sq_step,
+        last_iterate_term=iterate_term,
         last_noise=noise,
         p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
         cross_sum=memory * gauge.cross_sum + cross_term,
@@ -192,9 +194,9 @@ def _terms_of(
     is_negligible = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_negligible |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
-    sq_step, noise = square / divisor, noise / divisor
-    is_finite = jnp.isfinite(sq_step) & jnp.isfinite(noise)
-    return sq_step, noise, cross_term / divisor, is_finite, is_negligible
+    iterate_term, noise = square / divisor, noise / divisor
+    is_finite = jnp.isfinite(iterate_term) & jnp.isfinite(noise)
+    return iterate_term, noise, cross_term / divisor, is_finite, is_negligible
 
 
 def _updated_means(
@@ -202,9 +204,9 @@ def _updated_means(
 ) -> Means:
     """The means, of ‖Δx_{k−1}‖² if that step counts, and of the gradient after it."""
     terms = Means(
-        gauge.last_sq_step, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
+        gauge.last_iterate_term, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
     )
-    is_counted = sums_are_finite & (gauge.last_sq_step > 0)
+    is_counted = sums_are_finite & (gauge.last_iterate_term > 0)
 
     def average(mean, term):
         return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)

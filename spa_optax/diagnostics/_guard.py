@@ -8,7 +8,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .. import _hyperparams
+from .. import _arguments
 from .._checks import check_params_passed, check_state
 from .._trees import (
     Flag,
@@ -71,7 +71,7 @@ def guard_params(
       ...     print(str(error)[:58])
       `params` must be those that the last update made, got othe
     """
-    _hyperparams.TRANSFORMATION.check(inner=inner)
+    _arguments.TRANSFORMATION.check(inner=inner)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .. import _hyperparams
+from .. import _arguments
 from .._checks import check_not_batched, check_state
 from .._codec import unwrap
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
@@ -82,8 +82,8 @@ def track_momentum(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Insight 1 and
       Figure 2.
     """
-    _hyperparams.TRANSFORMATION.check(inner=inner)
-    _hyperparams.FRACTION_BELOW_1.of(_hyperparams.NUMBER).check(decay=decay)
+    _arguments.TRANSFORMATION.check(inner=inner)
+    _arguments.FRACTION_BELOW_1.of(_arguments.NUMBER).check(decay=decay)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -265,15 +265,15 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
         gauge.cross_error, jnp.finfo(jnp.float32).tiny
     )  # it is 0 while z is x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
-    noise_level = means.noise / means.half_sq_gradient
+    noise_level = means.noise / means.gradient_term
     if find_nodes(state.inner, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
     return MomentumReport(
-        gain=means.sq_step / means.half_sq_gradient,
+        gain=means.iterate_term / means.gradient_term,
         noise_level=noise_level,
         t=t,
-        iterate_term=means.sq_step / means.weight,
-        gradient_term=means.half_sq_gradient / means.weight,
+        iterate_term=means.iterate_term / means.weight,
+        gradient_term=means.gradient_term / means.weight,
         num_steps=gauge.num_steps,
         num_measured=gauge.num_measured,
         num_not_finite=gauge.num_not_finite,

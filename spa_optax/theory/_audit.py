@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from .. import _hyperparams
+from .. import _arguments
 from .._schedules import hyperparams_to_sgdm
 from .._sgdm import eta_and_c, sgdm_at
 
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     A drop needs no change, nor does a rise that is meant.
     """
 
-    kind: Literal["range", "average", "beta", "spike", "rise", "drop"]
+    kind: Literal["range", "standstill", "average", "beta", "spike", "rise", "drop"]
     text: str  # where, how large, and the remedy
 
 
@@ -106,14 +106,14 @@ def audit(
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and
       Sections 5 and 6.
     """
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.POSITIVE_INTEGER.check(num_steps=num_steps)
     hyperparams = hyperparams_to_sgdm(learning_rate, averaging)
     schedules = [
-        _hyperparams.as_schedule("learning_rate", learning_rate),
-        _hyperparams.as_schedule("averaging", averaging),
-        _hyperparams.as_schedule("learning_rate", hyperparams.learning_rate),
-        _hyperparams.as_schedule("momentum", hyperparams.momentum),
+        _arguments.as_schedule("learning_rate", learning_rate),
+        _arguments.as_schedule("averaging", averaging),
+        _arguments.as_schedule("learning_rate", hyperparams.learning_rate),
+        _arguments.as_schedule("momentum", hyperparams.momentum),
     ]
     eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
     beta[0] = np.nan
@@ -147,10 +147,10 @@ def audit_sgdm(
       >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
-    _hyperparams.BOOLEAN.check(nesterov=nesterov)
-    _hyperparams.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _hyperparams.FRACTION_BELOW_1.check(momentum=momentum)
-    _hyperparams.POSITIVE_INTEGER.check(num_steps=num_steps)
+    _arguments.BOOLEAN.check(nesterov=nesterov)
+    _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
+    _arguments.FRACTION_BELOW_1.check(momentum=momentum)
+    _arguments.POSITIVE_INTEGER.check(num_steps=num_steps)
 
     def at(k):
         sgdm = sgdm_at(learning_rate, momentum, k, nesterov=nesterov)
@@ -192,7 +192,7 @@ def _standstill(audited: Audit) -> Finding | None:
     if audited.alpha.any():
         return None
     text = "α is 0 at every step: params stay."
-    return Finding("range", text)
+    return Finding("standstill", text)
 
 
 def _long_average(audited: Audit) -> Finding | None:

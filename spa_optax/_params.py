@@ -1,4 +1,4 @@
-"""x of a state, and z after an edit of the params."""
+"""The params beside a state: x of both, and z after an edit of the params."""
 
 import jax
 from jaxtyping import PyTree

@@ -1,4 +1,4 @@
-"""Hyper-parameters: what they must be, as schedules, and warnings of them.
+"""Arguments: what they must be, hyper-parameters as schedules, and warnings.
 
 They are checked when a transform is built: `REQUIREMENT.check(argument=value)`. Traced
 values pass.
@@ -24,6 +24,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
+# At which schedules are checked.
+COUNTS = np.append(
+    np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
+)
 
 
 class Requirement(NamedTuple):
@@ -202,14 +206,14 @@ def check_stays_above_0(name: str, schedule: Any) -> None:
 
     Past the end of a run it may fall to anything.
     """
-    counts, values = _sampled(schedule)
+    values = sampled(schedule, COUNTS)
     largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
     is_bad = (values <= 0) & (largest_later > 0)
     is_bad[:1] |= values[:1] <= 0
     if is_bad.any():
         k = np.argmax(is_bad)
         raise ValueError(
-            f"`{name}` must be > 0 at every count, got {values[k]:g} at {counts[k]}"
+            f"`{name}` must be > 0 at every count, got {values[k]:g} at {COUNTS[k]}"
         )
 
 
@@ -220,7 +224,7 @@ def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
     """
     if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
         return
-    _, values = _sampled(averaging)
+    values = sampled(averaging, COUNTS)
     at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
     if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
@@ -230,23 +234,20 @@ def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
         )
 
 
-def _sampled(hyperparam: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Counts, and the values there; both empty if it cannot be evaluated yet.
+def sampled(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
+    """The values of a schedule at counts, or the one of a number.
 
-    They are the counts below 10,000, and 700 from there to 10^7. A number has one.
+    Empty if it cannot be evaluated yet.
     """
-    none = np.empty(0, int), np.empty(0)
     try:
         if not callable(hyperparam):
-            return np.zeros(1, int), np.asarray([hyperparam], float)
-        later = np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
-        counts = np.append(np.arange(10**4), later)
+            return np.asarray([hyperparam], float)
         with jax.ensure_compile_time_eval():
             values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
         values = np.asarray(values, float)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        return none  # it depends on traced values, or cannot be traced
-    return (counts, values) if values.shape == counts.shape else none
+        return np.empty(0)  # it depends on traced values, or cannot be traced
+    return values if values.shape == counts.shape else np.empty(0)
 
 
 def warn(message: str) -> None:
