@@ -21,9 +21,9 @@ from jaxtyping import Array
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
-NUMBER, SCALAR, SCHEDULE = "a number", "a scalar", "a scalar or a schedule"
+NUMBER, SCALAR = "a number", "a scalar"
+SCALAR_OR_SCHEDULE = "a scalar or a schedule"
 # At which schedules are checked.
 COUNTS = np.append(
     np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
@@ -62,7 +62,7 @@ class Requirement(NamedTuple):
     def _allows(self, value: Any) -> bool:
         if value is None and self.may_be_none:
             return True
-        if callable(value) and self.form == SCHEDULE:
+        if callable(value) and self.form == SCALAR_OR_SCHEDULE:
             return True
         if self.form and not _is_real(value):
             return False
@@ -82,7 +82,7 @@ def _described(value: Any, form: str) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if isinstance(value, tuple) and form == SCHEDULE:
+    if isinstance(value, tuple) and form == SCALAR_OR_SCHEDULE:
         return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
         if form in ("", NUMBER):
@@ -100,18 +100,6 @@ def _is_real(value: Any) -> bool:
         return False
     is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
     return is_number and np.isrealobj(value) and np.shape(value) == ()
-
-
-def check_averaging(averaging: Any) -> None:
-    """Checks an averaging, and warns of one that is probably meant as a momentum."""
-    FRACTION.check(averaging=averaging)
-    if is_plain_number(averaging) and 0.8 <= averaging < 1:
-        momentum = 1 - averaging
-        warn(
-            f"`averaging` should be 1 − momentum, got {averaging}, which means a "
-            f"momentum of {momentum:g}. For a momentum of {averaging} pass "
-            f"{momentum:g}."
-        )
 
 
 def _integer(least: int) -> Requirement:
@@ -139,13 +127,15 @@ def _is_state_dtype(value: Any) -> bool:
     )
 
 
-NOT_NEGATIVE = Requirement("finite and >= 0", lambda v: 0 <= v < inf, SCHEDULE)
-FRACTION = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCHEDULE)
+NOT_NEGATIVE = Requirement(
+    "finite and >= 0", lambda v: 0 <= v < inf, SCALAR_OR_SCHEDULE
+)
+FRACTION = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCALAR_OR_SCHEDULE)
 # Above 0 in float32, too.
 POSITIVE_FRACTION = Requirement(
-    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCHEDULE
+    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR_OR_SCHEDULE
 )
-FRACTION_BELOW_1 = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCHEDULE)
+FRACTION_BELOW_1 = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCALAR_OR_SCHEDULE)
 B2 = Requirement(
     "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
 )
@@ -176,7 +166,14 @@ def is_constant(value: Any, expected: int) -> bool:
     return is_plain_number(value) and bool(value == expected)
 
 
-def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Array]:
+def is_surely(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False
+
+
+def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Any], Array]:
     """A hyper-parameter as a function of the count, in the default floating dtype."""
 
     def at(count):
@@ -201,6 +198,18 @@ def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Array], Ar
     return at
 
 
+def check_averaging(averaging: Any) -> None:
+    """Checks an averaging, and warns of one that is probably meant as a momentum."""
+    FRACTION.check(averaging=averaging)
+    if is_plain_number(averaging) and 0.8 <= averaging < 1:
+        momentum = 1 - averaging
+        warn(
+            f"`averaging` should be 1 − momentum, got {averaging}, which means a "
+            f"momentum of {momentum:g}. For a momentum of {averaging} pass "
+            f"{momentum:g}."
+        )
+
+
 def check_stays_above_0(name: str, schedule: Any) -> None:
     """Raises ValueError where a schedule begins at 0 or below, or rises from there.
 
@@ -214,23 +223,6 @@ def check_stays_above_0(name: str, schedule: Any) -> None:
         k = np.argmax(is_bad)
         raise ValueError(
             f"`{name}` must be > 0 at every count, got {values[k]:g} at {COUNTS[k]}"
-        )
-
-
-def check_fits_8_bits(averaging: Any, state_dtype: Any) -> None:
-    """Raises ValueError if z in 8 bits would be too coarse for an averaging.
-
-    A longer average makes smaller steps of z − params, down to those of rounding.
-    """
-    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
-        return
-    values = sampled(averaging, COUNTS)
-    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
-        raise ValueError(
-            "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
-            f"{at_last[0]:.4g} at last. Use bfloat16."
         )
 
 

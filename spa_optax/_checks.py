@@ -1,6 +1,5 @@
 """Checks of params, states and updates, and that their trees fit each other."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ._arguments import is_surely
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, has_stepped
@@ -84,16 +84,16 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def check_mu_y(
+def mu_y_is_wrong(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> Flag:
-    """Whether the μ_y of a step would give a wrong x, if only compiled code can tell.
+    """Whether the μ_y of a step would give a wrong x.
 
     Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
     one, frozen params must not need to move, so μ_y must stay.
 
-    Raises ValueError where that is known outside `jax.jit`, and wherever μ_y may change
-    beside frozen params.
+    Raises ValueError if it is known to be wrong, and wherever μ_y may change beside
+    frozen params. A traced flag is returned, since compiled code cannot raise.
     """
     stepped = has_stepped(state)
     if xz.mu_y is None:
@@ -228,10 +228,3 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
-
-
-def is_surely(condition: Any) -> bool:
-    """Whether a scalar condition is true; False if it is traced."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        return bool(condition)
-    return False

@@ -24,13 +24,13 @@ class XZCoefficients(NamedTuple):
     momentum x − z stands for, m = (x − z)/w, and `spa_from_sgdm` and `convert` read it.
     η, c and w may all be 0 only while z is y, since such a state counts as new
     (`has_stepped`). A field that is None leaves its term out of the program.
-    `mu_y=None` also claims that y_k is x_k, which is checked.
+    `mu_y=None` also claims that y_k is x_k, which `mu_y_is_wrong` checks.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
     w: Scalar  # w_{k+1}: the scale of momentum
-    mu_y: Scalar | None = None  # of y_{k+1}. None: y_k is x_k, and y_{k+1} is x_{k+1}
+    mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
 
@@ -42,8 +42,7 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    A field that is None leaves its term out of the program. With a `rounding_key` a
-    δ_y of 0 is written out, for XLA (`_step`).
+    A field that is None leaves its term out of the program.
     """
 
     eta: Scalar
@@ -52,7 +51,7 @@ class YZCoefficients(NamedTuple):
     r: Scalar | None  # None: 1
 
 
-def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
+def without_x(xz: XZCoefficients, mu: Scalar) -> YZCoefficients:
     """The coefficients of y and z that make the step of x and z.
 
     If `xz.mu_y` is None, the params are x before and after the step. So c_y = c and
@@ -70,18 +69,18 @@ def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
 
     Args:
       xz: the step of x and z.
-      mu_y: μ, the interpolation of the current params.
+      mu: μ, the interpolation of the current params.
     """
-    eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
-    if next_mu_y is None:
+    eta, c, next_mu = xz.eta, xz.c, xz.mu_y
+    if next_mu is None:
         return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r)
     if xz.r is not None:
         raise ValueError("`r` must be None beside a `mu_y`, got both")
-    change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
-    c_y = c - (1 - c) * change  # exactly c where μ' is μ
-    delta_y = eta * (1 - c) * (1 + change - next_mu_y)
+    mu_change = _relative_change(mu, next_mu)  # μ'/μ − 1
+    c_y = c - (1 - c) * mu_change  # exactly c where μ' is μ
+    delta_y = eta * (1 - c) * (1 + mu_change - next_mu)
     if xz.delta is not None:
-        delta_y += next_mu_y * xz.delta
+        delta_y += next_mu * xz.delta
     return YZCoefficients(eta, c_y, delta_y, r=None)
 
 

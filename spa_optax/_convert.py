@@ -6,12 +6,10 @@ writes it into the new one. Counters count on from k. All other nodes are copied
 and shape.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
@@ -19,8 +17,15 @@ from jaxtyping import Array, ArrayLike, PyTree
 from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, unwrap
-from ._schedules import AdamWHyperparams, SGDMHyperparams
-from ._sgdm import eta_and_c, nonzero_w, sgdm_at
+from ._nodes import (
+    ScaleByRmsWithCountState,
+    carried_into,
+    known_nodes,
+    of_type,
+    steps_taken,
+)
+from ._schedules import SGDMHyperparams
+from ._sgdm import eta_and_c, positive_w, sgdm_at
 from ._state import SPAState, has_stepped
 from ._trees import (
     Count,
@@ -33,12 +38,7 @@ from ._trees import (
     wide_dtype,
     with_leaves,
 )
-from ._wrappers import (
-    Float8MomentumState,
-    PrimalAveragingState,
-    StochasticRoundingState,
-)
-from .diagnostics._track import TrackMomentumState
+from ._wrappers import PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
 # The momentum that `convert` translates, with its field. In a state that holds several
@@ -48,35 +48,6 @@ CONVERTED_FIELDS: dict[type, str] = {
     optax.ScaleByAdamState: "mu",
     optax.TraceState: "trace",
 }
-# Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsWithCountState: Any = type(
-    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
-)
-# The fields of wrappers that hold other states. Their other fields, such as injected
-# hyper-parameters and gauges, are those of `into`.
-INNER_FIELDS: dict[type, tuple[str, ...]] = {
-    optax.MaskedState: ("inner_state",),
-    optax.PartitionState: ("inner_states",),
-    optax.InjectHyperparamsState: ("inner_state",),
-    optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
-    optax.MultiStepsState: ("inner_opt_state",),
-    optax.ApplyIfFiniteState: ("inner_state",),
-    PrimalAveragingState: ("base", "average"),
-    StochasticRoundingState: ("base",),
-    Float8MomentumState: ("base",),
-    TrackMomentumState: ("inner",),
-}
-# The fields that count the steps taken.
-COUNT_FIELDS: dict[type, str] = {
-    optax.InjectHyperparamsState: "count",
-    optax.InjectStatefulHyperparamsState: "count",
-    optax.MultiStepsState: "gradient_step",
-    StochasticRoundingState: "count",
-    Float8MomentumState: "count",
-    SPAState: "count",
-    optax.ScaleByAdamState: "count",
-    ScaleByRmsWithCountState: "count",
-}
 REQUIREMENTS = {
     "learning_rate": _arguments.NOT_NEGATIVE,
     "momentum": _arguments.FRACTION_BELOW_1,
@@ -85,6 +56,15 @@ REQUIREMENTS = {
     "b2": _arguments.B2,
     "eps": _arguments.NOT_NEGATIVE.of(_arguments.SCALAR),
 }
+
+
+class AdamWHyperparams(NamedTuple):
+    """Hyper-parameters of `optax.adamw`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -173,9 +153,9 @@ def convert(
     arguments = (old_state, params, into, hyperparams, averaging, new_params, count)
     _check_arguments(arguments, hyperparams, averaging)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    nodes, new_nodes = _known_nodes(old_state), _known_nodes(into)
+    nodes, new_nodes = known_nodes(old_state), known_nodes(into)
     pair = _pair_of(nodes, new_nodes, params)
-    k = _steps_taken(nodes, count)
+    k = steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
         # Those of Optax's optimizer, if there is one.
@@ -192,7 +172,7 @@ def convert(
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
         nodes = _with_momentum(nodes, old, write(new, read(old, run), run))
-    return copy_arrays(_carried_into(into, nodes, k))
+    return copy_arrays(carried_into(into, nodes, k))
 
 
 def _check_arguments(
@@ -225,7 +205,7 @@ def _check_injected(
     """Raises ValueError if a state injects other numbers than `hyperparams` has."""
     given = {} if hyperparams is None else hyperparams._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in _of_type(nodes, injecting):
+    for node in of_type(nodes, injecting):
         for name in given.keys() & node.hyperparams.keys():
             value, injected = given[name], node.hyperparams[name]
             if callable(value) or jnp.shape(injected):
@@ -247,10 +227,10 @@ def _pair_of(
 
     Raises ValueError unless the first can become the second.
     """
-    if not _of_type(nodes + new_nodes, SPAState):
+    if not of_type(nodes + new_nodes, SPAState):
         return None
-    averages = _of_type(nodes, PrimalAveragingState)
-    if len(averages) != len(_of_type(new_nodes, PrimalAveragingState)):
+    averages = of_type(nodes, PrimalAveragingState)
+    if len(averages) != len(of_type(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
@@ -281,8 +261,8 @@ def _momentum_of(
     A kind of Optax's that both states hold equally often is not translated but copied.
     """
     for kind in CONVERTED_FIELDS:
-        found = _of_type(nodes, kind)
-        if kind is not SPAState and len(found) == len(_of_type(other_nodes, kind)):
+        found = of_type(nodes, kind)
+        if kind is not SPAState and len(found) == len(of_type(other_nodes, kind)):
             continue
         if len(found) > 1:
             raise ValueError(
@@ -305,7 +285,7 @@ def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
     of_spa = nodes if isinstance(old, SPAState) else new_nodes
-    found = _of_type(of_spa, ScaleByRmsWithCountState)
+    found = of_type(of_spa, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
@@ -349,7 +329,7 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
     alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
     sgdm = sgdm_at(alpha, beta, last, nesterov=nesterov)
-    w = nonzero_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
+    w = positive_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
     return eta, c, w, {}
 
@@ -398,7 +378,7 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The run as an `SPAState`, with z itself, by path."""
+    """The run as an `SPAState` on its way: its z is a `ByPath` of z itself."""
     codec, stored_by_path = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored_by_path[path], stepped) for path, y in run.y.items()}
@@ -410,9 +390,8 @@ def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
     codec, stored_by_path = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored_by_path.keys() & state.z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored = codec.store(state.z[path], y, dtype, seed=None)
-        stored_by_path[path] = stored
-        size = jnp.abs(stored.astype(wide_dtype(y)))
+        stored_by_path[path] = codec.store(state.z[path], y, dtype, seed=None)
+        size = jnp.abs(stored_by_path[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec.stores_difference and jnp.any(is_at_limit):
             _arguments.warn(
@@ -426,8 +405,7 @@ def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
 def _read_optax(old: Any, run: Run) -> SPAState:
     """The run of an optimizer of Optax as an `SPAState`: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
-    scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
-    eta, c, w, divisors = scalars_of(run)
+    eta, c, w, divisors = (_scalars_of_sgdm if is_sgdm else _scalars_of_adamw)(run)
     m, z = by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
@@ -461,116 +439,4 @@ def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
     nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
     return new._replace(
         count=with_leaves(new.count, run.count), mu=tree, nu=with_leaves(new.nu, nu)
-    )
-
-
-def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
-    """A state with a function of each node. A wrapper comes after its inner states.
-
-    The function sees a wrapper with None in place of its inner states.
-    """
-
-    def map_node(node):
-        fields = INNER_FIELDS.get(type(node), ())
-        inner = {field: _map_nodes(function, getattr(node, field)) for field in fields}
-        if not inner:
-            return function(node)
-        without_inner = node._replace(**dict.fromkeys(fields))
-        return function(without_inner)._replace(**inner)
-
-    return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
-
-
-def _known_nodes(state: PyTree) -> list[Any]:
-    """The nodes of a state, wrappers among them."""
-    nodes: list[Any] = []
-
-    def collect(node):
-        nodes.append(node)
-        return node
-
-    _map_nodes(collect, state)
-    return nodes
-
-
-def _of_type(nodes: list[Any], kind: Any) -> list[Any]:
-    """The nodes of a type. `find_nodes` would also look into unknown wrappers."""
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def _count_field(node: Any) -> str | None:
-    """The field that counts the steps taken. Optax's schedules have it alone."""
-    if getattr(node, "_fields", ()) == ("count",):
-        return "count"
-    return COUNT_FIELDS.get(type(node))
-
-
-def _steps_taken(nodes: list[Any], count: object) -> Array:
-    """The count k. Raises ValueError unless all counts agree, between two steps."""
-    _arguments.NOT_NEGATIVE_INTEGER.optional().check(count=count)
-    counts = [getattr(node, field) for node in nodes if (field := _count_field(node))]
-    if count is not None:
-        counts.append(count)
-    check_not_batched("old_state", counts)
-    values = sorted({int(scalar_of(value)) for value in counts})
-    if len(values) != 1:
-        raise ValueError(
-            "`count` must be the number of steps taken, and all counts in `old_state` "
-            f"must be the same, got {values or None}. Pass `count=k` if `old_state` "
-            "has none."
-        )
-    for node in _of_type(nodes, optax.MultiStepsState):
-        mini_step = scalar_of(node.mini_step)
-        if mini_step > 0:
-            raise ValueError(
-                "`old_state` must not hold accumulated gradients, which would be lost, "
-                f"got those of {mini_step} batches. Convert when `mini_step` is 0."
-            )
-    return jnp.asarray(values[0], jnp.int32)
-
-
-def _carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
-    """A state with the arrays of old nodes of the same types, and the count k."""
-    remaining = list(filter(_is_copied, nodes))
-
-    def fill(node):
-        if _is_copied(node):
-            return _take(remaining, node)
-        field = _count_field(node)
-        if field is None:
-            return node
-        return node._replace(**{field: with_leaves(getattr(node, field), k)})
-
-    state = _map_nodes(fill, into)
-    if remaining:
-        raise ValueError(
-            "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {names_of_nodes(tuple(remaining))}. Build it from an optimizer "
-            "with the same chain."
-        )
-    return state
-
-
-def _is_copied(node: Any) -> bool:
-    """Whether a node has arrays, and is neither a wrapper nor a schedule's count."""
-    is_count = getattr(node, "_fields", ()) == ("count",)
-    return bool(_shapes(node)) and not is_count and type(node) not in INNER_FIELDS
-
-
-def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
-    return {path: np.shape(leaf) for path, leaf in by_path(node).items()}
-
-
-def _take(nodes: list[Any], new: Any) -> Any:
-    """Removes from old nodes the first that fits a new one, which gets its arrays."""
-    shapes = _shapes(new)
-    for i, node in enumerate(nodes):
-        is_same_kind = type(node) is type(new) or not hasattr(new, "_fields")
-        if is_same_kind and shapes.items() <= _shapes(node).items():
-            leaves = by_path(nodes.pop(i))
-            return with_leaves(new, [leaves[path] for path in shapes])
-    raise ValueError(
-        "`into` must hold only states of `old_state` beside the momentum, in the same "
-        f"shapes, got a `{type(new).__name__}` with {shapes}. Build it from an "
-        "optimizer with the same chain, masks and options."
     )

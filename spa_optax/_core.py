@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_mu_y, check_params, check_update
+from ._checks import check_params, check_update, mu_y_is_wrong
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -29,15 +30,16 @@ from ._trees import (
 )
 from ._xla import hide_from_xla
 
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 Rule = Callable[[SPAState], XZCoefficients]
 
 
 def transformation(
     rule: Rule,
-    state_dtype: Any,
-    rounding_key: Any,
+    state_dtype: DTypeLike | None,
+    rounding_key: PRNGKeyArray | None,
     *,
-    averaging: Any,
+    averaging: optax.ScalarOrSchedule,
     mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer that a rule defines, a member of the family.
@@ -46,7 +48,7 @@ def transformation(
       rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      averaging: c, for checks alone, a scalar or a schedule; steps take c from the
+      averaging: c, a scalar or a schedule, for checks alone: steps take c from the
         rule. A z in 8 bits is refused if c ends too small for it. At a constant 1 there
         is no warning of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
@@ -56,8 +58,7 @@ def transformation(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    state_dtype = _checked_state_dtype(state_dtype, rounding_key)
-    _arguments.check_fits_8_bits(averaging, state_dtype)
+    state_dtype = _checked_state_dtype(state_dtype, rounding_key, averaging)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_constant(averaging, 1)
 
@@ -91,7 +92,7 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = rule(state)
-        is_wrong = check_mu_y(updates, state, xz, mu_y_may_change)
+        is_wrong = mu_y_is_wrong(updates, state, xz, mu_y_may_change)
         # Compiled code cannot raise, and NaN is better than a wrong x.
         xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
         if observe := extra.get("observe"):
@@ -101,14 +102,34 @@ def transformation(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _checked_state_dtype(state_dtype: Any, rounding_key: Any) -> Any:
-    """The dtype, or None. Raises ValueError unless it and the key are right."""
+def _checked_state_dtype(
+    state_dtype: DTypeLike | None,
+    rounding_key: PRNGKeyArray | None,
+    averaging: optax.ScalarOrSchedule,
+) -> Any:
+    """The dtype, or None. Raises ValueError unless it fits the key and the averaging.
+
+    A longer average makes smaller steps of z − params, in 8 bits down to those of
+    rounding.
+    """
     _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
     _arguments.KEY.optional().check(rounding_key=rounding_key)
-    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
-    if rounding_key is None and state_dtype == jnp.float8_e4m3fn:
+    if state_dtype is None:
+        return None
+    state_dtype = jnp.dtype(state_dtype)
+    if state_dtype.itemsize > 1:
+        return state_dtype
+    if rounding_key is None:
         raise ValueError(
             "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
+        )
+    values = _arguments.sampled(averaging, _arguments.COUNTS)
+    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+        raise ValueError(
+            "`averaging`, which is 1 − momentum, must stay >= "
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
+            f"{at_last[0]:.4g} at last. Use bfloat16."
         )
     return state_dtype
 
@@ -124,19 +145,17 @@ def _step(
     stepped = has_stepped(state)
     yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
-    kept = (xz.eta, xz.c, xz.w, next_mu_y)
 
     # A δ_y of 0 in place of None: else XLA for TPU v7x makes two kernels of Adam's
     # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     # For XLA alone: the values stay.
-    (yz, stepped), kept = hide_from_xla((yz, stepped), kept)
+    (yz, stepped), kept = hide_from_xla((yz, stepped), (xz.eta, xz.c, xz.w, next_mu_y))
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    eta, c, w, next_mu_y = as_dtype(kept, state.w.dtype)
-    return u, SPAState(count, z_field, eta, c, w, next_mu_y)
+    return u, SPAState(count, z_field, *as_dtype(kept, state.w.dtype))
 
 
 def _step_arrays(

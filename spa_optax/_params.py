@@ -1,14 +1,14 @@
-"""The params beside a state: x of both, and z after an edit of the params."""
+"""Of a state and its params: x, and z shifted along with an edit."""
 
 import jax
 from jaxtyping import PyTree
 
+from ._arguments import is_surely
 from ._checks import (
     check_not_batched,
     check_paths,
     check_same_tree,
     check_spa_state,
-    is_surely,
 )
 from ._codec import codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
@@ -28,7 +28,7 @@ from ._wrappers import StochasticRoundingState
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The params to evaluate and to save: x, for any member of the family.
+    """The params to evaluate and to save: x, from any state of this package.
 
         x_k = y_k − (1/μ_y − 1)(z_k − y_k)
 
@@ -37,9 +37,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     which a step may donate.
 
     Args:
-      opt_state: a state that holds one of the family, or several that divide the
-        params, in any chain, and any wrapper that does not flatten the params or move
-        them itself.
+      opt_state: a state that holds an `SPAState`, or several that divide the params, in
+        any chain, and any wrapper that does not flatten the params or move them itself.
       params: y_k, the current params of that run.
 
     Returns:
@@ -47,7 +46,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       unchanged.
 
     Raises:
-      ValueError: if `opt_state` has no state of the family or of
+      ValueError: if `opt_state` has no `SPAState` and no state of
         `stochastic_rounding`, or a batch of states; if z does not fit `params`; or if
         the state was cast.
 
@@ -91,7 +90,7 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
     Otherwise z would pull them back. With Flax nnx, call it before `nnx.update`.
 
     Args:
-      opt_state: a state that holds one of the family, as for `eval_params`.
+      opt_state: a state that holds an `SPAState`, as for `eval_params`.
       old_params: the params as the last update left them.
       new_params: the params that replace them.
 
@@ -113,8 +112,8 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
     _checked_states(opt_state, old_params, new_params)
-    old_leaves, new_leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
-    pairs = list(zip(old_leaves, new_leaves, strict=True))
+    leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
+    pairs = list(zip(*leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
         raise ValueError(
             "`new_params` must not be the arrays of `old_params` (nnx.state is live)"

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array
 
 from . import _arguments
 from ._sgdm import eta_and_c, sgdm_at
@@ -27,15 +27,6 @@ class SGDMHyperparams(NamedTuple):
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
     nesterov: bool = False
-
-
-class AdamWHyperparams(NamedTuple):
-    """Hyper-parameters of `optax.adamw`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule  # η_k at count k
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 def hyperparams_from_sgdm(
@@ -160,9 +151,9 @@ def stagewise(
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
       factor: the divisor of η at every boundary, > 1.
       averaging_rule: "constant", "scale" or "balance".
-      step_factor: s > 1, with which η_k = max(η_{k−1}/s, the η of its stage) takes n
-        steps to reach it if s = factor^(1/n). None is abrupt, and α or β of SGD+M then
-        spikes (Insight 3).
+      step_factor: s > 1: η_k = max(η_{k−1}/s, the η of its stage). With
+        s = factor^(1/n) a transition takes n steps. None is abrupt, and α or β of SGD+M
+        then spikes (Insight 3).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.

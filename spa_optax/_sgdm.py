@@ -176,14 +176,14 @@ def _choose_next_w(sgdm: SGDMAtCount, w: Scalar, stores_difference: bool) -> Sca
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = nonzero_w(sgdm.resting_w, sgdm.a, w)
+        next_w = positive_w(sgdm.resting_w, sgdm.a, w)
         return jnp.where(sgdm.momentum_ends, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
     cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
     next_w = jnp.where(sgdm.is_foreseen, sgdm.resting_w, cautious_w)
-    return nonzero_w(next_w, sgdm.a, w)
+    return positive_w(next_w, sgdm.a, w)
 
 
 def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
@@ -196,19 +196,19 @@ def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     a, beta = sgdm.a, sgdm.beta
-    change = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
+    r_minus_1 = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
     rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
-    change = zero_where(jnp.abs(change) <= rounding_error, change)
-    r = jnp.where(m_is_0, 1, 1 + change)
+    r_minus_1 = zero_where(jnp.abs(r_minus_1) <= rounding_error, r_minus_1)
+    r = jnp.where(m_is_0, 1, 1 + r_minus_1)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
     return jnp.where(r > float(jnp.finfo(w.dtype).eps) ** -0.5, 0, r)
 
 
-def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
+def positive_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     """A w_{k+1} > 0 with a_k + w_{k+1} > 0, also where a has fallen below 0.
 
     The resting one is 0 if β or every later α is. Then any positive number will do: a_k
@@ -218,4 +218,5 @@ def nonzero_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     least = 1e-30
     any_positive = jnp.where(a > least, a, jnp.where(w > least, w, 1))
     next_w = jnp.where(next_w > least, next_w, any_positive)
+    # Past its end a schedule may be negative. Then a + w is at least −a.
     return jnp.maximum(next_w, -2 * a)

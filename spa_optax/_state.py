@@ -8,14 +8,14 @@ from ._trees import Count, Flag, Scalar, scalar_of
 
 
 class SPAState(NamedTuple):
-    """State of a member of the family, which `transformation` makes of a rule.
+    """State of `spa` and `spa_from_sgdm`; `spa_adamw` and `primal_averaging` hold one.
 
     The params are y_k = μ_y x_k + (1 − μ_y) z_k, which is x_k at the default
     interpolation of 1. Scalars are float32, or float64 if a parameter is float64 or
     complex128. `eval_params` returns x.
 
-    `z` holds z itself where the params and z have 32 bits or more.
-    Otherwise it is a `ZMinusParams` or a `ZMinusParamsTimes256`.
+    `z` is z itself where the params and z have 32 bits or more. Otherwise it is a tuple
+    of one tree, of z − params or 256 (z − params).
     """
 
     count: Count  # k, the number of steps taken

@@ -1,12 +1,12 @@
 """The measurements of a step, and their moving averages.
 
-No step Δx_k = x_{k+1} − x_k is stored. It follows from d_k = z_k − x_k, after z was
+No step Δx_k = x_{k+1} − x_k is stored. It follows from e_k = z_k − x_k, after z was
 rescaled by r, with b_k = c_{k+1} η_k + δ_k:
 
-    Δx_k = c_{k+1} d_k − b_k g_k
+    Δx_k = c_{k+1} e_k − b_k g_k
 
-If gradients were pure noise, all cross terms ⟨g_k, d_k⟩ would vanish in the mean. The
-mean of ‖d_k‖² would be p_k, and that of ‖Δx_k‖² would be v_{k+1}:
+If gradients were pure noise, all cross terms ⟨g_k, e_k⟩ would vanish in the mean. The
+mean of ‖e_k‖² would be p_k, and that of ‖Δx_k‖² would be v_{k+1}:
 
     v_{k+1} = c_{k+1}² p_k + b_k² ‖g_k‖²
     p_{k+1} = (1 − c_{k+1})² p_k + ((1 − c_{k+1}) η_k − δ_k)² ‖g_k‖²
@@ -30,12 +30,12 @@ from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
 
 
 class Sums(NamedTuple):
-    """Sums over all params in a step, with d_k = z_k − x_k."""
+    """Sums over all params in a step, with e_k = z_k − x_k."""
 
     sq_gradient: Scalar  # ‖g_k‖²
-    sq_distance: Scalar  # ‖d_k‖²
-    inner_product: Scalar  # ⟨g_k, d_k⟩
-    sq_rounding: Scalar  # the most that rounding adds to ‖d_k‖²
+    sq_distance: Scalar  # ‖e_k‖²
+    inner_product: Scalar  # ⟨g_k, e_k⟩
+    sq_rounding: Scalar  # the most that rounding adds to ‖e_k‖²
 
 
 class Measurement(NamedTuple):
@@ -60,7 +60,7 @@ class Means(NamedTuple):
 class Gauge(NamedTuple):
     """The stored measurements.
 
-    The cross term of ‖Δx_k‖²/(η_k² c_{k+1}) is χ_k = −2 b_k ⟨g_k, d_k⟩/η_k². Under pure
+    The cross term of ‖Δx_k‖²/(η_k² c_{k+1}) is χ_k = −2 b_k ⟨g_k, e_k⟩/η_k². Under pure
     noise its mean is 0 given the steps before k, so the variance of Σ χ_k is the mean
     of Σ χ_k².
     """
@@ -108,24 +108,24 @@ def measure(
 
 
 def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
-    """The sums with d_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
+    """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
     codec, stepped = codec_of(state.z), has_stepped(state)
 
     def of_array(y, stored, g):
         y = jnp.asarray(y)
         z_minus_y = codec.z_minus_y(y, stored, stepped)
-        d = factor.astype(z_minus_y.dtype) * z_minus_y
-        g = jnp.asarray(g).astype(d.dtype)
+        e = factor.astype(z_minus_y.dtype) * z_minus_y
+        g = jnp.asarray(g).astype(e.dtype)
         # y is rounded, and z or z − y.
         rounding = jnp.maximum(
-            _rounding_error(y, d.dtype),
-            codec.unit * _rounding_error(stored, d.dtype),
+            _rounding_error(y, e.dtype),
+            codec.unit * _rounding_error(stored, e.dtype),
         )
         rounding = factor.astype(rounding.dtype) * rounding
         return Sums(
             sq_gradient=_dot(g, g),
-            sq_distance=_dot(d, d),
-            inner_product=_dot(g, d),
+            sq_distance=_dot(e, e),
+            inner_product=_dot(g, e),
             sq_rounding=_dot(rounding, rounding),
         )
 
@@ -148,7 +148,7 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     sums, eta, c, delta, r = measured
     sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
     sums_are_finite &= jnp.isfinite(sums.inner_product)
-    # At the first step of the gauge p_k is ‖d_k‖² itself.
+    # At the first step of the gauge p_k is ‖e_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
     *terms, is_finite, is_negligible = _terms_of(measured, p)
     is_finite &= sums_are_finite
@@ -182,7 +182,7 @@ def _terms_of(
     They say whether the first two are finite, and whether ‖Δx_k‖² is 0 or within the
     rounding error.
 
-    ‖Δx_k‖² = c²‖d_k‖² − 2 c b ⟨g_k, d_k⟩ + b²‖g_k‖²
+    ‖Δx_k‖² = c²‖e_k‖² − 2 c b ⟨g_k, e_k⟩ + b²‖g_k‖²
     """
     sums, eta, c, delta, _ = measured
     denominator = eta**2 * c

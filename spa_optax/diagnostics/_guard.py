@@ -25,7 +25,7 @@ class GuardParamsState(NamedTuple):
     """State of `guard_params`."""
 
     inner: PyTree
-    stepped: Flag  # else the params may be any
+    has_updated: Flag  # else the params may be any
     before: PyTree  # y_k
     after: PyTree  # y_{k+1}, as the last update makes it
 
@@ -37,15 +37,15 @@ def guard_params(
 
         y_{k+1} = y_k + u_k
 
-    A member of the family needs that, since z does not follow what else moves the
-    params: a transform behind it in a chain, a wrapper such as `optax.lookahead`, a
-    projection, pruning. Use it to look for such a mistake, not to train: it stores the
-    params twice.
+    Optimizers with a z need that, since z does not follow what else moves the params: a
+    transform behind them in a chain, a wrapper such as `optax.lookahead`, a projection,
+    pruning. Use it to look for such a mistake, not to train: it stores the params
+    twice.
 
     Args:
       inner: a transformation whose updates are added to the params as they are. Put
-        `guard_params` directly around a member of the family: it does not see what
-        changes the update inside.
+        `guard_params` directly around an optimizer of this package: it does not see
+        what changes the update inside.
 
     Returns:
       A transformation with the updates of `inner`. `update` needs `params`. Outside
@@ -77,7 +77,7 @@ def guard_params(
     def init_fn(params):
         return GuardParamsState(
             inner=inner.init(params),
-            stepped=jnp.zeros([], bool),
+            has_updated=jnp.zeros([], bool),
             before=copy_arrays(params),
             after=copy_arrays(params),
         )
@@ -89,7 +89,7 @@ def guard_params(
         u, inner_state = tx.update(updates, state.inner, params, **extra)
         return u, GuardParamsState(
             inner=inner_state,
-            stepped=jnp.ones([], bool),
+            has_updated=jnp.ones([], bool),
             before=copy_arrays(params),
             after=jax.tree.map(_add, params, u, is_leaf=is_none),
         )
@@ -112,7 +112,7 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
         ulp = eps * jnp.maximum(jnp.abs(before), jnp.abs(after))
         both_nan = jnp.isnan(y) & jnp.isnan(after)
         is_same = (jnp.abs(y - after) <= ulp) | (y == after) | both_nan
-        return state.stepped & ~jnp.all(is_same)
+        return state.has_updated & ~jnp.all(is_same)
 
     moved = by_path(map_inexact(is_moved, params, state.before, state.after))
     if any(isinstance(flag, Tracer) for flag in moved.values()):

@@ -40,12 +40,12 @@ def track_momentum(
 
         Δx_k = c_{k+1} (z_k − x_k − η_k g_k) − δ_k g_k
 
-    δ_k is 0 without Nesterov momentum. g_k is the update that reaches the member of
-    the family: the gradient after clipping and decay, or Adam's direction. Only numbers
-    are stored. A step does not count if more than a tenth of ‖Δx_k‖² may be rounding.
+    δ_k is 0 without Nesterov momentum. g_k is the update that reaches `spa` inside: the
+    gradient after clipping and decay, or Adam's direction. Only numbers are stored. A
+    step does not count if more than a tenth of ‖Δx_k‖² may be rounding.
 
     Args:
-      inner: a transformation with one member of the family, such as `spa_adamw(1e-3)`
+      inner: a transformation with one `SPAState` in its state, as `spa_adamw(1e-3)`
         or `primal_averaging(base, 0.1)`, also in a chain. For `optax.sgd` measure
         `spa_from_sgdm`, which has its iterates. Put wrappers that skip updates around
         `track_momentum`.
@@ -58,7 +58,7 @@ def track_momentum(
 
     Raises:
       ValueError: if an argument is out of range, or, in `init`, `inner` does not hold
-        one member of the family.
+        one `SPAState`.
 
     Examples:
       With η = 1 and c = 0.5, x goes from 0 to −1 and on to −2: ‖Δx‖²/(η²c) = 2 and

@@ -183,16 +183,16 @@ def _out_of_range(audited: Audit) -> Finding | None:
     out = ~((eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits)
     if not out.any():
         return None
-    text = f"a hyper-parameter is NaN or out of range {_in_words(out)}."
-    return Finding("range", text)
+    return Finding(
+        "range", f"a hyper-parameter is NaN or out of range {_in_words(out)}."
+    )
 
 
 def _standstill(audited: Audit) -> Finding | None:
     """A schedule that never moves the params."""
     if audited.alpha.any():
         return None
-    text = "α is 0 at every step: params stay."
-    return Finding("standstill", text)
+    return Finding("standstill", "α is 0 at every step: params stay.")
 
 
 def _long_average(audited: Audit) -> Finding | None:
