@@ -15,7 +15,6 @@ from ._wrappers import in_float32
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
-@_arguments.suggests(b1="spa_adamw(learning_rate, averaging=1 - b1)")
 def spa_adamw(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,

@@ -1,29 +1,28 @@
 """Arguments: what they must be, hyper-parameters as schedules, and warnings.
 
 They are checked when a transform is built: `REQUIREMENT.check(argument=value)`. Traced
-values pass.
+values pass where a scalar or a schedule may stand, and as keys.
 """
 
 import contextlib
-import functools
 import operator
 import sys
 import warnings
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike, PRNGKeyArray
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 # Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR = "a number", "a scalar"
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # At which schedules are checked.
 COUNTS = np.append(
     np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
@@ -35,7 +34,7 @@ class Requirement(NamedTuple):
 
     text: str
     # Its argument is the value, as a float if there is a form. If it raises TypeError,
-    # ValueError or OverflowError, the value is refused, unless it is traced.
+    # ValueError or OverflowError, the value is refused, unless it is a traced scalar.
     holds: Callable[[Any], Any]
     form: str = ""  # any, or one of the above
     may_be_none: bool = False
@@ -226,6 +225,38 @@ def check_stays_above_0(name: str, schedule: Any) -> None:
         )
 
 
+def checked_state_dtype(
+    state_dtype: DTypeLike | None,
+    rounding_key: PRNGKeyArray | None,
+    averaging: ScalarOrSchedule,
+) -> Any:
+    """The dtype, or None. Raises ValueError unless it fits the key and the averaging.
+
+    A longer average makes smaller steps of z − params, in 8 bits down to those of
+    rounding.
+    """
+    STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    KEY.optional().check(rounding_key=rounding_key)
+    if state_dtype is None:
+        return None
+    state_dtype = jnp.dtype(state_dtype)
+    if state_dtype.itemsize > 1:
+        return state_dtype
+    if rounding_key is None:
+        raise ValueError(
+            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
+        )
+    values = sampled(averaging, COUNTS)
+    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+        raise ValueError(
+            "`averaging`, which is 1 − momentum, must stay >= "
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
+            f"{at_last[0]:.4g} at last. Use bfloat16."
+        )
+    return state_dtype
+
+
 def sampled(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
     """The values of a schedule at counts, or the one of a number.
 
@@ -250,21 +281,3 @@ def warn(message: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def suggests(**instead: str) -> Callable[[Function], Function]:
-    """Decorates a function: arguments of other optimizers get what to write instead."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def checked(*args, **kwargs):
-            for name in instead.keys() & kwargs.keys():
-                raise TypeError(
-                    f"`{function.__name__}` has no argument `{name}`. Write "
-                    f"`{instead[name]}`."
-                )
-            return function(*args, **kwargs)
-
-        return cast(Function, checked)
-
-    return decorate

@@ -84,16 +84,16 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def mu_y_is_wrong(
+def check_mu_y(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> Flag:
-    """Whether the μ_y of a step would give a wrong x.
+    """Raises ValueError if the μ_y of a step would give a wrong x.
+
+    If that is traced, returns it as a flag, since compiled code cannot raise.
 
     Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
     one, frozen params must not need to move, so μ_y must stay.
-
-    Raises ValueError if it is known to be wrong, and wherever μ_y may change beside
-    frozen params. A traced flag is returned, since compiled code cannot raise.
+    It also raises wherever μ_y may change beside frozen params.
     """
     stepped = has_stepped(state)
     if xz.mu_y is None:
@@ -105,6 +105,7 @@ def mu_y_is_wrong(
         is_wrong = stepped & (state.mu_y != 1)
         return _raise_if_surely(is_wrong, message, state.mu_y)
     stored_by_path = by_path(unwrap(state.z))
+    # Arrays that have a z but get no update.
     have_z = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
     if not frozen:

@@ -5,8 +5,7 @@ stores z, as in the paper. It serves where all params and the state have 32 bits
 more: there a difference would only add rounding. In every other case `Difference`
 stores z − y, the difference from the params y. It keeps digits that a narrow z would
 lose, and it follows params that something else moves. `ZItself.step` writes the
-recursion in z, `Difference.step` in d = z − y. The stored array times `unit` is z or
-z − y. Messages call it `name`.
+recursion in z, `Difference.step` in d = z − y.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
@@ -53,8 +52,8 @@ class ZMinusParamsTimes256(NamedTuple):
 class ZItself:
     """The state stores z itself, where the params and z have 32 bits or more."""
 
-    name = "z itself"
-    unit = 1.0
+    name = "z itself"  # what is stored, in messages
+    unit = 1.0  # the stored array times this is z, or z − y
     stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:

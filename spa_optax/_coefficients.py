@@ -23,13 +23,13 @@ class XZCoefficients(NamedTuple):
     The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w, and `spa_from_sgdm` and `convert` read it.
     η, c and w may all be 0 only while z is y, since such a state counts as new
-    (`has_stepped`). A field that is None leaves its term out of the program.
-    `mu_y=None` also claims that y_k is x_k, which `mu_y_is_wrong` checks.
+    (`has_stepped`). Another field that is None leaves its term out of the program.
+    `mu_y=None` also claims that y_k is x_k, which `check_mu_y` checks.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar  # w_{k+1}: the scale of momentum
+    w: Scalar | None = None  # w_{k+1}. None: (1 − c) η, where m gains exactly g
     mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x

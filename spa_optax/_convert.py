@@ -18,6 +18,7 @@ from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, unwrap
 from ._nodes import (
+    CONVERTED_FIELDS,
     ScaleByRmsWithCountState,
     carried_into,
     known_nodes,
@@ -41,13 +42,6 @@ from ._trees import (
 from ._wrappers import PrimalAveragingState
 
 ByPath = dict[str, Array]  # an array for each parameter, by its path
-# The momentum that `convert` translates, with its field. In a state that holds several
-# kinds it translates the first. Others, such as the momentum of a base, it copies.
-CONVERTED_FIELDS: dict[type, str] = {
-    SPAState: "z",
-    optax.ScaleByAdamState: "mu",
-    optax.TraceState: "trace",
-}
 REQUIREMENTS = {
     "learning_rate": _arguments.NOT_NEGATIVE,
     "momentum": _arguments.FRACTION_BELOW_1,
@@ -158,9 +152,8 @@ def convert(
     k = steps_taken(nodes, count)
     if pair is not None:
         old, new = pair
-        # Those of Optax's optimizer, if there is one.
-        other_nodes = new_nodes if isinstance(old, SPAState) else nodes
-        _check_injected(other_nodes, hyperparams)
+        optax_nodes = new_nodes if isinstance(old, SPAState) else nodes
+        _check_injected(optax_nodes, hyperparams)
         run = Run(
             count=k,
             y=_inexact_params(old, by_path(params)),
@@ -171,7 +164,8 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        nodes = _with_momentum(nodes, old, write(new, read(old, run), run))
+        written = write(new, *read(old, run), run)
+        nodes = _with_momentum(nodes, old, written)
     return copy_arrays(carried_into(into, nodes, k))
 
 
@@ -377,20 +371,20 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The run as an `SPAState` on its way: its z is a `ByPath` of z itself."""
+def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
+    """The scalars of a run, in a state without z, and z itself."""
     codec, stored_by_path = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored_by_path[path], stepped) for path, y in run.y.items()}
-    return old._replace(z=z)
+    return old._replace(z=None), z
 
 
-def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
+def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
     """The new state with a run, as it stores z."""
     codec, stored_by_path = codec_of(new.z), by_path(unwrap(new.z))
-    for path in stored_by_path.keys() & state.z.keys():
+    for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.store(state.z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.store(z[path], y, dtype, seed=None)
         size = jnp.abs(stored_by_path[path].astype(wide_dtype(y)))
         is_at_limit = size >= float(jnp.finfo(dtype).max)
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -399,11 +393,11 @@ def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which these are the arrays of `new.z`.
-    return with_leaves(new, state._replace(z=list(stored_by_path.values())))
+    return with_leaves(new, scalars._replace(z=list(stored_by_path.values())))
 
 
-def _read_optax(old: Any, run: Run) -> SPAState:
-    """The run of an optimizer of Optax as an `SPAState`: z = x − w · m / divisor."""
+def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
+    """The same of an optimizer of Optax: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     eta, c, w, divisors = (_scalars_of_sgdm if is_sgdm else _scalars_of_adamw)(run)
     m, z = by_path(_momentum_tree(old)), {}
@@ -416,22 +410,22 @@ def _read_optax(old: Any, run: Run) -> SPAState:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(state.w), {}
+        w, divisors = scalar_of(scalars.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
-        x, z = run.y[path], state.z[path]  # in Optax the params are x
-        dtype = wide_dtype(x, z)
-        x_minus_z = x.astype(dtype) - z.astype(dtype)
+        x = run.y[path]  # in Optax the params are x
+        dtype = wide_dtype(x, z[path])
+        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = with_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_params, check_update, mu_y_is_wrong
+from ._checks import check_mu_y, check_params, check_update
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -30,7 +29,6 @@ from ._trees import (
 )
 from ._xla import hide_from_xla
 
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 Rule = Callable[[SPAState], XZCoefficients]
 
 
@@ -58,7 +56,7 @@ def transformation(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    state_dtype = _checked_state_dtype(state_dtype, rounding_key, averaging)
+    state_dtype = _arguments.checked_state_dtype(state_dtype, rounding_key, averaging)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_constant(averaging, 1)
 
@@ -87,51 +85,22 @@ def transformation(
             mu_y=jnp.ones([], dtype),  # y_0 is x_0
         )
 
-    def update_fn(updates, state, params=None, **extra):
+    def update_fn(updates, state, params=None, *, observe=None, **_):
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = rule(state)
-        is_wrong = mu_y_is_wrong(updates, state, xz, mu_y_may_change)
-        # Compiled code cannot raise, and NaN is better than a wrong x.
+        if xz.w is None:  # m ← (w_k/η_k) m + g. Where η is 0, m stays.
+            eta = jnp.where(xz.eta > 0, xz.eta, state.w.astype(xz.eta.dtype))
+            xz = xz._replace(w=(1 - xz.c) * eta)
+        is_wrong = check_mu_y(updates, state, xz, mu_y_may_change)
+        # Where it could not raise, NaN is better than a wrong x.
         xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
-        if observe := extra.get("observe"):
+        if observe is not None:
             observe(updates, state, params, xz)
         return _step(updates, state, params, xz, rounding_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _checked_state_dtype(
-    state_dtype: DTypeLike | None,
-    rounding_key: PRNGKeyArray | None,
-    averaging: optax.ScalarOrSchedule,
-) -> Any:
-    """The dtype, or None. Raises ValueError unless it fits the key and the averaging.
-
-    A longer average makes smaller steps of z − params, in 8 bits down to those of
-    rounding.
-    """
-    _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    _arguments.KEY.optional().check(rounding_key=rounding_key)
-    if state_dtype is None:
-        return None
-    state_dtype = jnp.dtype(state_dtype)
-    if state_dtype.itemsize > 1:
-        return state_dtype
-    if rounding_key is None:
-        raise ValueError(
-            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
-        )
-    values = _arguments.sampled(averaging, _arguments.COUNTS)
-    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
-        raise ValueError(
-            "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
-            f"{at_last[0]:.4g} at last. Use bfloat16."
-        )
-    return state_dtype
 
 
 def _step(
@@ -146,16 +115,17 @@ def _step(
     yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
 
+    # From here to the arrays only XLA is concerned: no value changes.
     # A δ_y of 0 in place of None: else XLA for TPU v7x makes two kernels of Adam's
     # direction and a step that rounds at random (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    # For XLA alone: the values stay.
     (yz, stepped), kept = hide_from_xla((yz, stepped), (xz.eta, xz.c, xz.w, next_mu_y))
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(count, z_field, *as_dtype(kept, state.w.dtype))
+    eta, c, w, mu_y = as_dtype(kept, state.w.dtype)
+    return u, SPAState(count, z_field, eta, c, w, mu_y)
 
 
 def _step_arrays(
@@ -180,8 +150,8 @@ def _step_arrays(
 
     steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(tree)
+    next_tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(next_tree)
 
 
 def _is_step(node: Any) -> bool:

@@ -23,6 +23,13 @@ from ._wrappers import (
 )
 from .diagnostics._track import TrackMomentumState
 
+# The momentum that `convert` translates, with its field. In a state that holds several
+# kinds it translates the first. Others, such as the momentum of a base, it copies.
+CONVERTED_FIELDS: dict[type, str] = {
+    SPAState: "z",
+    optax.ScaleByAdamState: "mu",
+    optax.TraceState: "trace",
+}
 # Optax does not export it. (To call `init` here would start JAX at import.)
 ScaleByRmsWithCountState: Any = type(
     jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())

@@ -1,4 +1,4 @@
-"""Of a state and its params: x, and z shifted along with an edit."""
+"""`eval_params` returns x; `reanchor` shifts z when params were edited."""
 
 import jax
 from jaxtyping import PyTree

@@ -1,6 +1,5 @@
 """The two members of the family: `spa` and `spa_from_sgdm`."""
 
-import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
@@ -11,11 +10,6 @@ from ._core import transformation
 from ._sgdm import sgdm_at, sgdm_coefficients
 
 
-@_arguments.suggests(
-    momentum="spa(learning_rate, averaging=1 - momentum)",
-    nesterov="spa_from_sgdm(learning_rate, momentum, nesterov=True)",
-    b1="spa(learning_rate, averaging=1 - b1)",
-)
 def spa(
     learning_rate: optax.ScalarOrSchedule,
     averaging: optax.ScalarOrSchedule = 0.1,
@@ -102,14 +96,11 @@ def spa(
 
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
-        # With w = (1 − c) η, m = (x − z)/w gains exactly g: m ← (w_k/η_k) m + g_k.
-        # Where η is 0, x − z is multiplied by 1 − c. So is w, and m stays.
-        w = (1 - c) * jnp.where(eta > 0, eta, state.w.astype(eta.dtype))
         # None claims that the params are x, and leaves μ_y out of the program.
         mu_y = (
             None if _arguments.is_constant(interpolation, 1) else mu_y_at(state.count)
         )
-        return XZCoefficients(eta, c, w, mu_y=mu_y)
+        return XZCoefficients(eta, c, mu_y=mu_y)
 
     return transformation(
         rule,
@@ -120,7 +111,6 @@ def spa(
     )
 
 
-@_arguments.suggests(averaging="spa_from_sgdm(learning_rate, momentum=1 - averaging)")
 def spa_from_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule = 0.9,

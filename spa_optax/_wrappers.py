@@ -132,8 +132,8 @@ def in_float32(
 def _like_params(updates: PyTree, params: PyTree) -> PyTree:
     """Updates that are floating-point where params are, and None elsewhere."""
 
-    def cast(x, g):
-        return g if is_inexact(g) else jnp.asarray(g, jnp.result_type(x))
+    def cast(y, g):
+        return g if is_inexact(g) else jnp.asarray(g, jnp.result_type(y))
 
     return map_inexact(cast, params, updates)
 
@@ -245,7 +245,7 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains params of 16 bits or fewer by any optimizer, with no master copy.
 
-        x_{k+1} = x_k + u_k, rounded up or down at random, with x_k + u_k as the mean
+        y_{k+1} = y_k + u_k, rounded up or down at random, with y_k + u_k as the mean
 
     `base` runs in float32, as in `in_float32`. Wider params are trained as by `base`
     alone.
@@ -292,12 +292,12 @@ def stochastic_rounding(
         count = jnp.asarray(state.count)
         seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
 
-        def round_leaf(u, x, seed):
-            if u is None or x is None:
+        def round_leaf(u, y, seed):
+            if u is None or y is None:
                 return None
-            if not is_inexact(x):
-                return jnp.zeros_like(x)
-            return round_update(jnp.asarray(u), jnp.asarray(x), seed)
+            if not is_inexact(y):
+                return jnp.zeros_like(y)
+            return round_update(jnp.asarray(u), jnp.asarray(y), seed)
 
         u = jax.tree.map(round_leaf, u, params, seeds, is_leaf=is_none)
         count = jnp.asarray(optax.safe_increment(count))
@@ -349,8 +349,8 @@ def float8_momentum(
     _arguments.KEY.check(key=key)
     tx = optax.with_extra_args_support(base)
 
-    def cast(u, x):
-        return None if u is None else u.astype(jnp.result_type(x))
+    def cast(u, y):
+        return None if u is None else u.astype(jnp.result_type(y))
 
     def init_fn(params):
         base_state = with_shardings(tx.init(params), params)

@@ -412,24 +412,6 @@ def test_masks_that_are_no_booleans_like_params(mask: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "argument", "instead"),
-    [
-        (spa_adamw, "b1", "averaging=1 - b1"),
-        (spa, "momentum", "averaging=1 - momentum"),
-        (spa, "nesterov", "spa_from_sgdm"),
-        (spa_from_sgdm, "averaging", "momentum=1 - averaging"),
-    ],
-)
-def test_arguments_of_other_optimizers(
-    function: Any, argument: str, instead: str
-) -> None:
-    match = f"no argument `{argument}`.*{re.escape(instead)}"
-    with pytest.raises(TypeError, match=match):
-        function(0.1, **{argument: 0.9})
-    assert argument not in inspect.signature(function).parameters
-
-
-@pytest.mark.parametrize(
     "make",
     [
         lambda: spa(0.1, 0.9),

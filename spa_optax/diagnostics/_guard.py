@@ -97,8 +97,8 @@ def guard_params(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _add(x: Any, u: Any) -> Any:
-    return x if u is None else optax.apply_updates(x, u)
+def _add(y: Any, u: Any) -> Any:
+    return y if u is None else optax.apply_updates(y, u)
 
 
 def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
