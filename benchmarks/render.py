@@ -92,6 +92,12 @@ ONLY_TRAINED = [
         "NAdamW, bfloat16 m",
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`",
     ),
+    (
+        8,
+        "3",
+        "factored NAdamW, 8-bit m",
+        "8-bit Nesterov momentum, factored second moment (in our benchmarks only)",
+    ),
 ]
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [

@@ -23,7 +23,7 @@ from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 NUMBER, SCALAR = "a number", "a scalar"
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
-# At which schedules are checked.
+# The counts at which a schedule is sampled for a check.
 COUNTS = np.append(
     np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
 )
@@ -33,7 +33,7 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # Its argument is the value, as a float if there is a form. If it raises TypeError,
+    # Called with the value, as a float if there is a form. If it raises TypeError,
     # ValueError or OverflowError, the value is refused, unless it is a traced scalar.
     holds: Callable[[Any], Any]
     form: str = ""  # any, or one of the above

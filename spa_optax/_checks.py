@@ -89,11 +89,12 @@ def check_mu_y(
 ) -> Flag:
     """Raises ValueError if the μ_y of a step would give a wrong x.
 
-    If that is traced, returns it as a flag, since compiled code cannot raise.
+    If that is traced, returns it as a flag, since compiled code cannot raise. x would
+    be wrong
 
-    Without a `mu_y` the params must be x already, so the state's μ_y must be 1. With
-    one, frozen params must not need to move, so μ_y must stay.
-    It also raises wherever μ_y may change beside frozen params.
+    - without `xz.mu_y`, which claims that y is x, if the state's μ_y is not 1;
+    - with it, if μ_y changes beside frozen params, which have a z but get no update: a
+      change must move all params. With `mu_y_may_change` these are refused at once.
     """
     stepped = has_stepped(state)
     if xz.mu_y is None:
@@ -105,12 +106,10 @@ def check_mu_y(
         is_wrong = stepped & (state.mu_y != 1)
         return _raise_if_surely(is_wrong, message, state.mu_y)
     stored_by_path = by_path(unwrap(state.z))
-    # Arrays that have a z but get no update.
     have_z = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
     frozen = have_z - by_path(updates).keys()
     if not frozen:
         return jnp.array(False)
-    # A change of μ_y moves all params, but frozen ones, which have a z, get no update.
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "

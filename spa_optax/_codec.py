@@ -99,7 +99,7 @@ class ZItself:
         """
         z = self.z(y, stored, stepped)
         if g is None:
-            # As it is read: before the first step as y, not as the z of `init`.
+            # Not the z of `init`: y may have been replaced before the first step.
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:

@@ -29,7 +29,7 @@ class XZCoefficients(NamedTuple):
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar | None = None  # w_{k+1}. None: (1 − c) η, where m gains exactly g
+    w: Scalar | None = None  # w_{k+1}. None: that of `with_w`
     mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
     r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
@@ -51,13 +51,27 @@ class YZCoefficients(NamedTuple):
     r: Scalar | None  # None: 1
 
 
-def without_x(xz: XZCoefficients, mu: Scalar) -> YZCoefficients:
+def with_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
+    """The step with its w_{k+1}, which is (1 − c) η if the rule gives none.
+
+        x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
+
+    at r = 1 and δ = 0. So m gains exactly g: m_{k+1} = (w_k/η) m_k + g_k. Where η is 0,
+    x − z is multiplied by 1 − c. There w_k stands in place of η, and m stays.
+    """
+    if xz.w is not None:
+        return xz
+    eta_or_w = jnp.where(xz.eta > 0, xz.eta, w.astype(xz.eta.dtype))
+    return xz._replace(w=(1 - xz.c) * eta_or_w)
+
+
+def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
     """The coefficients of y and z that make the step of x and z.
 
     If `xz.mu_y` is None, the params are x before and after the step. So c_y = c and
     δ_y = δ, and r may rescale z − x, since that does not move x.
 
-    Else let μ be the interpolation of y_k, and μ' that of y_{k+1}. Put
+    Else write μ for the μ_y of y_k, and μ' for that of y_{k+1}. Put
 
         x_k = (y_k − (1 − μ) z_k) / μ        z_k = z_{k+1} + η g_k
 
@@ -69,18 +83,18 @@ def without_x(xz: XZCoefficients, mu: Scalar) -> YZCoefficients:
 
     Args:
       xz: the step of x and z.
-      mu: μ, the interpolation of the current params.
+      mu_y: μ, the interpolation of the current params.
     """
-    eta, c, next_mu = xz.eta, xz.c, xz.mu_y
-    if next_mu is None:
+    eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
+    if next_mu_y is None:
         return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r)
     if xz.r is not None:
         raise ValueError("`r` must be None beside a `mu_y`, got both")
-    mu_change = _relative_change(mu, next_mu)  # μ'/μ − 1
+    mu_change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
     c_y = c - (1 - c) * mu_change  # exactly c where μ' is μ
-    delta_y = eta * (1 - c) * (1 + mu_change - next_mu)
+    delta_y = eta * (1 - c) * (1 + mu_change - next_mu_y)
     if xz.delta is not None:
-        delta_y += next_mu * xz.delta
+        delta_y += next_mu_y * xz.delta
     return YZCoefficients(eta, c_y, delta_y, r=None)
 
 

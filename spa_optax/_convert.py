@@ -25,7 +25,7 @@ from ._nodes import (
     of_type,
     steps_taken,
 )
-from ._schedules import SGDMHyperparams
+from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import eta_and_c, positive_w, sgdm_at
 from ._state import SPAState, has_stepped
 from ._trees import (
@@ -50,15 +50,6 @@ REQUIREMENTS = {
     "b2": _arguments.B2,
     "eps": _arguments.NOT_NEGATIVE.of(_arguments.SCALAR),
 }
-
-
-class AdamWHyperparams(NamedTuple):
-    """Hyper-parameters of `optax.adamw`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule  # η_k at count k
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
 
 
 class Run(NamedTuple):
@@ -372,7 +363,7 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
-    """The scalars of a run, in a state without z, and z itself."""
+    """A run as a state without z, and z by path: from a state of the family."""
     codec, stored_by_path = codec_of(old.z), by_path(unwrap(old.z))
     stepped = has_stepped(old)
     z = {path: codec.z(y, stored_by_path[path], stepped) for path, y in run.y.items()}
@@ -385,8 +376,8 @@ def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAStat
     for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
         stored_by_path[path] = codec.store(z[path], y, dtype, seed=None)
-        size = jnp.abs(stored_by_path[path].astype(wide_dtype(y)))
-        is_at_limit = size >= float(jnp.finfo(dtype).max)
+        limit = float(jnp.finfo(dtype).max)
+        is_at_limit = jnp.abs(stored_by_path[path].astype(wide_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
             _arguments.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
@@ -397,9 +388,10 @@ def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAStat
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
-    """The same of an optimizer of Optax: z = x − w · m / divisor."""
+    """A run as a state without z, and z by path: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
-    eta, c, w, divisors = (_scalars_of_sgdm if is_sgdm else _scalars_of_adamw)(run)
+    scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
+    eta, c, w, divisors = scalars_of(run)
     m, z = by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)

@@ -16,7 +16,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from . import _arguments
 from ._checks import check_mu_y, check_params, check_update
 from ._codec import ArrayStep, codec_of, init_z, unwrap
-from ._coefficients import XZCoefficients, YZCoefficients, without_x
+from ._coefficients import XZCoefficients, YZCoefficients, with_w, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import SPAState, has_stepped
 from ._trees import (
@@ -47,8 +47,9 @@ def transformation(
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       averaging: c, a scalar or a schedule, for checks alone: steps take c from the
-        rule. A z in 8 bits is refused if c ends too small for it. At a constant 1 there
-        is no warning of a missing key.
+        rule, and the two may differ under schedules, as in `spa_from_sgdm`. A z in 8
+        bits is refused if c ends too small for it. At a constant 1 there is no warning
+        of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -89,10 +90,7 @@ def transformation(
         check_update(updates, state, params, state_dtype)
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        xz = rule(state)
-        if xz.w is None:  # m ← (w_k/η_k) m + g. Where η is 0, m stays.
-            eta = jnp.where(xz.eta > 0, xz.eta, state.w.astype(xz.eta.dtype))
-            xz = xz._replace(w=(1 - xz.c) * eta)
+        xz = with_w(rule(state), state.w)
         is_wrong = check_mu_y(updates, state, xz, mu_y_may_change)
         # Where it could not raise, NaN is better than a wrong x.
         xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
@@ -115,16 +113,18 @@ def _step(
     yz = without_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
 
-    # From here to the arrays only XLA is concerned: no value changes.
-    # A δ_y of 0 in place of None: else XLA for TPU v7x makes two kernels of Adam's
-    # direction and a step that rounds at random (benchmarks/compiled.py).
+    # For XLA alone: no value changes. With a δ_y of 0 in place of None, XLA for TPU v7x
+    # makes one kernel of Adam's direction and a step that rounds at random, not two
+    # (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    (yz, stepped), kept = hide_from_xla((yz, stepped), (xz.eta, xz.c, xz.w, next_mu_y))
+    (yz, stepped), for_state = hide_from_xla(
+        (yz, stepped), (xz.eta, xz.c, xz.w, next_mu_y)
+    )
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    eta, c, w, mu_y = as_dtype(kept, state.w.dtype)
+    eta, c, w, mu_y = as_dtype(for_state, state.w.dtype)
     return u, SPAState(count, z_field, eta, c, w, mu_y)
 
 
@@ -137,8 +137,8 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, tree = codec_of(state.z), unwrap(state.z)
-    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
+    codec, stored = codec_of(state.z), unwrap(state.z)
+    seeds = seeds_like(rounding_key, state.count, stored, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
         if stored is None:  # not trained
@@ -148,10 +148,10 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
 
-    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, stored, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    next_tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(next_tree)
+    next_stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(next_stored)
 
 
 def _is_step(node: Any) -> bool:

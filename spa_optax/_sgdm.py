@@ -39,7 +39,7 @@ class SGDMAtCount(NamedTuple):
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
     a: Scalar  # a_k
-    resting_w: Scalar  # 0 if all its terms are
+    resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
     is_foreseen: Flag | bool  # whether it has all its terms, and none can change
     momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool

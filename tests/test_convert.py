@@ -539,6 +539,24 @@ def test_a_run_of_sgd_goes_on_at_y() -> None:
         np.testing.assert_allclose(eval_params(state, at_y), x, rtol=0, atol=1e-14)
 
 
+def test_adamw_goes_on_below_an_interpolation_of_1() -> None:
+    """x and z step as at an interpolation of 1. The params go between them."""
+    x, adam = jnp.array([1.0, -2.0]), optax.adam(0.1)
+    x, state = run(adam, x, [jnp.cos(x)] * 3)
+    found = {}
+    for mu_y in (1.0, 0.9):
+        tx = spa_adamw(0.1, 0.1, mu_y)
+        other = AdamWHyperparams(0.1)
+        moved = convert(state, x, into=tx.init(x), hyperparams=other)
+        chex.assert_trees_all_equal(eval_params(moved, x), x)
+        y, after = run(tx, x, [jnp.sin(x)], state=moved)
+        z = optax.tree.get(after, "z")
+        found[mu_y] = eval_params(after, y), z
+        expected = mu_y * found[mu_y][0] + (1 - mu_y) * z
+        chex.assert_trees_all_close(y, expected, rtol=1e-6)
+    chex.assert_trees_all_close(found[0.9], found[1.0], rtol=1e-6)
+
+
 def test_z_takes_the_dtype_of_another_member() -> None:
     """As z − x, rounded to nearest, with all else as it was."""
     params, old = jnp.array([1.0, -2.0, 3.0]), spa(0.5, 0.25)

@@ -1,6 +1,7 @@
 """The step that all members share: its terms, dtypes, rounding and memory."""
 
 import functools
+import itertools
 from typing import Any
 
 import chex
@@ -14,6 +15,7 @@ from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
 from spa_optax._coefficients import XZCoefficients
 from spa_optax._core import transformation
+from spa_optax._state import has_stepped
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {
@@ -37,6 +39,13 @@ def test_z_itself_beside_params_that_were_cast_is_refused(
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=r"`state\.z`.*state_dtype=None"):
             update(jnp.zeros(3, dtype), state, params)
+
+
+def test_a_state_is_new_only_while_eta_c_and_w_are_0() -> None:
+    new = spa(1.0).init(jnp.ones(2))
+    for eta, c, w in itertools.product((0.0, 1.0), repeat=3):
+        state = new._replace(eta=jnp.array(eta), c=jnp.array(c), w=jnp.array(w))
+        assert has_stepped(state) == (eta + c + w > 0)
 
 
 @pytest.mark.parametrize("tx", TRANSFORMS.values(), ids=TRANSFORMS)
