@@ -4,7 +4,6 @@ They are checked when a transform is built: `REQUIREMENT.check(argument=value)`.
 values pass where a scalar or a schedule may stand, and as keys.
 """
 
-import contextlib
 import operator
 import sys
 import warnings
@@ -38,7 +37,7 @@ class Requirement(NamedTuple):
     holds: Callable[[Any], Any]
     form: str = ""  # any, or one of the above
     may_be_none: bool = False
-    needs_32_bits: bool = False  # also of an array: in bfloat16 a b2 of 0.999 is 1
+    needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
 
     def of(self, form: str) -> "Requirement":
         """The same requirement for an argument of another form."""
@@ -69,9 +68,10 @@ class Requirement(NamedTuple):
             is_narrow = self.needs_32_bits and value.itemsize <= 2
             if is_narrow or self.form == NUMBER:
                 return False
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]  # real
-        return bool(self.form) and isinstance(value, Tracer)
+        try:
+            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError, OverflowError):
+            return bool(self.form) and isinstance(value, Tracer)  # no value to check
 
 
 def _described(value: Any, form: str) -> str:
@@ -163,13 +163,6 @@ def is_plain_number(value: object) -> bool:
 def is_constant(value: Any, expected: int) -> bool:
     """Whether a hyper-parameter is known to be `expected` when a transform is built."""
     return is_plain_number(value) and bool(value == expected)
-
-
-def is_surely(condition: Any) -> bool:
-    """Whether a scalar condition is true; False if it is traced."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        return bool(condition)
-    return False
 
 
 def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Any], Array]:

@@ -1,5 +1,6 @@
 """Checks of params, states and updates, and that their trees fit each other."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._arguments import is_surely
 from ._codec import choose_codec, codec_of, stored_dtype, unwrap
 from ._coefficients import XZCoefficients
 from ._state import SPAState, has_stepped
@@ -25,7 +25,7 @@ from ._trees import (
 
 
 def check_params(params: PyTree) -> None:
-    """Raises ValueError unless params are arrays; one alone must be floating-point."""
+    """Raises ValueError unless params are arrays. Integers may not stand alone."""
     for path, leaf in leaves_with_path(params):
         if leaf is None or is_inexact(leaf) or (path and is_array_like(leaf)):
             continue
@@ -84,13 +84,13 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def check_mu_y(
+def mu_y_is_wrong(
     updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
 ) -> Flag:
-    """Raises ValueError if the μ_y of a step would give a wrong x.
+    """Whether the μ_y of a step would give a wrong x.
 
-    If that is traced, returns it as a flag, since compiled code cannot raise. x would
-    be wrong
+    Raises ValueError where that is known now. Compiled code cannot raise. x would be
+    wrong
 
     - without `xz.mu_y`, which claims that y is x, if the state's μ_y is not 1;
     - with it, if μ_y changes beside frozen params, which have a z but get no update: a
@@ -228,3 +228,10 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
+
+
+def is_surely(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False

@@ -1,11 +1,10 @@
 """How a state stores z, and the recursion of primal averaging on one array.
 
-Two codecs compute the recursion of `YZCoefficients`, each in its `step`. `ZItself`
-stores z, as in the paper. It serves where all params and the state have 32 bits or
-more: there a difference would only add rounding. In every other case `Difference`
-stores z − y, the difference from the params y. It keeps digits that a narrow z would
-lose, and it follows params that something else moves. `ZItself.step` writes the
-recursion in z, `Difference.step` in d = z − y.
+Two codecs compute the recursion of `YZCoefficients`, each in its `step` and in what it
+stores. `ZItself` stores z, as in the paper. It serves where all params and the state
+have 32 bits or more: there a difference would only add rounding. In every other case
+`Difference` stores d = z − y, the difference from the params y. It keeps digits that a
+narrow z would lose, and it follows params that something else moves.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The

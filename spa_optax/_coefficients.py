@@ -1,4 +1,4 @@
-"""The coefficients of a step: of x and z, as a member writes it, and of y and z.
+"""The coefficients of a step: of x and z, as a rule returns it, and of y and z.
 
 Step k leads from index k to k + 1. It uses η_k, δ_k and r_k, but c, w and μ_y of index
 k + 1, as the paper counts them.
@@ -13,7 +13,7 @@ from ._trees import Flag, Scalar
 
 
 class XZCoefficients(NamedTuple):
-    """One step as a member writes it, of x and z. g are the incoming updates.
+    """One step of x and z, as a rule returns it. g are the incoming updates.
 
         z_k     ← x_k + r (z_k − x_k)                        only where y is x
         z_{k+1} = z_k − η g_k
@@ -21,10 +21,10 @@ class XZCoefficients(NamedTuple):
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
     The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
-    momentum x − z stands for, m = (x − z)/w, and `spa_from_sgdm` and `convert` read it.
-    η, c and w may all be 0 only while z is y, since such a state counts as new
-    (`has_stepped`). Another field that is None leaves its term out of the program.
-    `mu_y=None` also claims that y_k is x_k, which `check_mu_y` checks.
+    momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
+    it; others only carry it on. η, c and w may all be 0 only while z is y, since such a
+    state counts as new (`has_stepped`). Another field that is None leaves its term out
+    of the program. `mu_y=None` also claims that y_k is x_k: see `mu_y_is_wrong`.
     """
 
     eta: Scalar  # η_k

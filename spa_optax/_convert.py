@@ -75,7 +75,7 @@ def convert(
 ) -> PyTree:
     """The state with which another optimizer continues a run.
 
-    It goes between members of this package, and between one of them and
+    It goes between optimizers of this package, and between one of them and
 
         optax.sgd      z = x − w m
         optax.adamw    z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
@@ -155,7 +155,8 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, *read(old, run), run)
+        state, z = read(old, run)
+        written = write(new, state, z, run)
         nodes = _with_momentum(nodes, old, written)
     return copy_arrays(carried_into(into, nodes, k))
 
@@ -370,7 +371,7 @@ def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
     return old._replace(z=None), z
 
 
-def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAState:
+def _write_spa(new: SPAState, state: SPAState, z: ByPath, run: Run) -> SPAState:
     """The new state with a run, as it stores z."""
     codec, stored_by_path = codec_of(new.z), by_path(unwrap(new.z))
     for path in stored_by_path.keys() & z.keys():
@@ -384,7 +385,7 @@ def _write_spa(new: SPAState, scalars: SPAState, z: ByPath, run: Run) -> SPAStat
                 f"{path or 'its root'}"
             )
     # `with_leaves` goes by order, in which these are the arrays of `new.z`.
-    return with_leaves(new, scalars._replace(z=list(stored_by_path.values())))
+    return with_leaves(new, state._replace(z=list(stored_by_path.values())))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
@@ -405,13 +406,13 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, scalars: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, state: SPAState, z: ByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(scalars.w), {}
+        w, divisors = scalar_of(state.w), {}
     m = by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_mu_y, check_params, check_update
+from ._checks import check_params, check_update, mu_y_is_wrong
 from ._codec import ArrayStep, codec_of, init_z, unwrap
 from ._coefficients import XZCoefficients, YZCoefficients, with_w, without_x
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -91,8 +91,8 @@ def transformation(
         warn_of_rounding(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = with_w(rule(state), state.w)
-        is_wrong = check_mu_y(updates, state, xz, mu_y_may_change)
-        # Where it could not raise, NaN is better than a wrong x.
+        # It raises if it can. Compiled code cannot: there NaN is better than a wrong x.
+        is_wrong = mu_y_is_wrong(updates, state, xz, mu_y_may_change)
         xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
         if observe is not None:
             observe(updates, state, params, xz)
@@ -118,13 +118,12 @@ def _step(
     # (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    (yz, stepped), for_state = hide_from_xla(
-        (yz, stepped), (xz.eta, xz.c, xz.w, next_mu_y)
-    )
+    kept = (xz.eta, xz.c, xz.w, next_mu_y)
+    (yz, stepped), kept = hide_from_xla((yz, stepped), kept)
 
     u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    eta, c, w, mu_y = as_dtype(for_state, state.w.dtype)
+    eta, c, w, mu_y = as_dtype(kept, state.w.dtype)
     return u, SPAState(count, z_field, eta, c, w, mu_y)
 
 
@@ -137,8 +136,8 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, stored = codec_of(state.z), unwrap(state.z)
-    seeds = seeds_like(rounding_key, state.count, stored, FOR_PARAMS_AND_Z)
+    codec, tree = codec_of(state.z), unwrap(state.z)
+    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
         if stored is None:  # not trained
@@ -148,10 +147,10 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
 
-    steps = jax.tree.map(step_array, params, stored, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    next_stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(next_stored)
+    next_tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(next_tree)
 
 
 def _is_step(node: Any) -> bool:

@@ -23,8 +23,9 @@ from ._wrappers import (
 )
 from .diagnostics._track import TrackMomentumState
 
-# The momentum that `convert` translates, with its field. In a state that holds several
-# kinds it translates the first. Others, such as the momentum of a base, it copies.
+# What `convert` translates: z of the family, or the momentum of Optax. In a state that
+# holds several kinds it translates the first. Others, such as the momentum of a base,
+# it copies.
 CONVERTED_FIELDS: dict[type, str] = {
     SPAState: "z",
     optax.ScaleByAdamState: "mu",

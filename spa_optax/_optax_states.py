@@ -1,7 +1,8 @@
 """What this package must know of Optax's states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-in a table here. The tables of `convert` are in `_nodes.py`.
+in a table here. Tables that need this package's own states are in
+`_nodes.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable

@@ -3,12 +3,12 @@
 import jax
 from jaxtyping import PyTree
 
-from ._arguments import is_surely
 from ._checks import (
     check_not_batched,
     check_paths,
     check_same_tree,
     check_spa_state,
+    is_surely,
 )
 from ._codec import codec_of, unwrap
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam

@@ -29,7 +29,8 @@ from numpy.typing import ArrayLike
 from optax import ScalarOrSchedule
 
 from spa_optax import _arguments
-from spa_optax._arguments import as_schedule, is_surely
+from spa_optax._arguments import as_schedule
+from spa_optax._checks import is_surely
 from spa_optax._schedules import SPAHyperparams, vectorized
 
 Reals = Float[Array, "..."]

@@ -35,7 +35,7 @@ class Sums(NamedTuple):
     sq_gradient: Scalar  # ‖g_k‖²
     sq_distance: Scalar  # ‖e_k‖²
     inner_product: Scalar  # ⟨g_k, e_k⟩
-    sq_rounding: Scalar  # the most that rounding adds to ‖e_k‖²
+    sq_rounding: Scalar  # an estimate of what rounding adds to ‖e_k‖²
 
 
 class Measurement(NamedTuple):
@@ -116,7 +116,7 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
         z_minus_y = codec.z_minus_y(y, stored, stepped)
         e = factor.astype(z_minus_y.dtype) * z_minus_y
         g = jnp.asarray(g).astype(e.dtype)
-        # y is rounded, and z or z − y.
+        # Errors of y and of what is stored; the larger stands for both.
         rounding = jnp.maximum(
             _rounding_error(y, e.dtype),
             codec.unit * _rounding_error(stored, e.dtype),

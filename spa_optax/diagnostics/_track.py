@@ -142,15 +142,15 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
             f"`inner` must not hold a `{type(node).__name__}`. Put that wrapper around "
             "`track_momentum`."
         )
-    members = find_nodes(state, SPAState)
-    if len(members) != 1:
+    states = find_nodes(state, SPAState)
+    if len(states) != 1:
         raise ValueError(
-            f"`inner` must hold one `SPAState`, got {len(members)} of them in "
+            f"`inner` must hold one `SPAState`, got {len(states)} of them in "
             f"{names_of_nodes(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
-    num_stored = len(jax.tree.leaves(unwrap(members[0].z)))
+    num_stored = len(jax.tree.leaves(unwrap(states[0].z)))
     if num_stored != num_params:
         raise ValueError(
             f"`inner` must hold a momentum of all {num_params} arrays, got "
