@@ -96,11 +96,14 @@ def of_type(nodes: list[Any], kind: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, kind)]
 
 
+def _is_of_schedule(node: Any) -> bool:
+    """Whether a node is the state of a schedule of Optax, which is a count alone."""
+    return getattr(node, "_fields", ()) == ("count",)
+
+
 def _count_field(node: Any) -> str | None:
-    """The field that counts the steps taken. Optax's schedules have it alone."""
-    if getattr(node, "_fields", ()) == ("count",):
-        return "count"
-    return COUNT_FIELDS.get(type(node))
+    """The field that counts the steps taken."""
+    return "count" if _is_of_schedule(node) else COUNT_FIELDS.get(type(node))
 
 
 def steps_taken(nodes: list[Any], count: object) -> Array:
@@ -151,8 +154,9 @@ def carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
 
 def _is_copied(node: Any) -> bool:
     """Whether a node has arrays, and is neither a wrapper nor a schedule's count."""
-    is_count = getattr(node, "_fields", ()) == ("count",)
-    return bool(_shapes(node)) and not is_count and type(node) not in INNER_FIELDS
+    if _is_of_schedule(node) or type(node) in INNER_FIELDS:
+        return False
+    return bool(_shapes(node))
 
 
 def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
