@@ -76,7 +76,7 @@ def schedule_free_adamw(rate: optax.Schedule, key: jax.Array, mu_y: float) -> Tx
 
 
 def schedule_free(rate: optax.Schedule) -> optax.Schedule:
-    return schedule_free_averaging(rate, num_warmup_steps=nanogpt.WARM_UP)
+    return schedule_free_averaging(rate, warmup_steps=nanogpt.WARM_UP)
 
 
 def with_decay(direction: Tx, rate: optax.Schedule, decay: float = DECAY) -> Tx:

@@ -3,7 +3,7 @@
 from . import diagnostics, theory
 from ._adamw import spa_adamw
 from ._convert import convert
-from ._params import eval_params, reanchor
+from ._params import eval_params, shift_z
 from ._schedules import (
     AdamWHyperparams,
     SGDMHyperparams,
@@ -33,8 +33,8 @@ __all__ = [
     "hyperparams_to_sgdm",
     "in_float32",
     "primal_averaging",
-    "reanchor",
     "schedule_free_averaging",
+    "shift_z",
     "spa",
     "spa_adamw",
     "spa_from_sgdm",

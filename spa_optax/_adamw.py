@@ -78,27 +78,27 @@ def spa_adamw(
       Algorithm 2. Shazeer, Stern, Adafactor, 2018, arXiv:1804.04235, Section 3.
     """
     _arguments.B2.check(b2=b2)
-    _arguments.NOT_NEGATIVE.of(_arguments.SCALAR).check(eps=eps)
+    _arguments.NOT_NEGATIVE.with_type(_arguments.SCALAR).check(eps=eps)
     _arguments.NOT_NEGATIVE.check(weight_decay=weight_decay)
     _arguments.one_of("full", "factored").check(second_moment=second_moment)
     if callable(weight_decay):
         weight_decay = _arguments.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]
     b2, eps = _without_numpy(b2), _without_numpy(eps)
     if second_moment == "full":
-        scale = optax.scale_by_rms(
+        direction = optax.scale_by_rms(
             decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True
         )
     else:
-        scale = _scale_by_factored_rms(b2, eps)
-    add_decay = optax.add_decayed_weights(weight_decay, _checked_mask(mask))  # pyright: ignore[reportArgumentType]
-    average = spa(
+        direction = _scale_by_factored_rms(b2, eps)
+    add_decay = optax.add_decayed_weights(weight_decay, _as_mask_function(mask))  # pyright: ignore[reportArgumentType]
+    spa_tx = spa(
         learning_rate,
         averaging,
         interpolation,
         state_dtype=state_dtype,
         rounding_key=rounding_key,
     )
-    return optax.chain(in_float32(optax.chain(scale, add_decay)), average)
+    return optax.chain(in_float32(optax.chain(direction, add_decay)), spa_tx)
 
 
 def _without_numpy(value: Any) -> Any:
@@ -124,7 +124,7 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
     )
 
 
-def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
+def _as_mask_function(mask: Mask) -> Callable[[PyTree], Any] | None:
     """A mask as a function of the params that raises ValueError unless it fits them."""
     if mask is None:
         return None
@@ -132,7 +132,7 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
     # A tree of booleans may be callable, as an Equinox module is. Its leaves are not.
     function: Any = mask if leaves and all(map(callable, leaves)) else lambda _: mask
 
-    def mask_of(params):
+    def checked_mask(params):
         tree = function(params)
         if jax.tree_util.all_leaves([tree]) and not jax.tree_util.all_leaves([params]):
             raise ValueError(
@@ -149,4 +149,4 @@ def _checked_mask(mask: Mask) -> Callable[[PyTree], Any] | None:
             ) from None
         return tree
 
-    return mask_of
+    return checked_mask

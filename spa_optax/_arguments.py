@@ -18,12 +18,12 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
-# Forms of values. A number is of Python or NumPy; a scalar may also be of JAX.
+# Types of values. A number is of Python or NumPy; a scalar may also be of JAX.
 NUMBER, SCALAR = "a number", "a scalar"
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # The counts at which a schedule is sampled for a check.
-COUNTS = np.append(
+SAMPLE_COUNTS = np.append(
     np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
 )
 
@@ -32,16 +32,16 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # Called with the value, as a float if there is a form. If it raises TypeError,
+    # Called with the value, as a float if there is a type. If it raises TypeError,
     # ValueError or OverflowError, the value is refused, unless it is a traced scalar.
-    holds: Callable[[Any], Any]
-    form: str = ""  # any, or one of the above
+    predicate: Callable[[Any], Any]
+    value_type: str = ""  # any, or one of the above
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
 
-    def of(self, form: str) -> "Requirement":
-        """The same requirement for an argument of another form."""
-        return self._replace(form=form)
+    def with_type(self, value_type: str) -> "Requirement":
+        """The same requirement for values of another type."""
+        return self._replace(value_type=value_type)
 
     def optional(self) -> "Requirement":
         """The requirement for an argument that may be None."""
@@ -51,40 +51,40 @@ class Requirement(NamedTuple):
         """Raises ValueError with the argument, the requirement and the value."""
         for name, value in arguments.items():
             if not self._allows(value):
-                is_of_form = not self.form or _is_real(value)
-                text = self.text if is_of_form else self.form
-                raise ValueError(
-                    f"`{name}` must be {text}, got {_described(value, self.form)}"
-                )
+                has_type = not self.value_type or _is_real_scalar(value)
+                text = self.text if has_type else self.value_type
+                found = _describe(value, self.value_type)
+                raise ValueError(f"`{name}` must be {text}, got {found}")
 
     def _allows(self, value: Any) -> bool:
         if value is None and self.may_be_none:
             return True
-        if callable(value) and self.form == SCALAR_OR_SCHEDULE:
+        if callable(value) and self.value_type == SCALAR_OR_SCHEDULE:
             return True
-        if self.form and not _is_real(value):
+        if self.value_type and not _is_real_scalar(value):
             return False
         if isinstance(value, jax.Array):
             is_narrow = self.needs_32_bits and value.itemsize <= 2
-            if is_narrow or self.form == NUMBER:
+            if is_narrow or self.value_type == NUMBER:
                 return False
         try:
-            return bool(self.holds(float(value) if self.form else value))  # pyright: ignore[reportArgumentType]
+            return bool(self.predicate(float(value) if self.value_type else value))  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, OverflowError):
-            return bool(self.form) and isinstance(value, Tracer)  # no value to check
+            # A traced scalar has no value to check.
+            return bool(self.value_type) and isinstance(value, Tracer)
 
 
-def _described(value: Any, form: str) -> str:
+def _describe(value: Any, value_type: str) -> str:
     """A value in a message, with what to do if it is one that users often pass."""
     if isinstance(value, int) and value.bit_length() > 100:
         # Python may not print so many digits.
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
-    if isinstance(value, tuple) and form == SCALAR_OR_SCHEDULE:
+    if isinstance(value, tuple) and value_type == SCALAR_OR_SCHEDULE:
         return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
-        if form in ("", NUMBER):
+        if value_type in ("", NUMBER):
             return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
         if value.itemsize <= 2:
             return (
@@ -94,7 +94,7 @@ def _described(value: Any, form: str) -> str:
     return repr(value)
 
 
-def _is_real(value: Any) -> bool:
+def _is_real_scalar(value: Any) -> bool:
     if type(value) is bool:
         return False
     is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
@@ -102,11 +102,11 @@ def _is_real(value: Any) -> bool:
 
 
 def _integer(least: int) -> Requirement:
-    def holds(value):
+    def predicate(value):
         return not isinstance(value, bool) and least <= operator.index(value) < 2**31
 
     return Requirement(
-        f"a concrete integer >= {least} and below 2^31, the limit of counts", holds
+        f"a concrete integer >= {least} and below 2^31, the limit of counts", predicate
     )
 
 
@@ -155,20 +155,20 @@ TRANSFORMATION = Requirement(
 )
 
 
-def is_plain_number(value: object) -> bool:
+def is_static_number(value: object) -> bool:
     """Whether a hyper-parameter is neither a schedule nor possibly traced."""
     return not callable(value) and not isinstance(value, jax.Array)
 
 
-def is_constant(value: Any, expected: int) -> bool:
+def is_always(value: Any, expected: int) -> bool:
     """Whether a hyper-parameter is known to be `expected` when a transform is built."""
-    return is_plain_number(value) and bool(value == expected)
+    return is_static_number(value) and bool(value == expected)
 
 
 def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Any], Array]:
     """A hyper-parameter as a function of the count, in the default floating dtype."""
 
-    def at(count):
+    def schedule(count):
         try:
             value = hyperparam(count) if callable(hyperparam) else hyperparam
             value = jnp.asarray(value)
@@ -187,13 +187,13 @@ def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Any], Arra
         # `inject_hyperparams` casts to the params' dtype, which may be complex.
         return jnp.real(value).astype(jnp.result_type(float))
 
-    return at
+    return schedule
 
 
 def check_averaging(averaging: Any) -> None:
     """Checks an averaging, and warns of one that is probably meant as a momentum."""
     FRACTION.check(averaging=averaging)
-    if is_plain_number(averaging) and 0.8 <= averaging < 1:
+    if is_static_number(averaging) and 0.8 <= averaging < 1:
         momentum = 1 - averaging
         warn(
             f"`averaging` should be 1 − momentum, got {averaging}, which means a "
@@ -202,44 +202,43 @@ def check_averaging(averaging: Any) -> None:
         )
 
 
-def check_stays_above_0(name: str, schedule: Any) -> None:
-    """Raises ValueError where a schedule begins at 0 or below, or rises from there.
+def check_interpolation(interpolation: Any) -> None:
+    """Checks an interpolation, also that a schedule begins above 0 and stays there.
 
     Past the end of a run it may fall to anything.
     """
-    values = sampled(schedule, COUNTS)
+    POSITIVE_FRACTION.check(interpolation=interpolation)
+    values = sample(interpolation, SAMPLE_COUNTS)
     largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
     is_bad = (values <= 0) & (largest_later > 0)
     is_bad[:1] |= values[:1] <= 0
     if is_bad.any():
         k = np.argmax(is_bad)
         raise ValueError(
-            f"`{name}` must be > 0 at every count, got {values[k]:g} at {COUNTS[k]}"
+            "`interpolation` must be > 0 at every count, got "
+            f"{values[k]:g} at {SAMPLE_COUNTS[k]}"
         )
 
 
-def checked_state_dtype(
+def check_state_dtype(
     state_dtype: DTypeLike | None,
     rounding_key: PRNGKeyArray | None,
     averaging: ScalarOrSchedule,
-) -> Any:
-    """The dtype, or None. Raises ValueError unless it fits the key and the averaging.
+) -> None:
+    """Raises ValueError unless a dtype of z fits the key and the averaging.
 
     A longer average makes smaller steps of z − params, in 8 bits down to those of
     rounding.
     """
     STATE_DTYPE.optional().check(state_dtype=state_dtype)
     KEY.optional().check(rounding_key=rounding_key)
-    if state_dtype is None:
-        return None
-    state_dtype = jnp.dtype(state_dtype)
-    if state_dtype.itemsize > 1:
-        return state_dtype
+    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
+        return
     if rounding_key is None:
         raise ValueError(
             "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
         )
-    values = sampled(averaging, COUNTS)
+    values = sample(averaging, SAMPLE_COUNTS)
     at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
     if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
@@ -247,10 +246,9 @@ def checked_state_dtype(
             f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
             f"{at_last[0]:.4g} at last. Use bfloat16."
         )
-    return state_dtype
 
 
-def sampled(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
+def sample(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
     """The values of a schedule at counts, or the one of a number.
 
     Empty if it cannot be evaluated yet.

@@ -9,24 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._codec import choose_codec, codec_of, stored_dtype, unwrap
+from ._codec import choose_codec, codec_of, unwrap_z, z_dtype
 from ._coefficients import XZCoefficients
-from ._state import SPAState, has_stepped
+from ._state import SPAState, is_new
 from ._trees import (
     Flag,
-    by_path,
+    arrays_by_path,
+    as_scalar,
     has_narrow_leaves,
     is_array_like,
     is_inexact,
     is_none,
-    leaves_with_path,
-    scalar_of,
+    leaves_by_path,
 )
 
 
 def check_params(params: PyTree) -> None:
     """Raises ValueError unless params are arrays. Integers may not stand alone."""
-    for path, leaf in leaves_with_path(params):
+    for path, leaf in leaves_by_path(params).items():
         if leaf is None or is_inexact(leaf) or (path and is_array_like(leaf)):
             continue
         raise ValueError(
@@ -45,35 +45,34 @@ def check_update(
     updates: PyTree, state: Any, params: PyTree | None, state_dtype: Any
 ) -> None:
     """Raises ValueError unless the arguments of an update fit each other."""
-    check_fits_params(state, params)
-    _check_storage(state.z, params, state_dtype)
+    check_state_fits(state, params)
+    _check_stored_z(state.z, params, state_dtype)
     check_same_tree("updates", updates, "params", params)
-    stored_by_path = by_path(unwrap(state.z))
-    for name, leaves in (("state.z", stored_by_path), ("params", by_path(params))):
-        without_leaf = by_path(updates).keys() - leaves.keys()
-        if without_leaf:
-            path = min(without_leaf) or "its root"
+    for name, tree in (("state.z", unwrap_z(state.z)), ("params", params)):
+        unmatched = arrays_by_path(updates).keys() - arrays_by_path(tree).keys()
+        if unmatched:
+            path = min(unmatched) or "its root"
             raise ValueError(
                 f"`updates` must be None where `{name}` is, got a gradient at {path}"
             )
 
 
-def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
+def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
     found, expected = codec_of(z_field), choose_codec(params, state_dtype)
     if found is not expected:
         raise ValueError(
-            f"`state.z` must hold {expected.name}, for the dtypes of `params` and for "
-            f"`state_dtype={state_dtype}`, got {found.name}. Use `convert(state, "
-            "params, into=tx.init(new_params), new_params=new_params)`, where `params` "
-            "are those that the state was made for."
+            f"`state.z` must hold {expected.description}, for the dtypes of `params` "
+            f"and for `state_dtype={state_dtype}`, got {found.description}. Use "
+            "`convert(state, params, into=tx.init(new_params), new_params=new_params)`,"
+            " where `params` are those that the state was made for."
         )
-    params_by_path = by_path(params)
-    for path, leaf in by_path(unwrap(z_field)).items():
+    params_by_path = arrays_by_path(params)
+    for path, leaf in arrays_by_path(unwrap_z(z_field)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue
-        dtype = jnp.result_type(stored_dtype(y, state_dtype))
+        dtype = jnp.result_type(z_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
         may_stay = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
         if leaf.dtype != dtype and not may_stay:
@@ -84,32 +83,30 @@ def _check_storage(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def mu_y_is_wrong(
-    updates: PyTree, state: SPAState, xz: XZCoefficients, mu_y_may_change: bool
-) -> Flag:
-    """Whether the μ_y of a step would give a wrong x.
+def error_if_mu_y_wrong(
+    xz: XZCoefficients, updates: PyTree, state: SPAState, mu_y_may_change: bool
+) -> XZCoefficients:
+    """A step whose μ_y gives the right x: else ValueError, or η is NaN.
 
-    Raises ValueError where that is known now. Compiled code cannot raise. x would be
-    wrong
+    Compiled code cannot raise. There NaN is better than a wrong x. x would be wrong
 
-    - without `xz.mu_y`, which claims that y is x, if the state's μ_y is not 1;
+    - without `xz.next_mu_y`, which claims that y is x, if the state's μ_y is not 1;
     - with it, if μ_y changes beside frozen params, which have a z but get no update: a
       change must move all params. With `mu_y_may_change` these are refused at once.
     """
-    stepped = has_stepped(state)
-    if xz.mu_y is None:
+    if xz.next_mu_y is None:
         message = (
             "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
             "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
             "schedule `interpolation=lambda k: 1.0`."
         )
-        is_wrong = stepped & (state.mu_y != 1)
-        return _raise_if_surely(is_wrong, message, state.mu_y)
-    stored_by_path = by_path(unwrap(state.z))
-    have_z = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
-    frozen = have_z - by_path(updates).keys()
+        is_wrong = ~is_new(state) & (state.mu_y != 1)
+        return _error_if(xz, is_wrong, message, state.mu_y)
+    z_by_path = arrays_by_path(unwrap_z(state.z))
+    trained = {path for path, leaf in z_by_path.items() if is_inexact(leaf)}
+    frozen = trained - arrays_by_path(updates).keys()
     if not frozen:
-        return jnp.array(False)
+        return xz
     if mu_y_may_change:
         raise ValueError(
             "`updates` must not be None where `interpolation` may change, which moves "
@@ -119,19 +116,21 @@ def mu_y_is_wrong(
         "`updates` must not be None where `interpolation` changes, which moves the "
         "params, got None and a change from {:g} to {:g}"
     )
-    next_mu_y = xz.mu_y.astype(state.mu_y.dtype)
-    is_wrong = stepped & (next_mu_y != state.mu_y)
-    return _raise_if_surely(is_wrong, message, state.mu_y, next_mu_y)
+    next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
+    is_wrong = ~is_new(state) & (next_mu_y != state.mu_y)
+    return _error_if(xz, is_wrong, message, state.mu_y, next_mu_y)
 
 
-def _raise_if_surely(is_wrong: Flag, message: str, *found: Any) -> Flag:
-    """The flag. Raises ValueError, with what was found, if it is known to be True."""
-    if is_surely(is_wrong):
+def _error_if(
+    xz: XZCoefficients, is_wrong: Flag, message: str, *found: Any
+) -> XZCoefficients:
+    """A step with an η of NaN if it is wrong. Raises ValueError if that is known."""
+    if is_known_true(is_wrong):
         raise ValueError(message.format(*map(float, found)))
-    return is_wrong
+    return xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
 
 
-def check_state(name: str, state: Any, expected: type) -> None:
+def check_state_type(name: str, state: Any, expected: type) -> None:
     """Raises ValueError unless a state is of a type, and its count an integer.
 
     A count that was cast to bfloat16 would stop at 256.
@@ -141,7 +140,7 @@ def check_state(name: str, state: Any, expected: type) -> None:
             f"`{name}` must be of type `{expected.__name__}`, got "
             f"{type(state).__name__}"
         )
-    dtype = scalar_of(state._asdict().get("count", 0)).dtype
+    dtype = as_scalar(state._asdict().get("count", 0)).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"`{name}.count` must be an integer, whatever the params, got {dtype}"
@@ -150,9 +149,9 @@ def check_state(name: str, state: Any, expected: type) -> None:
 
 def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, or was cast to 16 bits."""
-    check_state(name, state, SPAState)
+    check_state_type(name, state, SPAState)
     for field in ("eta", "c", "w", "mu_y"):
-        dtype = scalar_of(getattr(state, field)).dtype
+        dtype = as_scalar(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
             raise ValueError(
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
@@ -165,11 +164,11 @@ def check_spa_state(name: str, state: Any) -> None:
         )
 
 
-def check_fits_params(state: Any, params: PyTree | None) -> None:
+def check_state_fits(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
     check_spa_state("state", state)
-    check_same_tree("state.z", unwrap(state.z), "params", params)
+    check_same_tree("state.z", unwrap_z(state.z), "params", params)
 
 
 def check_not_batched(name: str, *scalars: Any) -> None:
@@ -184,9 +183,9 @@ def check_not_batched(name: str, *scalars: Any) -> None:
 
 def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
     """Raises ValueError unless leaves are at paths of `params`, once, in its shapes."""
-    shapes = {path: np.shape(leaf) for path, leaf in by_path(params).items()}
+    shapes = {path: np.shape(leaf) for path, leaf in arrays_by_path(params).items()}
     for tree in trees:
-        for path, leaf in by_path(tree).items():
+        for path, leaf in arrays_by_path(tree).items():
             if shapes.pop(path, None) == np.shape(leaf):
                 continue
             raise ValueError(
@@ -204,10 +203,10 @@ def check_same_tree(
     None counts as a leaf of any shape. Without `same_nodes` types of nodes may differ,
     as in nnx.
     """
-    leaves, others = dict(leaves_with_path(tree)), dict(leaves_with_path(like))
-    in_one = leaves.keys() ^ others.keys()
-    if in_one:
-        path = min(in_one)
+    leaves, others = leaves_by_path(tree), leaves_by_path(like)
+    unmatched = leaves.keys() ^ others.keys()
+    if unmatched:
+        path = min(unmatched)
         owner = name if path in leaves else like_name
         raise ValueError(
             f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
@@ -230,7 +229,7 @@ def check_same_tree(
         )
 
 
-def is_surely(condition: Any) -> bool:
+def is_known_true(condition: Any) -> bool:
     """Whether a scalar condition is true; False if it is traced."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return bool(condition)

@@ -1,10 +1,10 @@
 """How a state stores z, and the recursion of primal averaging on one array.
 
 Two codecs compute the recursion of `YZCoefficients`, each in its `step` and in what it
-stores. `ZItself` stores z, as in the paper. It serves where all params and the state
+stores. `ZCodec` stores z, as in the paper. It serves where all params and the state
 have 32 bits or more: there a difference would only add rounding. In every other case
-`Difference` stores d = z − y, the difference from the params y. It keeps digits that a
-narrow z would lose, and it follows params that something else moves.
+`DifferenceCodec` stores d = z − y, the difference from the params y. It keeps digits
+that a narrow z would lose, and it follows params that something else moves.
 
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ._coefficients import YZCoefficients
-from ._rounding import Seed, round_update, rounded
-from ._trees import Flag, as_dtype, has_narrow_leaves, is_inexact, wide_dtype
-from ._xla import sharded_like, where_sharded
+from ._rounding import Seed, round_to, round_update
+from ._trees import Flag, as_dtype, compute_dtype, has_narrow_leaves, is_inexact
+from ._xla import shard_like, where_sharded
 
 
 class ArrayStep(NamedTuple):
@@ -48,11 +48,11 @@ class ZMinusParamsTimes256(NamedTuple):
     z_minus_params_times_256: PyTree
 
 
-class ZItself:
+class ZCodec:
     """The state stores z itself, where the params and z have 32 bits or more."""
 
-    name = "z itself"  # what is stored, in messages
-    unit = 1.0  # the stored array times this is z, or z − y
+    description = "z itself"  # of what is stored, in messages
+    scale = 1.0  # the stored array times this is z, or z − y
     stores_difference = False
 
     def wrap(self, tree: PyTree) -> PyTree:
@@ -63,23 +63,23 @@ class ZItself:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def z(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        """The value of z, in `wide_dtype`.
+    def decode_z(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+        """The value of z, in `compute_dtype`.
 
-        `stepped` is `has_stepped` of the state. Until then z is y, which may have been
-        replaced since `init`, as by pretrained params.
+        In a new state it is y, which may have been replaced since `init`, as by
+        pretrained params.
         """
-        dtype = wide_dtype(y, stored)
-        return where_sharded(stepped, stored.astype(dtype), y.astype(dtype))
+        dtype = compute_dtype(y, stored)
+        return where_sharded(state_is_new, y.astype(dtype), stored.astype(dtype))
 
-    def z_minus_y(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        """The value of z − y, in `wide_dtype`."""
-        z = self.z(y, stored, stepped)
+    def decode_difference(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+        """The value of z − y, in `compute_dtype`."""
+        z = self.decode_z(y, stored, state_is_new)
         return z - y.astype(z.dtype)
 
-    def store(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
         """What is stored of z_{k+1}, in a dtype, beside the params y_{k+1}."""
-        return rounded(z, dtype, seed)
+        return round_to(z, dtype, seed)
 
     def step(
         self,
@@ -87,7 +87,7 @@ class ZItself:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        stepped: Flag,
+        state_is_new: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """One step of y and z. Without a g both stay.
@@ -96,7 +96,7 @@ class ZItself:
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
         """
-        z = self.z(y, stored, stepped)
+        z = self.decode_z(y, stored, state_is_new)
         if g is None:
             # Not the z of `init`: y may have been replaced before the first step.
             return ArrayStep(None, z.astype(stored.dtype))
@@ -110,40 +110,40 @@ class ZItself:
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
         u = round_update(u, y, seed)
-        return ArrayStep(u, rounded(z, stored.dtype, seed))
+        return ArrayStep(u, round_to(z, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The state stores (z − y)/unit, clipped to the range of its dtype.
+class DifferenceCodec:
+    """The state stores (z − y)/scale, clipped to the range of its dtype.
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
-    is y also if y was replaced. The methods are those of `ZItself`.
+    is y also if y was replaced. The methods are those of `ZCodec`.
     """
 
     node_type: type
-    name: str
-    unit: float
+    description: str
+    scale: float
     stores_difference = True
 
     def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)
 
     def init(self, y: Any, dtype: Any) -> Array:
-        return sharded_like(jnp.zeros_like(y, dtype=dtype), y)
+        return shard_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def z(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        z_minus_y = self.z_minus_y(y, stored, stepped)
-        return y.astype(z_minus_y.dtype) + z_minus_y
+    def decode_z(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+        d = self.decode_difference(y, stored, state_is_new)
+        return y.astype(d.dtype) + d
 
-    def z_minus_y(self, y: Array, stored: Array, stepped: Flag) -> Array:
-        # Before the first step 0 is stored, so `stepped` is not needed.
-        return self.unit * stored.astype(wide_dtype(y, stored))
+    def decode_difference(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+        # In a new state 0 is stored, so the flag is not needed.
+        return self.scale * stored.astype(compute_dtype(y, stored))
 
-    def store(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
         # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
-        units = (z - next_y.astype(z.dtype)) / self.unit
-        return rounded(units, dtype, seed, saturates=True)
+        scaled = (z - next_y.astype(z.dtype)) / self.scale
+        return round_to(scaled, dtype, seed, saturate=True)
 
     def step(
         self,
@@ -151,7 +151,7 @@ class Difference:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        stepped: Flag,
+        state_is_new: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """The same step, of y and d = z − y.
@@ -163,7 +163,7 @@ class Difference:
         """
         if g is None:
             return ArrayStep(None, stored)
-        d = self.z_minus_y(y, stored, stepped)
+        d = self.decode_difference(y, stored, state_is_new)
         wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d
@@ -173,11 +173,11 @@ class Difference:
             u = u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
-        u = round_update(u, y, seed, low_bits=True)
+        u = round_update(u, y, seed, use_low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(d.dtype) + d
-        return ArrayStep(u, self.store(z, y + u, stored.dtype, seed))
+        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
 
 
 @jax.custom_jvp
@@ -197,33 +197,33 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return _rescale(*primals), tangent
 
 
-Z_ITSELF = ZItself()
-DIFFERENCE = Difference(ZMinusParams, "z − params", unit=1.0)
-DIFFERENCE_IN_256THS = Difference(
-    ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
+Z_CODEC = ZCodec()
+DIFFERENCE_CODEC = DifferenceCodec(ZMinusParams, "z − params", scale=1.0)
+DIFFERENCE_TIMES_256_CODEC = DifferenceCodec(
+    ZMinusParamsTimes256, "256 (z − params)", scale=2.0**-8
 )
 
 
-Codec = ZItself | Difference
+Codec = ZCodec | DifferenceCodec
 
 
 def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     """How a state stores the z of params, with a `state_dtype` or None."""
     num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
     if num_bytes == 1:
-        return DIFFERENCE_IN_256THS
-    return DIFFERENCE if num_bytes == 2 or has_narrow_leaves(params) else Z_ITSELF
+        return DIFFERENCE_TIMES_256_CODEC
+    return DIFFERENCE_CODEC if num_bytes == 2 or has_narrow_leaves(params) else Z_CODEC
 
 
 def codec_of(z_field: PyTree) -> Codec:
     """How a state stores z, from its field `z`."""
-    for codec in (DIFFERENCE, DIFFERENCE_IN_256THS):
+    for codec in (DIFFERENCE_CODEC, DIFFERENCE_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec
-    return Z_ITSELF
+    return Z_CODEC
 
 
-def unwrap(z_field: PyTree) -> PyTree:
+def unwrap_z(z_field: PyTree) -> PyTree:
     """The tree of what is stored of z, with the structure of the params."""
     if codec_of(z_field).stores_difference:
         (tree,) = z_field
@@ -231,12 +231,12 @@ def unwrap(z_field: PyTree) -> PyTree:
     return z_field
 
 
-def stored_dtype(y: Any, state_dtype: Any) -> Any:
+def z_dtype(y: Any, state_dtype: Any) -> Any:
     """The dtype in which a state stores the z of a parameter."""
     if state_dtype is None:
-        return wide_dtype(y)
+        return compute_dtype(y)
     if jnp.iscomplexobj(y):
-        return wide_dtype(state_dtype, jnp.complex64)
+        return compute_dtype(state_dtype, jnp.complex64)
     return state_dtype
 
 
@@ -249,6 +249,6 @@ def init_z(params: PyTree, state_dtype: Any) -> PyTree:
             y = jnp.zeros(y.shape, y.dtype)
         if not is_inexact(y):
             return jnp.array(y)
-        return codec.init(y, stored_dtype(y, state_dtype))
+        return codec.init(y, z_dtype(y, state_dtype))
 
     return codec.wrap(jax.tree.map(start, params))

@@ -23,16 +23,17 @@ class XZCoefficients(NamedTuple):
     The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
     it; others only carry it on. η, c and w may all be 0 only while z is y, since such a
-    state counts as new (`has_stepped`). Another field that is None leaves its term out
-    of the program. `mu_y=None` also claims that y_k is x_k: see `mu_y_is_wrong`.
+    state counts as new (`is_new`). Another field that is None leaves its term out of
+    the program. `next_mu_y=None` also claims that y_k is x_k: see
+    `error_if_mu_y_wrong`.
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}
-    w: Scalar | None = None  # w_{k+1}. None: that of `with_w`
-    mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
+    next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
+    next_mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
-    r: Scalar | None = None  # None: 1. Only where mu_y is None, so that y is x
+    r: Scalar | None = None  # None: 1. Only where next_mu_y is None, so that y is x
 
 
 class YZCoefficients(NamedTuple):
@@ -51,25 +52,25 @@ class YZCoefficients(NamedTuple):
     r: Scalar | None  # None: 1
 
 
-def with_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
-    """The step with its w_{k+1}, which is (1 − c) η if the rule gives none.
+def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
+    """The step with its w_{k+1}: (1 − c) η, unless the rule gives one.
 
         x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
 
     at r = 1 and δ = 0. So m gains exactly g: m_{k+1} = (w_k/η) m_k + g_k. Where η is 0,
     x − z is multiplied by 1 − c. There w_k stands in place of η, and m stays.
     """
-    if xz.w is not None:
+    if xz.next_w is not None:
         return xz
     eta_or_w = jnp.where(xz.eta > 0, xz.eta, w.astype(xz.eta.dtype))
-    return xz._replace(w=(1 - xz.c) * eta_or_w)
+    return xz._replace(next_w=(1 - xz.c) * eta_or_w)
 
 
-def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
+def eliminate_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
     """The coefficients of y and z that make the step of x and z.
 
-    If `xz.mu_y` is None, the params are x before and after the step. So c_y = c and
-    δ_y = δ, and r may rescale z − x, since that does not move x.
+    If `xz.next_mu_y` is None, the params are x before and after the step. So c_y = c
+    and δ_y = δ, and r may rescale z − x, since that does not move x.
 
     Else write μ for the μ_y of y_k, and μ' for that of y_{k+1}. Put
 
@@ -85,11 +86,11 @@ def without_x(xz: XZCoefficients, mu_y: Scalar) -> YZCoefficients:
       xz: the step of x and z.
       mu_y: μ, the interpolation of the current params.
     """
-    eta, c, next_mu_y = xz.eta, xz.c, xz.mu_y
+    eta, c, next_mu_y = xz.eta, xz.c, xz.next_mu_y
     if next_mu_y is None:
         return YZCoefficients(eta, c, delta_y=xz.delta, r=xz.r)
     if xz.r is not None:
-        raise ValueError("`r` must be None beside a `mu_y`, got both")
+        raise ValueError("`r` must be None beside a `next_mu_y`, got both")
     mu_change = _relative_change(mu_y, next_mu_y)  # μ'/μ − 1
     c_y = c - (1 - c) * mu_change  # exactly c where μ' is μ
     delta_y = eta * (1 - c) * (1 + mu_change - next_mu_y)

@@ -16,39 +16,39 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
-from ._codec import codec_of, unwrap
+from ._codec import codec_of, unwrap_z
 from ._nodes import (
     CONVERTED_FIELDS,
     ScaleByRmsWithCountState,
-    carried_into,
-    known_nodes,
-    of_type,
+    copy_into,
+    filter_nodes,
+    list_nodes,
     steps_taken,
 )
 from ._schedules import AdamWHyperparams, SGDMHyperparams
-from ._sgdm import eta_and_c, positive_w, sgdm_at
-from ._state import SPAState, has_stepped
+from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
+from ._state import SPAState, is_new
 from ._trees import (
     Count,
     Scalar,
-    by_path,
+    arrays_by_path,
+    as_scalar,
+    compute_dtype,
     copy_arrays,
     is_inexact,
-    names_of_nodes,
-    scalar_of,
-    wide_dtype,
-    with_leaves,
+    node_type_names,
+    replace_leaves,
 )
 from ._wrappers import PrimalAveragingState
 
-ByPath = dict[str, Array]  # an array for each parameter, by its path
+ArraysByPath = dict[str, Array]  # an array for each parameter, by its path
 REQUIREMENTS = {
     "learning_rate": _arguments.NOT_NEGATIVE,
     "momentum": _arguments.FRACTION_BELOW_1,
     "nesterov": _arguments.BOOLEAN,
-    "b1": _arguments.FRACTION_BELOW_1.of(_arguments.SCALAR),
+    "b1": _arguments.FRACTION_BELOW_1.with_type(_arguments.SCALAR),
     "b2": _arguments.B2,
-    "eps": _arguments.NOT_NEGATIVE.of(_arguments.SCALAR),
+    "eps": _arguments.NOT_NEGATIVE.with_type(_arguments.SCALAR),
 }
 
 
@@ -56,9 +56,9 @@ class Run(NamedTuple):
     """What is known of a run, apart from its momentum."""
 
     count: Count  # k
-    y: ByPath  # the params with momentum, in 32 bits or more
-    new_params: ByPath  # those to go on with
-    nu: ByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
+    y: ArraysByPath  # the params with momentum, in 32 bits or more
+    new_params: ArraysByPath  # those to go on with
+    nu: ArraysByPath  # Adam's ν as it is stored, if the run goes from or to AdamW
     hyperparams: SGDMHyperparams | AdamWHyperparams | None  # the argument of `convert`
     averaging: optax.ScalarOrSchedule | None
 
@@ -138,27 +138,27 @@ def convert(
     arguments = (old_state, params, into, hyperparams, averaging, new_params, count)
     _check_arguments(arguments, hyperparams, averaging)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    nodes, new_nodes = known_nodes(old_state), known_nodes(into)
-    pair = _pair_of(nodes, new_nodes, params)
-    k = steps_taken(nodes, count)
+    old_nodes, new_nodes = list_nodes(old_state), list_nodes(into)
+    pair = _find_pair(old_nodes, new_nodes, params)
+    k = steps_taken(old_nodes, count)
     if pair is not None:
         old, new = pair
-        optax_nodes = new_nodes if isinstance(old, SPAState) else nodes
+        optax_nodes = new_nodes if isinstance(old, SPAState) else old_nodes
         _check_injected(optax_nodes, hyperparams)
         run = Run(
             count=k,
-            y=_inexact_params(old, by_path(params)),
-            new_params=by_path(new_params),
-            nu=_nu_of(old, new, nodes, new_nodes),
+            y=_inexact_params(old, arrays_by_path(params)),
+            new_params=arrays_by_path(new_params),
+            nu=_find_nu(old, new, old_nodes, new_nodes),
             hyperparams=hyperparams,
             averaging=averaging,
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        state, z = read(old, run)
-        written = write(new, state, z, run)
-        nodes = _with_momentum(nodes, old, written)
-    return copy_arrays(carried_into(into, nodes, k))
+        scalars, z = read(old, run)
+        written = write(new, scalars, z, run)
+        old_nodes = _replace_momentum(old_nodes, old, written)
+    return copy_arrays(copy_into(into, old_nodes, k))
 
 
 def _check_arguments(
@@ -191,7 +191,7 @@ def _check_injected(
     """Raises ValueError if a state injects other numbers than `hyperparams` has."""
     given = {} if hyperparams is None else hyperparams._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in of_type(nodes, injecting):
+    for node in filter_nodes(nodes, injecting):
         for name in given.keys() & node.hyperparams.keys():
             value, injected = given[name], node.hyperparams[name]
             if callable(value) or jnp.shape(injected):
@@ -206,54 +206,59 @@ def _check_injected(
                 )
 
 
-def _pair_of(
-    nodes: list[Any], new_nodes: list[Any], params: PyTree
+def _find_pair(
+    old_nodes: list[Any], new_nodes: list[Any], params: PyTree
 ) -> tuple[Any, Any] | None:
     """The old and the new node of a momentum, or None if neither is of the family.
 
     Raises ValueError unless the first can become the second.
     """
-    if not of_type(nodes + new_nodes, SPAState):
+    if not filter_nodes(old_nodes + new_nodes, SPAState):
         return None
-    averages = of_type(nodes, PrimalAveragingState)
-    if len(averages) != len(of_type(new_nodes, PrimalAveragingState)):
+    averages = filter_nodes(old_nodes, PrimalAveragingState)
+    if len(averages) != len(filter_nodes(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
-            "`tx.init(params)._replace(base=old_state)`. To end it go on with "
-            "`eval_params(old_state, params)` and `old_state.base`."
+            "`tx.init(params)._replace(base_state=old_state)`. To end it go on with "
+            "`eval_params(old_state, params)` and `old_state.base_state`."
         )
-    old = _momentum_of("old_state", nodes, new_nodes, params)
-    new = _momentum_of("into", new_nodes, nodes, params)
-    missing = by_path(_momentum_tree(new)).keys() - by_path(_momentum_tree(old)).keys()
+    old = _find_momentum("old_state", old_nodes, new_nodes, params)
+    new = _find_momentum("into", new_nodes, old_nodes, params)
+    missing = (
+        arrays_by_path(_momentum_tree(new)).keys()
+        - arrays_by_path(_momentum_tree(old)).keys()
+    )
     if missing:
         raise ValueError(
             "`into` must train only what `old_state` trains, got "
             f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
         )
-    if not isinstance(new, SPAState) and scalar_of(old.mu_y) != 1:
+    if not isinstance(new, SPAState) and as_scalar(old.mu_y) != 1:
         raise ValueError(
             "`old_state` must have an interpolation of 1 to go on in `optax.sgd` or "
-            f"`optax.adamw`, got {scalar_of(old.mu_y):g}"
+            f"`optax.adamw`, got {as_scalar(old.mu_y):g}"
         )
     return old, new
 
 
-def _momentum_of(
+def _find_momentum(
     name: str, nodes: list[Any], other_nodes: list[Any], params: PyTree
 ) -> Any:
     """The one node with the momentum: of the family, or else of Optax.
 
-    A kind of Optax's that both states hold equally often is not translated but copied.
+    A type of Optax's that both states hold equally often is not translated but copied.
     """
-    for kind in CONVERTED_FIELDS:
-        found = of_type(nodes, kind)
-        if kind is not SPAState and len(found) == len(of_type(other_nodes, kind)):
+    for node_type in CONVERTED_FIELDS:
+        found = filter_nodes(nodes, node_type)
+        num_others = len(filter_nodes(other_nodes, node_type))
+        if node_type is not SPAState and len(found) == num_others:
             continue
         if len(found) > 1:
             raise ValueError(
-                f"`{name}` must hold one `{kind.__name__}`, got {len(found)}. Convert "
-                "each group of `optax.partition` by itself: `state.inner_states[label]`"
+                f"`{name}` must hold one `{node_type.__name__}`, got {len(found)}. "
+                "Convert each group of `optax.partition` by itself: "
+                "`state.inner_states[label]`"
             )
         if found:
             check_not_batched(name, found[0]._asdict().get("count", ()))
@@ -262,26 +267,28 @@ def _momentum_of(
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
-        f"{names_of_nodes(tuple(nodes))}"
+        f"{node_type_names(tuple(nodes))}"
     )
 
 
-def _nu_of(old: Any, new: Any, nodes: list[Any], new_nodes: list[Any]) -> ByPath:
+def _find_nu(
+    old: Any, new: Any, old_nodes: list[Any], new_nodes: list[Any]
+) -> ArraysByPath:
     """Adam's ν as it is stored, if the run goes from or to AdamW."""
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
-    of_spa = nodes if isinstance(old, SPAState) else new_nodes
-    found = of_type(of_spa, ScaleByRmsWithCountState)
+    spa_nodes = old_nodes if isinstance(old, SPAState) else new_nodes
+    found = filter_nodes(spa_nodes, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{names_of_nodes(tuple(of_spa))}"
+            f"{node_type_names(tuple(spa_nodes))}"
         )
-    return by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
+    return arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
 
-def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
+def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
     """The old nodes with the momentum, and AdamW's ν, as the new state holds them."""
     nodes = [node for node in nodes if node is not old]
     # AdamW keeps ν beside its momentum, and `spa_adamw` in a node of its own.
@@ -296,16 +303,18 @@ def _with_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 def _momentum_tree(node: Any) -> PyTree:
     """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
-    return unwrap(getattr(node, CONVERTED_FIELDS[type(node)]))
+    return unwrap_z(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
-def _inexact_params(node: Any, params: ByPath) -> ByPath:
+def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
     """The params that have a momentum in a node, in 32 bits or more."""
-    found = {path: params[path] for path in by_path(_momentum_tree(node))}
-    return {path: x.astype(wide_dtype(x)) for path, x in found.items() if is_inexact(x)}
+    found = {path: params[path] for path in arrays_by_path(_momentum_tree(node))}
+    return {
+        path: x.astype(compute_dtype(x)) for path, x in found.items() if is_inexact(x)
+    }
 
 
-def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
     """η, c and w of step k − 1. There are no divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
@@ -314,13 +323,13 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
         )
     alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
-    sgdm = sgdm_at(alpha, beta, last, nesterov=nesterov)
-    w = positive_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
+    sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
+    w = ensure_positive_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
     return eta, c, w, {}
 
 
-def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
+def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
     """η, c and w of step k, and the divisors: x − z = w m / divisor.
 
     divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
@@ -347,7 +356,7 @@ def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ByPath]:
         )
 
     def divisor(nu):
-        nu = nu.astype(wide_dtype(nu))
+        nu = nu.astype(compute_dtype(nu))
         nu_hat = nu / _bias_correction(adamw.b2, jnp.maximum(k, 1), nu.dtype)
         size = _bias_correction(adamw.b1, k + 1, nu.dtype) * (
             jnp.sqrt(nu_hat) + adamw.eps
@@ -363,37 +372,40 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ByPath]:
+def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
     """A run as a state without z, and z by path: from a state of the family."""
-    codec, stored_by_path = codec_of(old.z), by_path(unwrap(old.z))
-    stepped = has_stepped(old)
-    z = {path: codec.z(y, stored_by_path[path], stepped) for path, y in run.y.items()}
+    codec, stored_by_path = codec_of(old.z), arrays_by_path(unwrap_z(old.z))
+    state_is_new = is_new(old)
+    z = {
+        path: codec.decode_z(y, stored_by_path[path], state_is_new)
+        for path, y in run.y.items()
+    }
     return old._replace(z=None), z
 
 
-def _write_spa(new: SPAState, state: SPAState, z: ByPath, run: Run) -> SPAState:
+def _write_spa(new: SPAState, scalars: SPAState, z: ArraysByPath, run: Run) -> SPAState:
     """The new state with a run, as it stores z."""
-    codec, stored_by_path = codec_of(new.z), by_path(unwrap(new.z))
+    codec, stored_by_path = codec_of(new.z), arrays_by_path(unwrap_z(new.z))
     for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.store(z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.encode(z[path], y, dtype, seed=None)
         limit = float(jnp.finfo(dtype).max)
-        is_at_limit = jnp.abs(stored_by_path[path].astype(wide_dtype(y))) >= limit
+        is_at_limit = jnp.abs(stored_by_path[path].astype(compute_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
             _arguments.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    # `with_leaves` goes by order, in which these are the arrays of `new.z`.
-    return with_leaves(new, state._replace(z=list(stored_by_path.values())))
+    # `replace_leaves` goes by order, in which these are the arrays of `new.z`.
+    return replace_leaves(new, scalars._replace(z=list(stored_by_path.values())))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
+def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     """A run as a state without z, and z by path: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
     eta, c, w, divisors = scalars_of(run)
-    m, z = by_path(_momentum_tree(old)), {}
+    m, z = arrays_by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
         z[path] = x - w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
@@ -406,24 +418,26 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, state: SPAState, z: ByPath, run: Run) -> Any:
+def _write_optax(new: Any, scalars: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = scalar_of(state.w), {}
-    m = by_path(_momentum_tree(new))
+        w, divisors = as_scalar(scalars.w), {}
+    m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
-        dtype = wide_dtype(x, z[path])
+        dtype = compute_dtype(x, z[path])
         x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
-    tree = with_leaves(_momentum_tree(new), list(m.values()))
+    tree = replace_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:
         return optax.TraceState(tree)
-    nu = [run.nu.get(path, leaf) for path, leaf in by_path(new.nu).items()]
+    nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]
     return new._replace(
-        count=with_leaves(new.count, run.count), mu=tree, nu=with_leaves(new.nu, nu)
+        count=replace_leaves(new.count, run.count),
+        mu=tree,
+        nu=replace_leaves(new.nu, nu),
     )

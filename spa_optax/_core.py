@@ -1,4 +1,4 @@
-"""One step of the family, and `transformation`, which makes an optimizer of a rule.
+"""One step of the family, and `spa_from_rule`, which makes an optimizer of a rule.
 
 The members of the family differ only in their rule, from the state to the
 `XZCoefficients` of a step. The recursion itself is written on one array, in
@@ -14,11 +14,11 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_params, check_update, mu_y_is_wrong
-from ._codec import ArrayStep, codec_of, init_z, unwrap
-from ._coefficients import XZCoefficients, YZCoefficients, with_w, without_x
+from ._checks import check_params, check_update, error_if_mu_y_wrong
+from ._codec import ArrayStep, codec_of, init_z, unwrap_z
+from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import SPAState, has_stepped
+from ._state import SPAState, is_new
 from ._trees import (
     Flag,
     as_dtype,
@@ -32,12 +32,12 @@ from ._xla import hide_from_xla
 Rule = Callable[[SPAState], XZCoefficients]
 
 
-def transformation(
+def spa_from_rule(
     rule: Rule,
     state_dtype: DTypeLike | None,
     rounding_key: PRNGKeyArray | None,
     *,
-    averaging: optax.ScalarOrSchedule,
+    nominal_averaging: optax.ScalarOrSchedule,
     mu_y_may_change: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer that a rule defines, a member of the family.
@@ -46,10 +46,9 @@ def transformation(
       rule: from the state before a step to the `XZCoefficients` of the step.
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
-      averaging: c, a scalar or a schedule, for checks alone: steps take c from the
-        rule, and the two may differ under schedules, as in `spa_from_sgdm`. A z in 8
-        bits is refused if c ends too small for it. At a constant 1 there is no warning
-        of a missing key.
+      nominal_averaging: c, a scalar or a schedule, for checks alone: steps take c from
+        the rule. A z in 8 bits is refused if c ends too small for it. At a constant 1
+        there is no warning of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -57,11 +56,12 @@ def transformation(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    state_dtype = _arguments.checked_state_dtype(state_dtype, rounding_key, averaging)
+    _arguments.check_state_dtype(state_dtype, rounding_key, nominal_averaging)
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
-    params_are_z = _arguments.is_constant(averaging, 1)
+    params_are_z = _arguments.is_always(nominal_averaging, 1)
 
-    def warn_of_rounding(params, z):
+    def warn_of_missing_key(params, z):
         if rounding_key is not None:
             return
         if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
@@ -74,7 +74,7 @@ def transformation(
     def init_fn(params):
         check_params(params)
         z = init_z(params, state_dtype)
-        warn_of_rounding(params, z)
+        warn_of_missing_key(params, z)
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated.
         return SPAState(
@@ -88,12 +88,10 @@ def transformation(
 
     def update_fn(updates, state, params=None, *, observe=None, **_):
         check_update(updates, state, params, state_dtype)
-        warn_of_rounding(params, state.z)
+        warn_of_missing_key(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        xz = with_w(rule(state), state.w)
-        # It raises if it can. Compiled code cannot: there NaN is better than a wrong x.
-        is_wrong = mu_y_is_wrong(updates, state, xz, mu_y_may_change)
-        xz = xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
+        xz = fill_next_w(rule(state), state.w)
+        xz = error_if_mu_y_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:
             observe(updates, state, params, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -109,21 +107,21 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the new state."""
-    stepped = has_stepped(state)
-    yz = without_x(xz, state.mu_y)
-    next_mu_y = jnp.ones_like(xz.eta) if xz.mu_y is None else xz.mu_y
+    state_is_new = is_new(state)
+    yz = eliminate_x(xz, state.mu_y)
+    next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
 
     # For XLA alone: no value changes. With a δ_y of 0 in place of None, XLA for TPU v7x
     # makes one kernel of Adam's direction and a step that rounds at random, not two
     # (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    kept = (xz.eta, xz.c, xz.w, next_mu_y)
-    (yz, stepped), kept = hide_from_xla((yz, stepped), kept)
+    scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)
+    (yz, state_is_new), scalars = hide_from_xla((yz, state_is_new), scalars)
 
-    u, z_field = _step_arrays(updates, state, params, yz, stepped, rounding_key)
+    u, z_field = _step_arrays(updates, state, params, yz, state_is_new, rounding_key)
     count = jnp.asarray(optax.safe_increment(state.count))
-    eta, c, w, mu_y = as_dtype(kept, state.w.dtype)
+    eta, c, w, mu_y = as_dtype(scalars, state.w.dtype)
     return u, SPAState(count, z_field, eta, c, w, mu_y)
 
 
@@ -132,11 +130,11 @@ def _step_arrays(
     state: SPAState,
     params: PyTree,
     yz: YZCoefficients,
-    stepped: Flag,
+    state_is_new: Flag,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, tree = codec_of(state.z), unwrap(state.z)
+    codec, tree = codec_of(state.z), unwrap_z(state.z)
     seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
@@ -145,7 +143,7 @@ def _step_arrays(
         if not is_inexact(y):  # integers stay
             return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, stepped, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, state_is_new, seed)
 
     steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)

@@ -1,6 +1,6 @@
-"""The nodes of a state, wrappers among them, and how they are carried into another.
+"""The nodes of a state, wrappers among them, and how they are copied into another.
 
-Momentum is not carried but translated, by `convert`.
+Momentum is not copied but translated, by `convert`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from . import _arguments
 from ._checks import check_not_batched
 from ._state import SPAState
-from ._trees import by_path, names_of_nodes, scalar_of, with_leaves
+from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
 from ._wrappers import (
     Float8MomentumState,
     PrimalAveragingState,
@@ -44,10 +44,10 @@ INNER_FIELDS: dict[type, tuple[str, ...]] = {
     optax.InjectStatefulHyperparamsState: ("hyperparams_states", "inner_state"),
     optax.MultiStepsState: ("inner_opt_state",),
     optax.ApplyIfFiniteState: ("inner_state",),
-    PrimalAveragingState: ("base", "average"),
-    StochasticRoundingState: ("base",),
-    Float8MomentumState: ("base",),
-    TrackMomentumState: ("inner",),
+    PrimalAveragingState: ("base_state", "spa_state"),
+    StochasticRoundingState: ("base_state",),
+    Float8MomentumState: ("base_state",),
+    TrackMomentumState: ("inner_state",),
 }
 # The fields that count the steps taken.
 COUNT_FIELDS: dict[type, str] = {
@@ -79,7 +79,7 @@ def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
 
 
-def known_nodes(state: PyTree) -> list[Any]:
+def list_nodes(state: PyTree) -> list[Any]:
     """The nodes of a state, wrappers among them."""
     nodes: list[Any] = []
 
@@ -91,19 +91,19 @@ def known_nodes(state: PyTree) -> list[Any]:
     return nodes
 
 
-def of_type(nodes: list[Any], kind: Any) -> list[Any]:
+def filter_nodes(nodes: list[Any], node_type: Any) -> list[Any]:
     """The nodes of a type. `find_nodes` would also look into unknown wrappers."""
-    return [node for node in nodes if isinstance(node, kind)]
+    return [node for node in nodes if isinstance(node, node_type)]
 
 
-def _is_of_schedule(node: Any) -> bool:
+def _is_schedule_state(node: Any) -> bool:
     """Whether a node is the state of a schedule of Optax, which is a count alone."""
     return getattr(node, "_fields", ()) == ("count",)
 
 
 def _count_field(node: Any) -> str | None:
     """The field that counts the steps taken."""
-    return "count" if _is_of_schedule(node) else COUNT_FIELDS.get(type(node))
+    return "count" if _is_schedule_state(node) else COUNT_FIELDS.get(type(node))
 
 
 def steps_taken(nodes: list[Any], count: object) -> Array:
@@ -113,15 +113,15 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
     if count is not None:
         counts.append(count)
     check_not_batched("old_state", counts)
-    values = sorted({int(scalar_of(value)) for value in counts})
+    values = sorted({int(as_scalar(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(
             "`count` must be the number of steps taken, and all counts in `old_state` "
             f"must be the same, got {values or None}. Pass `count=k` if `old_state` "
             "has none."
         )
-    for node in of_type(nodes, optax.MultiStepsState):
-        mini_step = scalar_of(node.mini_step)
+    for node in filter_nodes(nodes, optax.MultiStepsState):
+        mini_step = as_scalar(node.mini_step)
         if mini_step > 0:
             raise ValueError(
                 "`old_state` must not hold accumulated gradients, which would be lost, "
@@ -130,23 +130,23 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
+def copy_into(into: PyTree, old_nodes: list[Any], k: Array) -> PyTree:
     """A state with the arrays of old nodes of the same types, and the count k."""
-    remaining = list(filter(_is_copied, nodes))
+    remaining = list(filter(_is_copied, old_nodes))
 
     def fill(node):
         if _is_copied(node):
-            return _take(remaining, node)
+            return _pop_match(remaining, node)
         field = _count_field(node)
         if field is None:
             return node
-        return node._replace(**{field: with_leaves(getattr(node, field), k)})
+        return node._replace(**{field: replace_leaves(getattr(node, field), k)})
 
     state = _map_nodes(fill, into)
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {names_of_nodes(tuple(remaining))}. Build it from an optimizer "
+            f"for its {node_type_names(tuple(remaining))}. Build it from an optimizer "
             "with the same chain."
         )
     return state
@@ -154,23 +154,23 @@ def carried_into(into: PyTree, nodes: list[Any], k: Array) -> PyTree:
 
 def _is_copied(node: Any) -> bool:
     """Whether a node has arrays, and is neither a wrapper nor a schedule's count."""
-    if _is_of_schedule(node) or type(node) in INNER_FIELDS:
+    if _is_schedule_state(node) or type(node) in INNER_FIELDS:
         return False
     return bool(_shapes(node))
 
 
 def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
-    return {path: np.shape(leaf) for path, leaf in by_path(node).items()}
+    return {path: np.shape(leaf) for path, leaf in arrays_by_path(node).items()}
 
 
-def _take(nodes: list[Any], new: Any) -> Any:
+def _pop_match(old_nodes: list[Any], new: Any) -> Any:
     """Removes from old nodes the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
-    for i, node in enumerate(nodes):
-        is_same_kind = type(node) is type(new) or not hasattr(new, "_fields")
-        if is_same_kind and shapes.items() <= _shapes(node).items():
-            leaves = by_path(nodes.pop(i))
-            return with_leaves(new, [leaves[path] for path in shapes])
+    for i, node in enumerate(old_nodes):
+        is_same_type = type(node) is type(new) or not hasattr(new, "_fields")
+        if is_same_type and shapes.items() <= _shapes(node).items():
+            leaves = arrays_by_path(old_nodes.pop(i))
+            return replace_leaves(new, [leaves[path] for path in shapes])
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
         f"shapes, got a `{type(new).__name__}` with {shapes}. Build it from an "

@@ -16,7 +16,7 @@ from ._trees import find_nodes
 
 
 @runtime_checkable
-class ScheduleFreeState(Protocol):
+class AnyScheduleFreeState(Protocol):
     """A state of Schedule-Free, whichever package it is from."""
 
     z: PyTree
@@ -35,7 +35,7 @@ PARAMS_MOVING_STATES = (
     optax.LookaheadState,
     contrib.MechanicState,
     contrib.SAMState,  # unless it is opaque
-    ScheduleFreeState,
+    AnyScheduleFreeState,
 )
 # Other momentum, in which noise adds up too. Inside `track_momentum` it hides what
 # pure noise would do.
@@ -58,7 +58,7 @@ MOMENTUM_STATES = (
 )
 # The momentum of SGD, Lion and Muon, with its field. One power of two scales a whole
 # array of it to 8 bits. Adam's needs another scale for each element.
-FLOAT8_FIELDS: dict[type, str] = {
+FLOAT8_MOMENTUM_FIELDS: dict[type, str] = {
     optax.TraceState: "trace",
     optax.ScaleByLionState: "mu",
     contrib.MuonState: "mu",
@@ -66,12 +66,12 @@ FLOAT8_FIELDS: dict[type, str] = {
 # What a wrapper refuses as its `base`: a message for each type of state, with a place
 # for the type's name. All wrappers refuse what averages.
 Refusals = dict[type, str]
-AVERAGING_BASES: Refusals = dict.fromkeys(
-    (SPAState, ScheduleFreeState),
+AVERAGING_REFUSALS: Refusals = dict.fromkeys(
+    (SPAState, AnyScheduleFreeState),
     "`base` must not average, got a `{}`. Average once, and pass `rounding_key` there.",
 )
 # Only `primal_averaging` refuses these.
-UNFIT_BASES: Refusals = {
+BASE_REFUSALS: Refusals = {
     **dict.fromkeys(
         SKIPPING_STATES,
         "`base` must not skip updates, got a `{}`. Put that wrapper around this one.",
@@ -96,12 +96,12 @@ UNFIT_BASES: Refusals = {
     ),
 }
 if hasattr(contrib, "MadgradState"):  # not in Optax 0.2.5
-    UNFIT_BASES[contrib.MadgradState] = (
+    BASE_REFUSALS[contrib.MadgradState] = (
         "`base` must not average, got a `{}`. Use it alone."
     )
 # `primal_averaging(params_of_base="params")` also refuses what compares the params with
 # the first ones.
-UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
+REFUSALS_AT_PARAMS: Refusals = dict.fromkeys(
     (
         contrib.COCOBState,
         contrib.MechanicState,
@@ -113,7 +113,7 @@ UNFIT_AT_PARAMS: Refusals = dict.fromkeys(
 )
 # `primal_averaging(params_of_base="z")` also refuses what relates the params to their
 # gradients, which are at y and not at z.
-UNFIT_AT_Z: Refusals = {
+REFUSALS_AT_Z: Refusals = {
     **dict.fromkeys(
         (
             optax.ScaleByLBFGSState,
@@ -130,14 +130,14 @@ UNFIT_AT_Z: Refusals = {
 }
 
 
-def refuse(state: PyTree, refusals: Refusals) -> None:
+def check_base(state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
-    for kind, message in refusals.items():
-        for node in find_nodes(state, kind):
+    for node_type, message in refusals.items():
+        for node in find_nodes(state, node_type):
             raise ValueError(message.format(type(node).__name__))
 
 
-def refuse_sam_that_moves_params(state: PyTree) -> None:
+def check_sam_is_opaque(state: PyTree) -> None:
     """Raises ValueError where the state of a base holds a SAM that is not opaque."""
     for node in find_nodes(state, contrib.SAMState):
         if not is_opaque_sam(node):

@@ -1,4 +1,4 @@
-"""`eval_params` returns x; `reanchor` shifts z when params were edited."""
+"""`eval_params` returns x; `shift_z` shifts z when params were edited."""
 
 import jax
 from jaxtyping import PyTree
@@ -8,21 +8,21 @@ from ._checks import (
     check_paths,
     check_same_tree,
     check_spa_state,
-    is_surely,
+    is_known_true,
 )
-from ._codec import codec_of, unwrap
+from ._codec import codec_of, unwrap_z
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from ._state import SPAState, has_stepped
+from ._state import SPAState, is_new
 from ._trees import (
-    by_path,
+    arrays_by_path,
+    as_scalar,
+    compute_dtype,
     copy_arrays,
     find_nodes,
     is_inexact,
-    names_of_nodes,
+    node_type_names,
+    replace_leaves,
     replace_nodes,
-    scalar_of,
-    wide_dtype,
-    with_leaves,
 )
 from ._wrappers import StochasticRoundingState
 
@@ -60,29 +60,28 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       6.0 7.0 8.0
     """
     # By path, since under `optax.partition` each state has only some of the params.
-    leaves = by_path(params)
-    for state in _checked_states(opt_state, params):
+    leaves = arrays_by_path(params)
+    for state in _find_spa_states(opt_state, params):
         check_not_batched("opt_state", state.count, state.mu_y)
-        mu_y = scalar_of(state.mu_y)
-        if is_surely(mu_y == 1):
+        mu_y = as_scalar(state.mu_y)
+        if is_known_true(mu_y == 1):
             continue
-        if is_surely(mu_y <= 0):
+        if is_known_true(mu_y <= 0):
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
-        codec, stepped = codec_of(state.z), has_stepped(state)
-        for path, stored in by_path(unwrap(state.z)).items():
+        codec, state_is_new = codec_of(state.z), is_new(state)
+        for path, stored in arrays_by_path(unwrap_z(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
-            z_minus_y = codec.z_minus_y(y, stored, stepped)
-            dtype = z_minus_y.dtype
-            x = y.astype(dtype) - (1 / mu_y.astype(dtype) - 1) * z_minus_y
+            d = codec.decode_difference(y, stored, state_is_new)
+            x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             leaves[path] = x.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
 
-def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
+def shift_z(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree:
     """Shifts z along with params that were edited outside the optimizer.
 
         z ← z + (y_new − y_old)
@@ -103,22 +102,22 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from spa_optax import reanchor, spa
+      >>> from spa_optax import shift_z, spa
       >>> params, pruned = jnp.array([3.0, -1.0]), jnp.array([3.0, 0.0])
-      >>> print(reanchor(spa(1.0).init(params), params, pruned).z)
+      >>> print(shift_z(spa(1.0).init(params), params, pruned).z)
       [3. 0.]
     """
     check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
-    _checked_states(opt_state, old_params, new_params)
+    _find_spa_states(opt_state, old_params, new_params)
     leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
     pairs = list(zip(*leaves, strict=True))
     if pairs and all(old is new for old, new in pairs):
         raise ValueError(
             "`new_params` must not be the arrays of `old_params` (nnx.state is live)"
         )
-    old, new = by_path(old_params), by_path(new_params)
+    old, new = arrays_by_path(old_params), arrays_by_path(new_params)
 
     def shift(path, z):
         if not is_inexact(z):
@@ -128,27 +127,27 @@ def reanchor(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTre
                 "`new_params` must be floating-point where z is, got "
                 f"{new[path].dtype} at {path or 'its root'}"
             )
-        dtype = wide_dtype(z, old[path])
+        dtype = compute_dtype(z, old[path])
         edit = new[path].astype(dtype) - old[path].astype(dtype)
         return (z.astype(dtype) + edit).astype(z.dtype)
 
     def shift_state(state):
         if codec_of(state.z).stores_difference:  # z − y stays, so z moves along
             return state
-        z = [shift(path, leaf) for path, leaf in by_path(state.z).items()]
-        return state._replace(z=with_leaves(state.z, z))
+        z = [shift(path, leaf) for path, leaf in arrays_by_path(state.z).items()]
+        return state._replace(z=replace_leaves(state.z, z))
 
     return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
 
 
-def _checked_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
+def _find_spa_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
     """The states of the family. Raises ValueError unless they fit all of the params."""
     states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)
     if not find_nodes(opt_state, holders):
         raise ValueError(
             "`opt_state` must hold an `SPAState` or a `StochasticRoundingState`, got "
-            f"{names_of_nodes(opt_state)}"
+            f"{node_type_names(opt_state)}"
         )
     for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
         if find_nodes(outer, holders) and not is_opaque_sam(outer):
@@ -157,7 +156,7 @@ def _checked_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths("opt_state", [unwrap(state.z) for state in states], tree)
+        check_paths("opt_state", [unwrap_z(state.z) for state in states], tree)
     for state in states:
         check_spa_state("opt_state", state)
     return states

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
-from ._trees import wide_dtype
-from ._xla import drawn_once
+from ._trees import compute_dtype
+from ._xla import split_seeds
 
 Seed = UInt32[Array, ""]  # of the random bits of one array
 # Folded into the key, so that params and z get other bits than momentum, also if both
@@ -25,37 +25,37 @@ def seeds_like(
     leaves, structure = jax.tree.flatten(tree)
     key = jax.random.fold_in(jax.random.fold_in(key, count), purpose)
     seeds = jax.random.bits(key, (len(leaves),), jnp.uint32)
-    return structure.unflatten(drawn_once(seeds, count))
+    return structure.unflatten(split_seeds(seeds, count))
 
 
-def rounded(
+def round_to(
     x: Array,
     dtype: Any,
     seed: Seed | None,
-    low_bits: bool = False,
-    saturates: bool = False,
+    use_low_bits: bool = False,
+    saturate: bool = False,
 ) -> Array:
     """`x` in a dtype as wide or narrower, rounded to nearest, or at random by a seed.
 
     At random means up or down so that the mean is x.
 
-    The seed makes a random word of 32 bits for each element. `low_bits` uses its
+    The seed makes a random word of 32 bits for each element. `use_low_bits` uses its
     low bits in place of the high ones, so that two roundings may share a seed. With
-    `saturates` the result is at most the dtype's largest number, and a NaN may become
+    `saturate` the result is at most the dtype's largest number, and a NaN may become
     any number.
     """
     if jnp.iscomplexobj(x) or dtype == x.dtype:
         return x.astype(dtype)
     if seed is not None:
-        return _stochastic(x, seed, dtype, low_bits, saturates)
-    if saturates:
+        return _round_stochastically(x, seed, dtype, use_low_bits, saturate)
+    if saturate:
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
 
 
 def round_update(
-    u: Array, y: Array, seed: Seed | None, low_bits: bool = False
+    u: Array, y: Array, seed: Seed | None, use_low_bits: bool = False
 ) -> Array:
     """An update in the dtype of y: y + u is rounded to that dtype, and y subtracted.
 
@@ -63,17 +63,17 @@ def round_update(
     nor turns its sign (Sterbenz). Otherwise the sum is up to an ulp off, of y or of
     y + u.
     """
-    dtype = wide_dtype(u, y)
+    dtype = compute_dtype(u, y)
     if dtype == y.dtype:
         return u.astype(dtype)
-    return rounded(y.astype(dtype) + u.astype(dtype), y.dtype, seed, low_bits) - y
+    return round_to(y.astype(dtype) + u.astype(dtype), y.dtype, seed, use_low_bits) - y
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _stochastic(
-    x: Array, seed: Seed, dtype: Any, low_bits: bool, saturates: bool
+def _round_stochastically(
+    x: Array, seed: Seed, dtype: Any, use_low_bits: bool, saturate: bool
 ) -> Array:
-    """`rounded` with a seed, with the derivative of a cast.
+    """`round_to` with a seed, with the derivative of a cast.
 
     Random bits are added below those that stay, and what is below is then cut off.
     """
@@ -82,52 +82,52 @@ def _stochastic(
     largest = float(narrow.max)
 
     def add_and_cut(array):
-        bits = _bits_of(array)
-        bits += _random_below(seed, x.shape, num_dropped, low_bits).astype(bits.dtype)
+        bits = _as_bits(array)
+        bits += _random_integers(seed, x.shape, num_dropped, use_low_bits).astype(
+            bits.dtype
+        )
         bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
-        return _float_of(bits, x.dtype)
+        return jax.lax.bitcast_convert_type(bits, x.dtype)
 
     if narrow.minexp == wide.minexp:  # the low bits are cut from every number
-        result = add_and_cut(jnp.clip(x, -largest, largest) if saturates else x)
+        result = add_and_cut(jnp.clip(x, -largest, largest) if saturate else x)
     else:
-        sign = _bits_of(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
-        magnitude = _float_of(_bits_of(x) ^ sign, x.dtype)
-        if saturates:  # one operation, where `clip` takes two
+        sign = _as_bits(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
+        magnitude = jax.lax.bitcast_convert_type(_as_bits(x) ^ sign, x.dtype)
+        if saturate:  # one operation, where `clip` takes two
             magnitude = jnp.minimum(magnitude, largest)
         # Below the smallest normal number, `tiny`, spacing is that of [tiny, 2 tiny).
         # So x is moved there before it is rounded, and back afterwards.
         tiny = jnp.asarray(float(narrow.tiny), x.dtype)
         shift = jnp.where(magnitude < tiny, tiny, 0)
         magnitude = add_and_cut(magnitude + shift) - shift
-        result = _float_of(_bits_of(magnitude) | sign, x.dtype)
-    if not saturates:  # the bits of a NaN could overflow
+        result = jax.lax.bitcast_convert_type(_as_bits(magnitude) | sign, x.dtype)
+    if not saturate:  # the bits of a NaN could overflow
         result = jnp.where(jnp.isfinite(x), result, x)
     return result.astype(dtype)
 
 
-@_stochastic.defjvp
-def _(dtype: Any, low_bits: bool, saturates: bool, primals: Any, tangents: Any) -> Any:
+@_round_stochastically.defjvp
+def _(
+    dtype: Any, use_low_bits: bool, saturate: bool, primals: Any, tangents: Any
+) -> Any:
     if jnp.finfo(dtype).bits == 8:  # whose tangents would be 0 or NaN
         raise ValueError("state in 8 bits must not be differentiated, got a tangent")
-    result = _stochastic(*primals, dtype, low_bits, saturates)
+    result = _round_stochastically(*primals, dtype, use_low_bits, saturate)
     return result, tangents[0].astype(dtype)
 
 
-def _bits_of(x: Array) -> Array:
+def _as_bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
 
 
-def _float_of(bits: Array, dtype: Any) -> Array:
-    return jax.lax.bitcast_convert_type(bits, dtype)
-
-
-def _random_below(
-    seed: Seed, shape: tuple[int, ...], num_bits: int, low_bits: bool
+def _random_integers(
+    seed: Seed, shape: tuple[int, ...], num_bits: int, use_low_bits: bool
 ) -> Array:
     """Random integers of `num_bits` bits, of which at most the upper 32 are random."""
     num_random = min(num_bits, 32)
     random = random_bits(seed, shape)
-    if low_bits:
+    if use_low_bits:
         random &= jnp.uint32(2**num_random - 1)
     else:
         random >>= 32 - num_random

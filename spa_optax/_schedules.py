@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, ArrayLike
 
 from . import _arguments
-from ._sgdm import eta_and_c, sgdm_at
+from ._sgdm import eta_and_c, evaluate_sgdm
 
 
 class SPAHyperparams(NamedTuple):
@@ -68,7 +68,7 @@ def hyperparams_from_sgdm(
 
     Examples:
       >>> from spa_optax import hyperparams_from_sgdm, stagewise
-      >>> alpha, _ = stagewise(4.0, 0.5, [2], factor=4.0)  # 4, 4, 1, 1, …
+      >>> alpha, _ = stagewise(4.0, 0.5, [2], divisor=4.0)  # 4, 4, 1, 1, …
       >>> eta, c = hyperparams_from_sgdm(alpha, 0.5)
       >>> # η_1 = 4 + ½ + ¼ + … = 5
       >>> print([f"{eta(k):.1f} {c(k):.3f}" for k in range(3)])
@@ -81,12 +81,12 @@ def hyperparams_from_sgdm(
         return SPAHyperparams(learning_rate / (1 - momentum), 1 - momentum)
 
     def eta_and_c_at(k):
-        sgdm = sgdm_at(learning_rate, momentum, k, horizon=horizon)
+        sgdm = evaluate_sgdm(learning_rate, momentum, k, horizon=horizon)
         return eta_and_c(sgdm, sgdm.resting_w)
 
     return SPAHyperparams(
-        learning_rate=vectorized(lambda k: eta_and_c_at(k)[0]),
-        averaging=vectorized(lambda k: eta_and_c_at(k)[1]),
+        learning_rate=vectorize(lambda k: eta_and_c_at(k)[0]),
+        averaging=vectorize(lambda k: eta_and_c_at(k)[1]),
     )
 
 
@@ -112,7 +112,7 @@ def hyperparams_to_sgdm(
 
     Examples:
       >>> from spa_optax import hyperparams_to_sgdm, stagewise
-      >>> eta, c = stagewise(10.0, 0.1, [2], averaging_rule="constant")
+      >>> eta, c = stagewise(10.0, 0.1, [2], averaging_mode="constant")
       >>> alpha, beta, _ = hyperparams_to_sgdm(eta, c)
       >>> # β spikes to 10 · 0.9
       >>> print([f"{alpha(k):.1f} {beta(k):.1f}" for k in range(4)])
@@ -131,21 +131,19 @@ def hyperparams_to_sgdm(
         ratio = jnp.where((eta_before == 0) | (c == 1), 0, eta_before / eta)
         return jnp.where(k == 0, 1, ratio) * (1 - c)
 
-    return SGDMHyperparams(
-        vectorized(lambda k: eta_at(k) * c_at(k)), vectorized(beta_at)
-    )
+    return SGDMHyperparams(vectorize(lambda k: eta_at(k) * c_at(k)), vectorize(beta_at))
 
 
 def stagewise(
     learning_rate: float,
     averaging: float,
     boundaries: Sequence[int],
-    factor: float = 10.0,
+    divisor: float = 10.0,
     *,
-    averaging_rule: Literal["constant", "scale", "balance"] = "scale",
-    step_factor: float | None = None,
+    averaging_mode: Literal["constant", "scale", "balance"] = "scale",
+    step_divisor: float | None = None,
 ) -> SPAHyperparams:
-    """Divides η by a factor at each boundary, and adapts c.
+    """Divides η by a number at each boundary, and adapts c.
 
     At boundary b the paper's η_b and c_b change first: `learning_rate` at count b, and
     `averaging`, which is c_{k+1}, at count b − 1. With the initial η and c:
@@ -158,11 +156,11 @@ def stagewise(
       learning_rate: η ≥ 0 of the first stage.
       averaging: c in (0, 1] of the first stage.
       boundaries: the steps b ≥ 1 at which a stage begins, ascending.
-      factor: the divisor of η at every boundary, > 1.
-      averaging_rule: "constant", "scale" or "balance".
-      step_factor: s > 1: η_k = max(η_{k−1}/s, the η of its stage). With
-        s = factor^(1/n) a transition takes n steps. None is abrupt, and α or β of SGD+M
-        then spikes (Insight 3).
+      divisor: of η at every boundary, > 1.
+      averaging_mode: "constant", "scale" or "balance".
+      step_divisor: s > 1: η_k = max(η_{k−1}/s, the η of its stage). With
+        s = divisor^(1/n) a transition takes n steps. None is abrupt, and α or β of
+        SGD+M then spikes (Insight 3).
 
     Returns:
       Two schedules: `spa(*stagewise(...))`.
@@ -173,7 +171,7 @@ def stagewise(
 
     Examples:
       >>> from spa_optax import stagewise
-      >>> eta, c = stagewise(1.0, 0.1, [2], step_factor=2.0)
+      >>> eta, c = stagewise(1.0, 0.1, [2], step_divisor=2.0)
       >>> # c rises until η is divided by 10
       >>> print([f"{eta(k):.3f} {c(k):.1f}" for k in range(5)])
       ['1.000 0.1', '1.000 0.2', '0.500 0.4', '0.250 0.8', '0.125 1.0']
@@ -181,22 +179,24 @@ def stagewise(
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Sections 5 and 6.
     """
-    _arguments.NOT_NEGATIVE.of(_arguments.SCALAR).check(learning_rate=learning_rate)
-    _arguments.POSITIVE_FRACTION.of(_arguments.SCALAR).check(averaging=averaging)
-    _arguments.one_of("constant", "scale", "balance").check(
-        averaging_rule=averaging_rule
+    _arguments.NOT_NEGATIVE.with_type(_arguments.SCALAR).check(
+        learning_rate=learning_rate
     )
-    _arguments.ABOVE_1.check(factor=factor)
-    _arguments.ABOVE_1.optional().check(step_factor=step_factor)
-    boundaries = _checked_boundaries(boundaries, factor, step_factor)
-    log_factor, log_step = math.log(factor), math.log(step_factor or factor)
+    _arguments.POSITIVE_FRACTION.with_type(_arguments.SCALAR).check(averaging=averaging)
+    _arguments.one_of("constant", "scale", "balance").check(
+        averaging_mode=averaging_mode
+    )
+    _arguments.ABOVE_1.check(divisor=divisor)
+    _arguments.ABOVE_1.optional().check(step_divisor=step_divisor)
+    boundaries = _as_boundaries(boundaries, divisor, step_divisor)
+    log_divisor, log_step = math.log(divisor), math.log(step_divisor or divisor)
 
     def log_decay(k):
         """log(η/η_k): each stage that has begun adds log(s) a step."""
         total = jnp.zeros([], float)
         for b in boundaries:
             num_steps = (k - b + 1).astype(float)
-            total += jnp.clip(num_steps * log_step, 0, log_factor)
+            total += jnp.clip(num_steps * log_step, 0, log_divisor)
         return total
 
     def eta_at(k):
@@ -204,22 +204,22 @@ def stagewise(
 
     def c_at(k):
         c, log_ratio = jnp.asarray(averaging, float), log_decay(k + 1)
-        if averaging_rule == "scale":
+        if averaging_mode == "scale":
             return jnp.minimum(c * jnp.exp(log_ratio), 1)
-        if averaging_rule == "balance":
+        if averaging_mode == "balance":
             return c / (c + (1 - c) * jnp.exp(-log_ratio))
         return c
 
-    return SPAHyperparams(vectorized(eta_at), vectorized(c_at))
+    return SPAHyperparams(vectorize(eta_at), vectorize(c_at))
 
 
-def _checked_boundaries(
-    boundaries: Any, factor: float, step_factor: float | None
+def _as_boundaries(
+    boundaries: Any, divisor: float, step_divisor: float | None
 ) -> list[int]:
     """The steps at which stages begin, if each has room for its transition."""
     if isinstance(boundaries, (str, Mapping)) or not isinstance(boundaries, Iterable):
         raise ValueError(
-            "`boundaries` must be a sequence of steps, with one `factor` for all, got "
+            "`boundaries` must be a sequence of steps, with one `divisor` for all, got "
             f"{boundaries!r}"
         )
     boundaries = list(boundaries)
@@ -229,20 +229,20 @@ def _checked_boundaries(
     shortest = min(lengths, default=math.inf)
     if shortest <= 0:
         raise ValueError(f"`boundaries` must be ascending, got {boundaries}")
-    least = (1 - 1e-12) * factor ** (1 / shortest)  # up to rounding
-    if step_factor is not None and step_factor < least:
+    least = (1 - 1e-12) * divisor ** (1 / shortest)  # up to rounding
+    if step_divisor is not None and step_divisor < least:
         raise ValueError(
-            f"`step_factor` must be at least {math.ceil(1e6 * least) / 1e6}, to end "
-            f"before the next boundary, got {step_factor}"
+            f"`step_divisor` must be at least {math.ceil(1e6 * least) / 1e6}, to end "
+            f"before the next boundary, got {step_divisor}"
         )
     return boundaries
 
 
 def schedule_free_averaging(
     learning_rate: optax.ScalarOrSchedule,
-    num_warmup_steps: int = 0,
+    warmup_steps: int = 0,
     *,
-    weight_power: float = 2.0,
+    weight_lr_power: float = 2.0,
 ) -> optax.Schedule:
     """The averaging that makes `spa` Schedule-Free: x is a weighted mean of all z.
 
@@ -253,10 +253,10 @@ def schedule_free_averaging(
 
     Args:
       learning_rate: η_k ≥ 0, a schedule of the count k that can be vmapped; or a number
-        η, taken to warm up as η (k + 1)/`num_warmup_steps`.
-      num_warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
+        η, taken to warm up as η (k + 1)/`warmup_steps`.
+      warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
         checked.
-      weight_power: p ≥ 0.
+      weight_lr_power: p ≥ 0.
 
     Returns:
       c_{k+1}, a schedule of the count k. With p > 0 it is 0 while a schedule's rates
@@ -268,7 +268,7 @@ def schedule_free_averaging(
 
     Examples:
       >>> from spa_optax import schedule_free_averaging
-      >>> c = schedule_free_averaging(0.1, num_warmup_steps=2)
+      >>> c = schedule_free_averaging(0.1, warmup_steps=2)
       >>> # weights are 1/4, 1, 1, …, so c is 1, 1/1.25, 1/2.25, …
       >>> print([f"{c(k):.3f}" for k in range(4)])
       ['1.000', '0.800', '0.444', '0.308']
@@ -277,42 +277,44 @@ def schedule_free_averaging(
       Defazio et al., The Road Less Scheduled, 2024, arXiv:2405.15682, Section 4.
     """
     _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
-    _arguments.NOT_NEGATIVE_INTEGER.check(num_warmup_steps=num_warmup_steps)
-    _arguments.NOT_NEGATIVE.of(_arguments.NUMBER).check(weight_power=weight_power)
+    _arguments.NOT_NEGATIVE_INTEGER.check(warmup_steps=warmup_steps)
+    _arguments.NOT_NEGATIVE.with_type(_arguments.NUMBER).check(
+        weight_lr_power=weight_lr_power
+    )
     if callable(learning_rate):
-        rates = _rates_of_warmup(learning_rate, num_warmup_steps)
+        rates = _rates_of_warmup(learning_rate, warmup_steps)
     else:  # divided by η, which cancels in c
-        counts = np.arange(1, num_warmup_steps + 2)
-        rates = np.minimum(counts / max(num_warmup_steps, 1), 1)
+        counts = np.arange(1, warmup_steps + 2)
+        rates = np.minimum(counts / max(warmup_steps, 1), 1)
     # A table of 1/c up to the last step of warm-up, in float64; inf while weights are
     # 0.
     largest = np.maximum.accumulate(rates)
-    weights = (largest / largest[-1]) ** weight_power
+    weights = (largest / largest[-1]) ** weight_lr_power
     infinite = np.full_like(weights, np.inf)
     inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
 
     def c_at(k):
-        in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, num_warmup_steps)]
+        in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, warmup_steps)]
         # Afterwards each step adds the same weight.
-        return 1 / (in_table + jnp.maximum(k - num_warmup_steps, 0).astype(float))
+        return 1 / (in_table + jnp.maximum(k - warmup_steps, 0).astype(float))
 
-    return vectorized(c_at)
+    return vectorize(c_at)
 
 
 def _rates_of_warmup(
-    learning_rate: Callable[..., Any], num_warmup_steps: int
+    learning_rate: Callable[..., Any], warmup_steps: int
 ) -> np.ndarray:
-    """The rates of counts 0 to `num_warmup_steps`, in float64.
+    """The rates of counts 0 to `warmup_steps`, in float64.
 
     Raises ValueError if a later one is larger.
     """
-    later = num_warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
-    counts = np.append(np.arange(num_warmup_steps + 1), later)
+    later = warmup_steps + np.unique(np.geomspace(1, 10**6, 700).astype(int))
+    counts = np.append(np.arange(warmup_steps + 1), later)
     rate_at = _arguments.as_schedule("learning_rate", learning_rate)
-    rates = _arguments.sampled(rate_at, counts)
+    rates = _arguments.sample(rate_at, counts)
     if not rates.size:
         raise ValueError("`learning_rate` must not depend on traced values")
-    first, rest = np.split(rates, [num_warmup_steps + 1])
+    first, rest = np.split(rates, [warmup_steps + 1])
     largest = first.max()  # NaN if one is
     _arguments.NOT_NEGATIVE.check(learning_rate=float(first.min()))
     _arguments.NOT_NEGATIVE.check(learning_rate=float(largest))
@@ -321,12 +323,12 @@ def _rates_of_warmup(
         k = np.argmax(has_risen)
         raise ValueError(
             "`learning_rate` must be > 0 and largest by count "
-            f"{num_warmup_steps} (`num_warmup_steps`), got {rest[k]:g} at {later[k]}"
+            f"{warmup_steps} (`warmup_steps`), got {rest[k]:g} at {later[k]}"
         )
     return first
 
 
-def vectorized(at: Callable[[Array], Array]) -> optax.Schedule:
+def vectorize(at: Callable[[Array], Array]) -> optax.Schedule:
     """A schedule of a count, or of an array of counts.
 
     Counts are int32, as in states, so that values are the same there.

@@ -33,26 +33,26 @@ from ._coefficients import XZCoefficients, zero_where
 from ._trees import Count, Flag, Scalar
 
 
-class SGDMAtCount(NamedTuple):
+class SGDMValues(NamedTuple):
     """The hyper-parameters of step k, and the resting w_{k+1} of later steps."""
 
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
     a: Scalar  # a_k
     resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
-    is_foreseen: Flag | bool  # whether it has all its terms, and none can change
-    momentum_ends: Flag | bool  # whether β_{k+1} is 0 for certain
+    resting_w_is_exact: Flag | bool  # whether it has all its terms, and none can change
+    next_beta_is_0: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 
 
-def sgdm_at(
+def evaluate_sgdm(
     learning_rate: optax.ScalarOrSchedule,
     momentum: optax.ScalarOrSchedule,
     count: Count,
     *,
     nesterov: bool = False,
     horizon: int | None = None,
-) -> SGDMAtCount:
+) -> SGDMValues:
     """The hyper-parameters of step k, the count, and the resting w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
@@ -64,28 +64,28 @@ def sgdm_at(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        resting_w, has_all_terms = _w_of_schedules(
+        resting_w, has_all_terms = _resting_w_of_schedules(
             alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
         )
     else:
-        resting_w = _tail(*_later_a_and_beta(alpha, beta, nesterov))
+        resting_w = _resting_w_of_constants(*_valid_a_and_beta(alpha, beta, nesterov))
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
-    return SGDMAtCount(
+    return SGDMValues(
         alpha=alpha,
         beta=beta,
         a=alpha * beta if nesterov else alpha,
         resting_w=resting_w,
-        is_foreseen=False if may_change else has_all_terms,
-        momentum_ends=(next_beta == 0) & (not momentum_may_change),
+        resting_w_is_exact=False if may_change else has_all_terms,
+        next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
     )
 
 
-def _w_of_schedules(
+def _resting_w_of_schedules(
     alpha_at: Callable[[Array], Array],
     beta_at: Callable[[Array], Array],
     count: Count,
@@ -96,18 +96,20 @@ def _w_of_schedules(
 ) -> tuple[Scalar, Flag]:
     """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
 
-    def after(num_steps):
+    def count_after(num_steps):
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
-    counts = after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    a, betas = _later_a_and_beta(
+    counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
+    a, betas = _valid_a_and_beta(
         jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts), nesterov
     )
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
-    last = after(jnp.asarray(horizon, count.dtype))
-    tail = _tail(*_later_a_and_beta(alpha_at(last), beta_at(last), nesterov))
-    if _arguments.is_plain_number(momentum):
+    last = count_after(jnp.asarray(horizon, count.dtype))
+    tail = _resting_w_of_constants(
+        *_valid_a_and_beta(alpha_at(last), beta_at(last), nesterov)
+    )
+    if _arguments.is_static_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
@@ -118,7 +120,7 @@ def _w_of_schedules(
     return jnp.sum(a * products) + products[-1] * tail, has_all_terms
 
 
-def _tail(a: Scalar, beta: Scalar) -> Scalar:
+def _resting_w_of_constants(a: Scalar, beta: Scalar) -> Scalar:
     """The resting w for a and β that stay for ever."""
     return a * beta / (1 - beta)
 
@@ -128,7 +130,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
 
     It is 2,000 if β is a schedule.
     """
-    if not _arguments.is_plain_number(momentum):
+    if not _arguments.is_static_number(momentum):
         return 2_000
     beta = float(momentum)  # pyright: ignore[reportArgumentType]  # no schedule
     if beta <= 0:
@@ -136,14 +138,14 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
 
 
-def _later_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array, Array]:
+def _valid_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array, Array]:
     """Later a and β; 0 for NaN and values out of range, as past a schedule's end."""
     alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
     beta = jnp.where((beta > 0) & (beta < 1), beta, 0)
     return (alpha * beta if nesterov else alpha), beta
 
 
-def eta_and_c(sgdm: SGDMAtCount, next_w: Scalar) -> tuple[Scalar, Scalar]:
+def eta_and_c(sgdm: SGDMValues, next_w: Scalar) -> tuple[Scalar, Scalar]:
     """η_k and c_{k+1}, for a w_{k+1}. Without momentum x goes to z: c is 1."""
     total = sgdm.a + next_w
     c = jnp.where(next_w == 0, 1, sgdm.a / jnp.where(total == 0, 1, total))
@@ -151,7 +153,7 @@ def eta_and_c(sgdm: SGDMAtCount, next_w: Scalar) -> tuple[Scalar, Scalar]:
 
 
 def sgdm_coefficients(
-    sgdm: SGDMAtCount, w: Scalar, *, stores_difference: bool
+    sgdm: SGDMValues, w: Scalar, *, stores_difference: bool
 ) -> XZCoefficients:
     """The coefficients of a step of SGD with momentum, from w_k, that of the state."""
     next_w = _choose_next_w(sgdm, w, stores_difference)
@@ -160,13 +162,13 @@ def sgdm_coefficients(
     return XZCoefficients(
         eta=eta,
         c=c,
-        w=next_w,
+        next_w=next_w,
         delta=sgdm.alpha * (1 - c) if sgdm.nesterov else None,
         r=_choose_r(sgdm, next_w, w),
     )
 
 
-def _choose_next_w(sgdm: SGDMAtCount, w: Scalar, stores_difference: bool) -> Scalar:
+def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
 
     Every w_{k+1} > 0 gives the same iterates, since z − x is rescaled to it. It only
@@ -176,17 +178,17 @@ def _choose_next_w(sgdm: SGDMAtCount, w: Scalar, stores_difference: bool) -> Sca
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
-        next_w = positive_w(sgdm.resting_w, sgdm.a, w)
-        return jnp.where(sgdm.momentum_ends, 0, next_w)
+        next_w = ensure_positive_w(sgdm.resting_w, sgdm.a, w)
+        return jnp.where(sgdm.next_beta_is_0, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
     cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
-    next_w = jnp.where(sgdm.is_foreseen, sgdm.resting_w, cautious_w)
-    return positive_w(next_w, sgdm.a, w)
+    next_w = jnp.where(sgdm.resting_w_is_exact, sgdm.resting_w, cautious_w)
+    return ensure_positive_w(next_w, sgdm.a, w)
 
 
-def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
+def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     """r = β_k (a_k + w_{k+1}) / w_k, or 1 within rounding error, and where m is 0.
 
     It is 0 where it would be too large to keep digits.
@@ -200,7 +202,7 @@ def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(sgdm.resting_w_is_exact, 64, 4 * (1 - beta)) * eps
     r_minus_1 = zero_where(jnp.abs(r_minus_1) <= rounding_error, r_minus_1)
     r = jnp.where(m_is_0, 1, 1 + r_minus_1)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
@@ -208,7 +210,7 @@ def _choose_r(sgdm: SGDMAtCount, next_w: Scalar, w: Scalar) -> Scalar:
     return jnp.where(r > float(jnp.finfo(w.dtype).eps) ** -0.5, 0, r)
 
 
-def positive_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
+def ensure_positive_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:
     """A w_{k+1} > 0 with a_k + w_{k+1} > 0, also where a has fallen below 0.
 
     The resting one is 0 if β or every later α is. Then any positive number will do: a_k

@@ -6,8 +6,8 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from . import _arguments
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
-from ._core import transformation
-from ._sgdm import sgdm_at, sgdm_coefficients
+from ._core import spa_from_rule
+from ._sgdm import evaluate_sgdm, sgdm_coefficients
 
 
 def spa(
@@ -36,7 +36,7 @@ def spa(
     chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
     and nothing warns: use `primal_averaging`. Do not modify the update after `spa` or
     around it (`optax.lookahead`): z would not follow, and would pull x back. After
-    editing params call `reanchor`.
+    editing params call `shift_z`.
 
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
@@ -88,8 +88,7 @@ def spa(
     """
     _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _arguments.check_averaging(averaging)
-    _arguments.POSITIVE_FRACTION.check(interpolation=interpolation)
-    _arguments.check_stays_above_0("interpolation", interpolation)
+    _arguments.check_interpolation(interpolation)
     eta_at = _arguments.as_schedule("learning_rate", learning_rate)
     c_at = _arguments.as_schedule("averaging", averaging)
     mu_y_at = _arguments.as_schedule("interpolation", interpolation)
@@ -97,17 +96,16 @@ def spa(
     def rule(state):
         eta, c = eta_at(state.count), c_at(state.count)
         # None claims that the params are x, and leaves μ_y out of the program.
-        mu_y = (
-            None if _arguments.is_constant(interpolation, 1) else mu_y_at(state.count)
-        )
-        return XZCoefficients(eta, c, mu_y=mu_y)
+        params_are_x = _arguments.is_always(interpolation, 1)
+        next_mu_y = None if params_are_x else mu_y_at(state.count)
+        return XZCoefficients(eta, c, next_mu_y=next_mu_y)
 
-    return transformation(
+    return spa_from_rule(
         rule,
         state_dtype,
         rounding_key,
-        averaging=averaging,
-        mu_y_may_change=not _arguments.is_plain_number(interpolation),
+        nominal_averaging=averaging,
+        mu_y_may_change=not _arguments.is_static_number(interpolation),
     )
 
 
@@ -186,7 +184,7 @@ def spa_from_sgdm(
     _arguments.POSITIVE_INTEGER.optional().check(horizon=horizon)
 
     def rule(state):
-        sgdm = sgdm_at(
+        sgdm = evaluate_sgdm(
             learning_rate, momentum, state.count, nesterov=nesterov, horizon=horizon
         )
         return sgdm_coefficients(
@@ -197,10 +195,12 @@ def spa_from_sgdm(
         )
 
     beta_at = _arguments.as_schedule("momentum", momentum)
-    return transformation(
+    return spa_from_rule(
         rule,
         state_dtype,
         rounding_key,
-        # For checks: c itself needs the look ahead. While α and β stay, it is 1 − β.
-        averaging=(lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
+        # c itself needs the look ahead. While α and β stay, it is 1 − β.
+        nominal_averaging=(
+            (lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum  # pyright: ignore[reportOperatorIssue]
+        ),
     )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, PyTree
 
-from ._trees import Count, Flag, Scalar, scalar_of
+from ._trees import Count, Flag, Scalar, as_scalar
 
 
 class SPAState(NamedTuple):
@@ -26,11 +26,11 @@ class SPAState(NamedTuple):
     mu_y: Scalar  # μ_y, of y_k
 
 
-def has_stepped(state: SPAState) -> Flag:
-    """Whether a step has been taken that may have moved z. Until then z is y.
+def is_new(state: SPAState) -> Flag:
+    """Whether no step has been taken yet that may have moved z. Until then z is y.
 
     The count does not tell, since users set it to shift a schedule. η, c and w do: they
     are those of the last step, and are all 0 only until then.
     """
-    eta, c, w = map(scalar_of, (state.eta, state.c, state.w))
-    return (eta != 0) | (c != 0) | (w != 0)
+    eta, c, w = map(as_scalar, (state.eta, state.c, state.w))
+    return (eta == 0) & (c == 0) & (w == 0)

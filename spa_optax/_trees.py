@@ -48,7 +48,7 @@ def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
     return jax.tree.map(choose, tree, otherwise, is_leaf=is_none)
 
 
-def scalar_of(value: PyTree) -> Array:
+def as_scalar(value: PyTree) -> Array:
     """A scalar of a state as an array."""
     (leaf,) = jax.tree.leaves(value)  # Flax nnx keeps it in a variable
     return jnp.asarray(leaf)
@@ -63,25 +63,29 @@ def copy_arrays(state: PyTree) -> PyTree:
     return jax.tree.map(copy_leaf, state)
 
 
-def find_nodes(state: PyTree, kinds: Any) -> list[Any]:
+def find_nodes(state: PyTree, node_types: Any) -> list[Any]:
     """The nodes of a type, or of some types, in a state."""
 
     def is_wanted(node):
-        return isinstance(node, kinds)
+        return isinstance(node, node_types)
 
     return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
 
 
-def replace_nodes(state: PyTree, kinds: Any, new: Callable[[Any], Any]) -> PyTree:
+def replace_nodes(
+    state: PyTree, node_types: Any, function: Callable[[Any], Any]
+) -> PyTree:
     """A state with the nodes of a type, or of some types, replaced."""
 
     def replace_node(node):
-        return new(node) if isinstance(node, kinds) else node
+        return function(node) if isinstance(node, node_types) else node
 
-    return jax.tree.map(replace_node, state, is_leaf=lambda n: isinstance(n, kinds))
+    return jax.tree.map(
+        replace_node, state, is_leaf=lambda n: isinstance(n, node_types)
+    )
 
 
-def names_of_nodes(state: PyTree) -> str:
+def node_type_names(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
     nodes = jax.tree.leaves(
         state, is_leaf=lambda n: hasattr(n, "_fields") or not isinstance(n, tuple)
@@ -89,23 +93,23 @@ def names_of_nodes(state: PyTree) -> str:
     return ", ".join(sorted({type(node).__name__ for node in nodes})) or "none"
 
 
-def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves, None among them, with their paths as strings."""
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves, None among them, in order, by their paths as strings."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
+def arrays_by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, in order, by their paths; numbers as arrays."""
 
     def as_array(leaf):
         return jnp.asarray(leaf) if is_array_like(leaf) else leaf
 
-    leaves = leaves_with_path(tree)
-    return {path: as_array(leaf) for path, leaf in leaves if leaf is not None}
+    leaves = leaves_by_path(tree)
+    return {path: as_array(x) for path, x in leaves.items() if x is not None}
 
 
-def with_leaves(node: PyTree, leaves: PyTree) -> PyTree:
+def replace_leaves(node: PyTree, leaves: PyTree) -> PyTree:
     """A node with new leaves in its order and dtypes. Variables of nnx stay."""
 
     def cast(leaf, old):
@@ -131,10 +135,10 @@ def has_narrow_leaves(tree: PyTree) -> bool:
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
     inexact = filter(is_inexact, jax.tree.leaves(params))
-    return jnp.finfo(wide_dtype(*inexact)).dtype  # of complex numbers the real one
+    return jnp.finfo(compute_dtype(*inexact)).dtype  # of complex numbers the real one
 
 
-def wide_dtype(*arrays: Any) -> Any:
+def compute_dtype(*arrays: Any) -> Any:
     """The dtype to compute in: that of the widest array, and at least float32."""
     dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in arrays]
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
@@ -146,8 +150,8 @@ def widen(tree: PyTree) -> PyTree:
 
     def widen_leaf(x):
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
-        return jnp.asarray(x, wide_dtype(x))
+            return jax.ShapeDtypeStruct(x.shape, compute_dtype(x))
+        return jnp.asarray(x, compute_dtype(x))
 
     return map_inexact(widen_leaf, tree)
 

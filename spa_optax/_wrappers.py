@@ -13,30 +13,30 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
 
 from . import _arguments
 from ._checks import (
-    check_fits_params,
     check_params_passed,
     check_same_tree,
-    check_state,
+    check_state_fits,
+    check_state_type,
 )
-from ._codec import codec_of, unwrap
+from ._codec import codec_of, unwrap_z
 from ._optax_states import (
-    AVERAGING_BASES,
-    FLOAT8_FIELDS,
-    UNFIT_AT_PARAMS,
-    UNFIT_AT_Z,
-    UNFIT_BASES,
-    refuse,
-    refuse_sam_that_moves_params,
+    AVERAGING_REFUSALS,
+    BASE_REFUSALS,
+    FLOAT8_MOMENTUM_FIELDS,
+    REFUSALS_AT_PARAMS,
+    REFUSALS_AT_Z,
+    check_base,
+    check_sam_is_opaque,
 )
 from ._rounding import (
     FOR_MOMENTUM,
     FOR_PARAMS_AND_Z,
+    round_to,
     round_update,
-    rounded,
     seeds_like,
 )
 from ._spa import spa
-from ._state import SPAState, has_stepped
+from ._state import SPAState, is_new
 from ._trees import (
     Count,
     fill_none,
@@ -44,11 +44,11 @@ from ._trees import (
     is_inexact,
     is_none,
     map_inexact,
-    names_of_nodes,
+    node_type_names,
     replace_nodes,
     widen,
 )
-from ._xla import with_shardings
+from ._xla import shard_state_like
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -57,14 +57,14 @@ class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`."""
 
     count: Count  # the random bits depend on it
-    base: PyTree
+    base_state: PyTree
 
 
 class PrimalAveragingState(NamedTuple):
     """State of `primal_averaging`."""
 
-    base: PyTree
-    average: SPAState
+    base_state: PyTree
+    spa_state: SPAState
 
 
 class Float8Momentum(NamedTuple):
@@ -81,7 +81,7 @@ class Float8MomentumState(NamedTuple):
     """State of `float8_momentum`."""
 
     count: Count  # the random bits depend on it
-    base: PyTree  # with a `Float8Momentum` in place of its momentum
+    base_state: PyTree  # with a `Float8Momentum` in place of its momentum
 
 
 def in_float32(
@@ -115,13 +115,13 @@ def in_float32(
 
     def init_fn(params):
         wide = widen(params)
-        return with_shardings(tx.init(wide), wide)
+        return shard_state_like(tx.init(wide), wide)
 
     def update_fn(updates, state, params=None, **extra):
         g = updates
         if params is not None:
             check_same_tree("updates", updates, "params", params)
-            g = _like_params(updates, params)
+            g = _cast_like_params(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
             u, state = tx.update(widen(g), state, widen(params), **extra)
         return fill_none(u, updates), state
@@ -129,7 +129,7 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _like_params(updates: PyTree, params: PyTree) -> PyTree:
+def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
     """Updates that are floating-point where params are, and None elsewhere."""
 
     def cast(y, g):
@@ -167,8 +167,8 @@ def primal_averaging(
         bits.
 
     Returns:
-      A transformation with `base` and `average`, an `SPAState`, in its state. `update`
-      needs `params`, and passes extra arguments on to `base`.
+      A transformation with `base_state` and `spa_state`, an `SPAState`, in its state.
+      `update` needs `params`, and passes extra arguments on to `base`.
 
     Raises:
       ValueError: if an argument is out of range, or, in `init`, `base` averages,
@@ -183,7 +183,7 @@ def primal_averaging(
       >>> updates, state = tx.update(jnp.array(2.0), tx.init(y), y)
       >>> y += updates
       >>> # x is halfway to z, and y midway between the two
-      >>> print(state.average.z, eval_params(state, y), y)
+      >>> print(state.spa_state.z, eval_params(state, y), y)
       6.0 8.0 7.0
 
     References:
@@ -193,8 +193,8 @@ def primal_averaging(
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    unfit_there = UNFIT_AT_Z if params_of_base == "z" else UNFIT_AT_PARAMS
-    average = spa(
+    refusals_there = REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
+    spa_tx = spa(
         1.0,
         averaging,
         interpolation,
@@ -204,44 +204,46 @@ def primal_averaging(
 
     def init_fn(params):
         base_state = tx.init(params)
-        refuse_sam_that_moves_params(base_state)
-        refuse(base_state, AVERAGING_BASES | UNFIT_BASES | unfit_there)
+        check_sam_is_opaque(base_state)
+        check_base(base_state, AVERAGING_REFUSALS | BASE_REFUSALS | refusals_there)
         if find_nodes(base_state, StochasticRoundingState):
             raise ValueError(
                 "`base` must not round, got a `StochasticRoundingState`. Pass "
                 "`rounding_key` instead."
             )
-        average_state: Any = average.init(params)
-        return PrimalAveragingState(base_state, average_state)
+        spa_state: Any = spa_tx.init(params)
+        return PrimalAveragingState(base_state, spa_state)
 
     def update_fn(updates, state, params=None, **extra):
-        check_state("state", state, PrimalAveragingState)
-        observe = extra.pop("observe", None)  # the gauge observes a step of `average`
-        seen = _current_z(state.average, params) if params_of_base == "z" else params
-        u, base_state = tx.update(updates, state.base, seen, **extra)
+        check_state_type("state", state, PrimalAveragingState)
+        observe = extra.pop("observe", None)  # the gauge observes a step of `spa`
+        base_params = params
+        if params_of_base == "z":
+            base_params = _current_z(state.spa_state, params)
+        u, base_state = tx.update(updates, state.base_state, base_params, **extra)
         # `spa` subtracts η g, at η = 1.
         minus_u = fill_none(map_inexact(jnp.negative, u), u)
-        updates, average_state = average.update(
-            minus_u, state.average, params, observe=observe
+        updates, spa_state = spa_tx.update(
+            minus_u, state.spa_state, params, observe=observe
         )
-        return updates, PrimalAveragingState(base_state, average_state)  # pyright: ignore[reportArgumentType]
+        return updates, PrimalAveragingState(base_state, spa_state)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def _current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
-    check_fits_params(state, params)
-    stepped = has_stepped(state)
+    check_state_fits(state, params)
+    codec, state_is_new = codec_of(state.z), is_new(state)
 
     def value(y, stored):
-        return codec_of(state.z).z(jnp.asarray(y), jnp.asarray(stored), stepped)
+        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_new)
 
-    return fill_none(map_inexact(value, params, unwrap(state.z)), params)
+    return fill_none(map_inexact(value, params, unwrap_z(state.z)), params)
 
 
 def stochastic_rounding(
-    base: optax.GradientTransformation, key: PRNGKeyArray
+    base: optax.GradientTransformation, rounding_key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
     """Trains params of 16 bits or fewer by any optimizer, with no master copy.
 
@@ -252,10 +254,11 @@ def stochastic_rounding(
 
     Args:
       base: a finished optimizer, as for `primal_averaging`.
-      key: PRNG key, as `rounding_key` of `spa`.
+      rounding_key: PRNG key, as for `spa`.
 
     Returns:
-      A transformation with `count` and `base` in its state. `update` needs `params`.
+      A transformation with `count` and `base_state` in its state. `update` needs
+      `params`.
 
     Raises:
       ValueError: if an argument is of the wrong kind; in `init`, if `base` averages;
@@ -277,20 +280,20 @@ def stochastic_rounding(
       arXiv:1502.02551, Section 3.
     """
     _arguments.TRANSFORMATION.check(base=base)
-    _arguments.KEY.check(key=key)
+    _arguments.KEY.check(rounding_key=rounding_key)
     tx = in_float32(base)
 
     def init_fn(params):
         base_state = tx.init(params)
-        refuse(base_state, AVERAGING_BASES)
+        check_base(base_state, AVERAGING_REFUSALS)
         return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
         check_params_passed(params)
-        check_state("state", state, StochasticRoundingState)
-        u, base_state = tx.update(updates, state.base, params, **extra)
+        check_state_type("state", state, StochasticRoundingState)
+        u, base_state = tx.update(updates, state.base_state, params, **extra)
         count = jnp.asarray(state.count)
-        seeds = seeds_like(key, count, u, FOR_PARAMS_AND_Z)
+        seeds = seeds_like(rounding_key, count, u, FOR_PARAMS_AND_Z)
 
         def round_leaf(u, y, seed):
             if u is None or y is None:
@@ -307,7 +310,7 @@ def stochastic_rounding(
 
 
 def float8_momentum(
-    base: optax.GradientTransformation, key: PRNGKeyArray
+    base: optax.GradientTransformation, rounding_key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the momentum of SGD, Lion or Muon in 8 bits, float8_e4m3fn.
 
@@ -320,12 +323,12 @@ def float8_momentum(
     Args:
       base: an optimizer with the momentum of Optax's SGD, Lion or Muon. For Adam's use
         `spa_adamw`, whose z takes 8 bits.
-      key: PRNG key, as `rounding_key` of `spa`. `stochastic_rounding` around it may
-        have the same.
+      rounding_key: PRNG key, as for `spa`. `stochastic_rounding` around it may have
+        the same.
 
     Returns:
-      A transformation with `count` and `base` in its state, where q and s stand in
-      place of m.
+      A transformation with `count` and `base_state` in its state, where q and s stand
+      in place of m.
 
     Raises:
       ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
@@ -346,61 +349,63 @@ def float8_momentum(
       arXiv:2110.02861, Section 2.
     """
     _arguments.TRANSFORMATION.check(base=base)
-    _arguments.KEY.check(key=key)
+    _arguments.KEY.check(rounding_key=rounding_key)
     tx = optax.with_extra_args_support(base)
 
     def cast(u, y):
         return None if u is None else u.astype(jnp.result_type(y))
 
     def init_fn(params):
-        base_state = with_shardings(tx.init(params), params)
-        refuse(base_state, AVERAGING_BASES)
+        base_state = shard_state_like(tx.init(params), params)
+        check_base(base_state, AVERAGING_REFUSALS)
         if find_nodes(base_state, Float8MomentumState):
             raise ValueError(
                 "`base` must have its momentum in 16 bits or more, got a "
                 "`Float8MomentumState`"
             )
-        if not find_nodes(base_state, tuple(FLOAT8_FIELDS)):
+        if not find_nodes(base_state, tuple(FLOAT8_MOMENTUM_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
-                f"{names_of_nodes(base_state)}. For Adam's use `spa_adamw` with "
+                f"{node_type_names(base_state)}. For Adam's use `spa_adamw` with "
                 "`state_dtype=jnp.float8_e4m3fn`."
             )
-        return _pack(base_state, jnp.zeros([], jnp.int32), key)
+        return _quantize(base_state, jnp.zeros([], jnp.int32), rounding_key)
 
     def update_fn(updates, state, params=None, **extra):
-        check_state("state", state, Float8MomentumState)
-        u, base_state = tx.update(updates, _unpack(state), params, **extra)
+        check_state_type("state", state, Float8MomentumState)
+        u, base_state = tx.update(updates, _dequantize(state), params, **extra)
         # Float32 momentum made u float32. Optax's own has the dtype of the params.
-        like = updates if params is None else params
-        u = jax.tree.map(cast, u, like, is_leaf=is_none)
+        target = updates if params is None else params
+        u = jax.tree.map(cast, u, target, is_leaf=is_none)
         count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
-        return u, _pack(base_state, count, key)
+        return u, _quantize(base_state, count, rounding_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _pack(base_state: PyTree, count: Array, key: PRNGKeyArray) -> Float8MomentumState:
+def _quantize(
+    base_state: PyTree, count: Array, rounding_key: PRNGKeyArray
+) -> Float8MomentumState:
     """The state with its momentum in float8."""
     purposes = itertools.count(FOR_MOMENTUM)  # each momentum has its own random bits
 
-    def pack_leaf(m, scale, seed):
-        return rounded(m / scale, FLOAT8, seed)
+    def quantize_leaf(m, scale, seed):
+        return round_to(m / scale, FLOAT8, seed)
 
-    def pack(node):
-        field = FLOAT8_FIELDS[type(node)]
-        momentum = jax.tree.map(_real_float32, getattr(node, field))
-        scale = jax.tree.map(_scale, momentum)
-        seeds = seeds_like(key, count, momentum, next(purposes))
-        q = jax.tree.map(pack_leaf, momentum, scale, seeds)
+    def quantize(node):
+        field = FLOAT8_MOMENTUM_FIELDS[type(node)]
+        momentum = jax.tree.map(_as_float32, getattr(node, field))
+        scale = jax.tree.map(_choose_scale, momentum)
+        seeds = seeds_like(rounding_key, count, momentum, next(purposes))
+        q = jax.tree.map(quantize_leaf, momentum, scale, seeds)
         return node._replace(**{field: Float8Momentum(q, scale)})
 
     return Float8MomentumState(
-        count, replace_nodes(base_state, tuple(FLOAT8_FIELDS), pack)
+        count, replace_nodes(base_state, tuple(FLOAT8_MOMENTUM_FIELDS), quantize)
     )
 
 
-def _real_float32(m: Array) -> Array:
+def _as_float32(m: Array) -> Array:
     """Momentum in float32. Raises ValueError if it is complex or has 64 bits."""
     if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
         raise ValueError(
@@ -409,19 +414,19 @@ def _real_float32(m: Array) -> Array:
     return m.astype(jnp.float32)
 
 
-def _unpack(state: Float8MomentumState) -> PyTree:
+def _dequantize(state: Float8MomentumState) -> PyTree:
     """The state of the base with its momentum in float32."""
 
-    def unpack_leaf(q, scale):
+    def dequantize_leaf(q, scale):
         return q.astype(jnp.float32) * scale
 
-    def unpack(packed):
-        return jax.tree.map(unpack_leaf, packed.q, packed.scale)
+    def dequantize(momentum):
+        return jax.tree.map(dequantize_leaf, momentum.q, momentum.scale)
 
-    return replace_nodes(state.base, Float8Momentum, unpack)
+    return replace_nodes(state.base_state, Float8Momentum, dequantize)
 
 
-def _scale(m: Array) -> Float[Array, ""]:
+def _choose_scale(m: Array) -> Float[Array, ""]:
     """A power of two s, with which the largest |m| / s is from 224 to 448."""
     largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
     least = jnp.maximum(largest / float(jnp.finfo(FLOAT8).max), jnp.finfo(m.dtype).tiny)

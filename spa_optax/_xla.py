@@ -8,10 +8,10 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import Array, Bool, PyTree
 
-from ._trees import is_array_like, leaves_with_path, wide_dtype
+from ._trees import compute_dtype, is_array_like, leaves_by_path
 
 
-def behind_a_barrier(tree: PyTree) -> PyTree:
+def optimization_barrier(tree: PyTree) -> PyTree:
     """The same arrays, but XLA treats them as different ones."""
     leaves, structure = jax.tree.flatten(tree)
     hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
@@ -20,31 +20,35 @@ def behind_a_barrier(tree: PyTree) -> PyTree:
     )
 
 
-def hide_from_xla(used: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
-    """The same scalars, hidden: those that kernels use, and those that a state keeps.
+def hide_from_xla(
+    kernel_scalars: PyTree, state_scalars: PyTree
+) -> tuple[PyTree, PyTree]:
+    """The same scalars, hidden: those of the kernels, and those of the new state.
 
     XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
     CPU folds the product away and no longer updates z in place, which is slower.
     """
     one = jnp.ones([], jnp.float32)
-    leaves, structure = jax.tree.flatten((used, kept, one))
+    leaves, structure = jax.tree.flatten((kernel_scalars, state_scalars, one))
 
     def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
-        dtype = wide_dtype(*leaves)
-        vector = behind_a_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
+        dtype = compute_dtype(*leaves)
+        vector = optimization_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
         return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
     leaves = jax.lax.platform_dependent(
-        leaves, cuda=as_slices, rocm=as_slices, default=behind_a_barrier
+        leaves, cuda=as_slices, rocm=as_slices, default=optimization_barrier
     )
-    used, kept, one = structure.unflatten(leaves)
+    kernel_scalars, state_scalars, one = structure.unflatten(leaves)
     # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So
     # each is multiplied by a 1 that XLA does not know.
-    return used, jax.tree.map(lambda scalar: scalar * one.astype(scalar.dtype), kept)
+    return kernel_scalars, jax.tree.map(
+        lambda scalar: scalar * one.astype(scalar.dtype), state_scalars
+    )
 
 
-def drawn_once(seeds: Array, count: Array) -> list[Array]:
+def split_seeds(seeds: Array, count: Array) -> list[Array]:
     """Seeds, one for each leaf, which XLA must not draw again for every leaf."""
     seeds = jax.lax.optimization_barrier(seeds)
 
@@ -67,7 +71,7 @@ def where_sharded(predicate: Bool[Array, "..."], a: Array, b: Array) -> Array:
     return jnp.where(predicate, a, b)
 
 
-def sharded_like(leaf: Any, param: Any) -> Any:
+def shard_like(leaf: Any, param: Any) -> Any:
     """An array of a state with the sharding of its parameter, which jit drops.
 
     Without it every device would hold all of the array. The choice below always falls
@@ -75,8 +79,8 @@ def sharded_like(leaf: Any, param: Any) -> Any:
     XLA must not know the predicate, or it would remove the choice before it propagates
     shardings.
     """
-    is_like = isinstance(leaf, jax.Array) and isinstance(param, jax.Array)
-    if not is_like or param.shape != leaf.shape:
+    are_arrays = isinstance(leaf, jax.Array) and isinstance(param, jax.Array)
+    if not are_arrays or param.shape != leaf.shape:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
         return leaf
@@ -87,18 +91,18 @@ def sharded_like(leaf: Any, param: Any) -> Any:
     return where_sharded(never, jnp.real(param).astype(leaf.dtype), leaf)
 
 
-def with_shardings(state: PyTree, params: PyTree) -> PyTree:
+def shard_state_like(state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays have the shardings of their params, by path.
 
     `jnp.zeros_like` in a jitted `init` drops them. An array of a state belongs to the
     parameter whose path its own path ends with: `[0].nu['w']` ends with `['w']`. It
     must have the shape of the parameter too.
     """
-    owners = dict(leaves_with_path(params))
+    owners = dict(leaves_by_path(params))
 
     def shard(path, leaf):
         ends = (keystr(path[i:]) for i in range(len(path) + 1))
         owner = next((owners[end] for end in ends if end in owners), None)
-        return sharded_like(leaf, owner)
+        return shard_like(leaf, owner)
 
     return tree_map_with_path(shard, state)

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
 from spa_optax import SPAState
-from spa_optax._codec import codec_of, unwrap
+from spa_optax._codec import codec_of, unwrap_z
 from spa_optax._trees import find_nodes, map_inexact
 
 # Parameters of a test. XLA for CPUs converts them only if the processor does.
@@ -145,9 +145,11 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    stepped = jnp.array(True)
+    state_is_new = jnp.array(False)
     return map_inexact(
-        lambda y, stored: codec_of(z).z(y, stored, stepped), params, unwrap(z)
+        lambda y, stored: codec_of(z).decode_z(y, stored, state_is_new),
+        params,
+        unwrap_z(z),
     )
 
 

@@ -27,7 +27,7 @@ from cosmic_ray.work_item import MutationSpec
 # The test files of each module, the quickest first.
 CORE = [
     "core",
-    "reanchor",
+    "shift_z",
     "storage",
     "eight_bits",
     "family",
@@ -42,7 +42,7 @@ TESTS = {
     "checks": CORE,
     "trees": CORE,
     "arguments": ["checks", "schedules", "storage", "wrappers"],
-    "params": ["family", "reanchor", "storage", "checks"],
+    "params": ["family", "shift_z", "storage", "checks"],
     "spa": ["lookahead", "family", "equivalence", "checks", "optax_contract"],
     "sgdm": ["lookahead", "schedules", "scale", "equivalence"],
     "rounding": ["precision", "wrappers", "eight_bits"],

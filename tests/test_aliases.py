@@ -130,7 +130,7 @@ def test_decay_of_z(mu_y: float) -> None:
     params = {"w": jnp.array([1.001, 2.003]), "integers": jnp.arange(2)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, state = tx.update(zeros, tx.init(zeros), params)
-    np.testing.assert_allclose(state.average.z["w"], 0.95 * params["w"], rtol=1e-6)
+    np.testing.assert_allclose(state.spa_state.z["w"], 0.95 * params["w"], rtol=1e-6)
     way = mu_y * 0.5 + (1 - mu_y)
     np.testing.assert_allclose(updates["w"], -0.05 * way * params["w"], rtol=1e-5)
 

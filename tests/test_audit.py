@@ -29,7 +29,7 @@ def kinds(audit: Audit, *, only_changes: bool = False) -> list[str]:
 
 def verdict(audit: Audit) -> str:
     """The first line of the report."""
-    return audit.report().splitlines()[0]
+    return audit.summary().splitlines()[0]
 
 
 def step_at(start: int, before: float, after: float) -> optax.Schedule:
@@ -110,7 +110,7 @@ def test_nesterov_momentum() -> None:
 
 def test_findings_of_figure_1() -> None:
     # (c): β spikes to 9 at 20. (e): α spikes at 19. (f): neither.
-    audit = theory.audit(*stagewise(10.0, 0.1, [20], averaging_rule="constant"), 100)
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], averaging_mode="constant"), 100)
     kind, text = audit.findings()[0]
     assert kind == "beta"
     assert "at step 20:" in text
@@ -119,7 +119,7 @@ def test_findings_of_figure_1() -> None:
     kind, text = audit.findings()[0]
     assert kind == "spike"
     assert "at step 19," in text
-    audit = theory.audit(*stagewise(10.0, 0.1, [20], step_factor=1.05), 100)
+    audit = theory.audit(*stagewise(10.0, 0.1, [20], step_divisor=1.05), 100)
     assert not {"beta", "spike"} & {*kinds(audit)}
 
 
@@ -163,7 +163,7 @@ def test_averages_longer_than_the_run(averaging: float, num_steps: int) -> None:
     """x_n holds x_0 with the weight that a gradient of 0 at x_0 = 1, z = 0 leaves."""
     weight, report = (
         (1 - averaging) ** num_steps,
-        theory.audit(1.0, averaging, num_steps).report(),
+        theory.audit(1.0, averaging, num_steps).summary(),
     )
     assert f"x ends with {100 * weight:.2g} % of x_0." in report
     enough = float(report.split("constant c of ")[1].split()[0])
@@ -273,7 +273,7 @@ def test_the_remedy_helps() -> None:
         "balance": ["beta", "spike"],
     }
     schedules = {
-        rule: functools.partial(stagewise, 10.0, 0.1, [200], averaging_rule=rule)
+        rule: functools.partial(stagewise, 10.0, 0.1, [200], averaging_mode=rule)
         for rule in expected
     }
     schedules["hold"] = functools.partial(
@@ -282,9 +282,9 @@ def test_the_remedy_helps() -> None:
     for name, schedule in schedules.items():
         abrupt = theory.audit(*schedule(), 400)
         assert kinds(abrupt, only_changes=True) == expected.get(name, ["beta"])
-        remedy = "Let η fall by less than c per step (the `step_factor`"
+        remedy = "Let η fall by less than c per step (the `step_divisor`"
         assert remedy in verdict(abrupt)
-        slow = theory.audit(*schedule(step_factor=gradual), 400)
+        slow = theory.audit(*schedule(step_divisor=gradual), 400)
         assert not kinds(slow, only_changes=True)
     recipe = theory.audit_sgdm(step_at(200, 0.1, 0.01), 0.9, 400)
     assert not kinds(recipe, only_changes=True)

@@ -64,7 +64,7 @@ def call(function: Any, **arguments: Any) -> Any:
         "momentum": 0.9,
         "boundaries": [5, 9],
         "base": optax.sgd(0.1, 0.9),
-        "key": KEY,
+        "rounding_key": KEY,
         "inner": optax.sgd(0.1),
     }
     parameters = inspect.signature(function).parameters.values()
@@ -99,7 +99,7 @@ def shown(value: Any) -> str:
         ([spa_from_sgdm, hyperparams_from_sgdm], "momentum", [-0.1, 1.0, NAN]),
         ([*MEMBERS, primal_averaging], "state_dtype", NO_STATE_DTYPES),
         ([spa, spa_from_sgdm], "rounding_key", NO_KEYS),
-        ([stochastic_rounding, float8_momentum], "key", NO_KEYS),
+        ([stochastic_rounding, float8_momentum], "rounding_key", NO_KEYS),
         (WRAPPERS, "base", [0.1, optax.sgd]),
         ([in_float32], "inner", [0.1]),
         ([spa_from_sgdm, hyperparams_from_sgdm], "horizon", [0]),
@@ -111,11 +111,11 @@ def shown(value: Any) -> str:
         ([spa_adamw], "second_moment", ["row", "bfloat16"]),
         ([primal_averaging], "params_of_base", ["x"]),
         ([stagewise], "boundaries", ["5", 5, {5: 0.1, 9: 0.5}, [9, 5], [5, 5]]),
-        ([stagewise], "factor", [1, 1.0, INF, 10**400]),
-        ([stagewise], "step_factor", [1.0, 1.7]),
-        ([stagewise], "averaging_rule", ["x"]),
-        ([schedule_free_averaging], "num_warmup_steps", NO_COUNTS),
-        ([schedule_free_averaging], "weight_power", [-1.0, jnp.array(1.0)]),
+        ([stagewise], "divisor", [1, 1.0, INF, 10**400]),
+        ([stagewise], "step_divisor", [1.0, 1.7]),
+        ([stagewise], "averaging_mode", ["x"]),
+        ([schedule_free_averaging], "warmup_steps", NO_COUNTS),
+        ([schedule_free_averaging], "weight_lr_power", [-1.0, jnp.array(1.0)]),
     ],
 )
 def test_bad_arguments(functions: Any, argument: str, bad: list[Any]) -> None:
@@ -133,8 +133,8 @@ def test_one_bad_boundary(boundary: Any) -> None:
 
 def test_a_step_factor_that_is_too_small_is_told_the_least_one() -> None:
     """10^(1/4), from boundary 5 to 9."""
-    with pytest.raises(ValueError, match=r"`step_factor`.*1\.77828.*1\.7$"):
-        call(stagewise, step_factor=1.7)
+    with pytest.raises(ValueError, match=r"`step_divisor`.*1\.77828.*1\.7$"):
+        call(stagewise, step_divisor=1.7)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_step_factor_that_is_too_small_is_told_the_least_one() -> None:
         ([spa_from_sgdm], "horizon", [None, 1, np.int64(3), jnp.array(3), 2**31 - 1]),
         ([spa_from_sgdm], "nesterov", [np.bool_(False), jnp.array(True)]),
         ([spa], "state_dtype", [None, "bfloat16", jnp.float32, np.dtype("float64")]),
-        ([stochastic_rounding], "key", [jax.random.key_data(KEY)]),
+        ([stochastic_rounding], "rounding_key", [jax.random.key_data(KEY)]),
         ([spa_adamw], "b2", [0, 0.999, jnp.array(0.5)]),
         ([spa_adamw], "eps", [0, jnp.array(1.0)]),
     ],

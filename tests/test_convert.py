@@ -299,13 +299,15 @@ def test_an_average_on_one_side_is_refused(in_old: bool) -> None:
     sgd, x = optax.sgd(0.5, 0.5), jnp.ones(2)
     averaged = primal_averaging(sgd, 0.1)
     x, base = run(sgd, x, [x])
-    state = averaged.init(x)._replace(base=base)
+    state = averaged.init(x)._replace(base_state=base)
     old, into = (state, sgd.init(x)) if in_old else (base, averaged.init(x))
-    with pytest.raises(ValueError, match=r"`primal_averaging`.*_replace\(base=old_sta"):
+    with pytest.raises(
+        ValueError, match=r"`primal_averaging`.*_replace\(base_state=old_sta"
+    ):
         convert(old, x, into=into, count=None if in_old else 1)
     for count in (1, 2):
         x, state = run(averaged, x, [x], state)
-        assert state.average.count == count
+        assert state.spa_state.count == count
 
 
 def test_averages_move_with_their_base() -> None:
@@ -319,12 +321,15 @@ def test_averages_move_with_their_base() -> None:
     )
     y, state = run(old, x, [jnp.array([1.0, -2.0])] * 3)
     moved = convert(state, y, into=new.init(y))
-    chex.assert_trees_all_equal(moved.inner.base, state.base)
+    chex.assert_trees_all_equal(moved.inner_state.base_state, state.base_state)
     chex.assert_trees_all_equal(
-        moved._replace(inner=None), new.init(y)._replace(inner=None)
+        moved._replace(inner_state=None), new.init(y)._replace(inner_state=None)
     )
-    np.testing.assert_allclose(z_of(moved, y), state.average.z, rtol=2**-8)
-    assert (moved.inner.average.count, moved.inner.average.mu_y) == (3, 0.9)
+    np.testing.assert_allclose(z_of(moved, y), state.spa_state.z, rtol=2**-8)
+    assert (moved.inner_state.spa_state.count, moved.inner_state.spa_state.mu_y) == (
+        3,
+        0.9,
+    )
 
 
 # The other states of a chain.
@@ -384,7 +389,7 @@ def test_adamw_goes_on_under_stochastic_rounding() -> None:
     x, state = run(adam, x, [jnp.array([1.0, -2.0, 3.0])] * 20)
     narrow, tx = x.astype(jnp.bfloat16), stochastic_rounding(adam, KEY)
     moved = convert(state, x, into=tx.init(narrow))
-    chex.assert_trees_all_equal(moved.base, state)
+    chex.assert_trees_all_equal(moved.base_state, state)
     assert moved.count == 20
     chex.assert_trees_all_equal(convert(moved, narrow, into=adam.init(x)), state)
 
@@ -412,7 +417,7 @@ def test_a_count_that_no_state_holds_must_be_given() -> None:
     _, counted = run(float8, x, [x] * 3)
     rounding = stochastic_rounding(float8, KEY)
     moved = convert(counted, x, into=rounding.init(x))
-    chex.assert_trees_all_equal(moved.base, counted)
+    chex.assert_trees_all_equal(moved.base_state, counted)
     assert moved.count == 3
 
 

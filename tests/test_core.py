@@ -14,8 +14,8 @@ from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_
 
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
 from spa_optax._coefficients import XZCoefficients
-from spa_optax._core import transformation
-from spa_optax._state import has_stepped
+from spa_optax._core import spa_from_rule
+from spa_optax._state import is_new
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {
@@ -45,7 +45,7 @@ def test_a_state_is_new_only_while_eta_c_and_w_are_0() -> None:
     new = spa(1.0).init(jnp.ones(2))
     for eta, c, w in itertools.product((0.0, 1.0), repeat=3):
         state = new._replace(eta=jnp.array(eta), c=jnp.array(c), w=jnp.array(w))
-        assert has_stepped(state) == (eta + c + w > 0)
+        assert is_new(state) == (eta + c + w == 0)
 
 
 @pytest.mark.parametrize("tx", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -146,9 +146,9 @@ def test_all_terms_of_a_step() -> None:
 
         def rule(state: SPAState) -> XZCoefficients:
             eta, c, mu_y, delta = rows[state.count]
-            return XZCoefficients(eta, c, w=c, mu_y=mu_y, delta=delta)
+            return XZCoefficients(eta, c, next_w=c, next_mu_y=mu_y, delta=delta)
 
-        tx = transformation(rule, None, None, averaging=0.1)
+        tx = spa_from_rule(rule, None, None, nominal_averaging=0.1)
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
         np.testing.assert_allclose(
             (params, eval_params(state, params)), (y, x), rtol=1e-12
@@ -159,8 +159,8 @@ def test_a_rule_that_rescales_while_the_params_are_not_x() -> None:
     def rule(state: SPAState) -> XZCoefficients:
         return XZCoefficients(*jnp.ones(4), r=jnp.float32(2.0))
 
-    tx = transformation(rule, None, None, averaging=0.1)
-    with pytest.raises(ValueError, match=r"`r`.*`mu_y`"):
+    tx = spa_from_rule(rule, None, None, nominal_averaging=0.1)
+    with pytest.raises(ValueError, match=r"`r`.*`next_mu_y`"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 

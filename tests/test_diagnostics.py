@@ -32,7 +32,7 @@ from spa_optax import (
     spa_from_sgdm,
 )
 from spa_optax.diagnostics import MomentumReport, momentum_report, track_momentum
-from spa_optax.diagnostics._gauge import Measurement, Sums, new_gauge, update_gauge
+from spa_optax.diagnostics._gauge import Measurement, Sums, init_gauge, update_gauge
 
 COSINE = lenient(optax.warmup_cosine_decay_schedule(0.0, 3.0, 50, 400))
 RISING = lenient(lambda k: jnp.clip(0.1 + 0.9 * k / 350, 0.1, 1.0))
@@ -60,8 +60,8 @@ def history(
         seen = {
             "x": eval_params(state, params),
             "g": g,
-            "eta": new.inner.eta,
-            "c": new.inner.c,
+            "eta": new.inner_state.eta,
+            "c": new.inner_state.c,
         }
         seen |= momentum_report(new)._asdict()
         return (optax.apply_updates(params, updates), new), seen
@@ -105,7 +105,7 @@ def f32(value: float) -> jax.Array:
 def test_the_averages_are_those_of_the_formulas(delta: float, r: float) -> None:
     """In float64, from vectors g_k and d_k, with steps that do not count in between."""
     rng, decay = np.random.default_rng(0), 0.8
-    gauge, update = new_gauge(), jax.jit(update_gauge, static_argnums=2)
+    gauge, update = init_gauge(), jax.jit(update_gauge, static_argnums=2)
     means, last = np.zeros(4), None
     total, error, p = 0.0, 0.0, 0.0
     numbers, num_not_finite = [0, 0, 0], 0
@@ -191,7 +191,7 @@ def assert_at_noise_level(report: Any) -> None:
 NOISY: dict[str, Any] = {
     "warm-up": lambda: spa(WARMUP, 0.1),
     "gradual drop": lambda: spa(
-        *spa_optax.stagewise(1.0, 0.1, [300], step_factor=1.02)
+        *spa_optax.stagewise(1.0, 0.1, [300], step_divisor=1.02)
     ),
     "without momentum": lambda: spa(1.0, 1.0),
     "sgdm, re-anchored": lambda: spa_from_sgdm(FALL, 0.9, horizon=1),
@@ -296,7 +296,7 @@ def test_tracking_changes_nothing(name: str) -> None:
         # XLA for CPUs rounds two products otherwise: ulps below 4.
         chex.assert_trees_all_close(found, expected, atol=10 * 2**-21)
         return
-    chex.assert_trees_all_equal((found, tracked_state.inner), (expected, state))
+    chex.assert_trees_all_equal((found, tracked_state.inner_state), (expected, state))
 
 
 def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
@@ -305,7 +305,7 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
     tx = track_momentum(primal_averaging(base, C, params_of_base="z"), decay=0.0)
     params, g = jnp.array([2.0, -1.0]), jnp.array([1.0, 3.0])
     _, state = tx.update(g, tx.init(params), params)
-    step = 0.1 * (np.asarray(g) + 0.3 * np.asarray(state.inner.average.z))
+    step = 0.1 * (np.asarray(g) + 0.3 * np.asarray(state.inner_state.spa_state.z))
     _, state = tx.update(g, state, params)
     np.testing.assert_allclose(
         momentum_report(state).gradient_term, (step**2).sum() / 2, rtol=1e-5
@@ -326,7 +326,7 @@ def test_beside_other_momentum_there_is_no_noise_level(tx: Any) -> None:
         lambda values: values[-1], reports(track_momentum(tx), normal(20, 50))
     )
     assert np.isfinite(last.gain)
-    assert np.isnan([last.noise_level, last.t]).all()
+    assert np.isnan([last.noise_level, last.t_statistic]).all()
     assert "base's own momentum" in last.verdict()
 
 
@@ -369,7 +369,7 @@ def test_replaced_params_are_where_z_starts() -> None:
 REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
     gain=2.0,  # pyright: ignore
     noise_level=1.0,  # pyright: ignore
-    t=3.0,  # pyright: ignore
+    t_statistic=3.0,  # pyright: ignore
     iterate_term=1.0,  # pyright: ignore
     gradient_term=0.5,  # pyright: ignore
     num_steps=10,  # pyright: ignore
@@ -382,8 +382,11 @@ REPORT: Any = MomentumReport(  # 1/c is 10, after 10 steps
     ("changes", "says"),
     [
         ({}, "Steps add up: the gain is 2.00 times that of pure noise"),
-        ({"gain": 0.5, "t": -3.0}, "Steps do not add up: the gain is 0.50 times"),
-        ({"gain": 1.5, "t": -3.0}, "Cannot be told from pure noise"),
+        (
+            {"gain": 0.5, "t_statistic": -3.0},
+            "Steps do not add up: the gain is 0.50 times",
+        ),
+        ({"gain": 1.5, "t_statistic": -3.0}, "Cannot be told from pure noise"),
         ({"num_measured": 9}, "Nothing to report yet: 10 steps must count"),
         ({"gain": math.nan}, "Nothing to report yet"),
         ({"num_measured": 4}, "Of 10 steps 4 count."),
@@ -518,7 +521,7 @@ def test_bad_state() -> None:
     params, tx = jnp.zeros(3), track_momentum(spa(1.0))
     state, batch = tx.init(params), jax.vmap(tx.init)(jnp.zeros((4, 3)))
     with pytest.raises(ValueError, match=r"`state`.*`TrackMomentumState`"):
-        tx.update(params, state.inner, params)
+        tx.update(params, state.inner_state, params)
     with pytest.raises(ValueError, match=r"`params`.*None"):
         tx.update(params, state)
     without_extra = optax.GradientTransformation(
@@ -527,7 +530,7 @@ def test_bad_state() -> None:
     with pytest.raises(ValueError, match=r"`inner`.*`observe`"):
         track_momentum(without_extra).update(params, state, params)
     with pytest.raises(ValueError, match=r"`opt_state`.*`TrackMomentumState`.*SPAStat"):
-        momentum_report(state.inner)
+        momentum_report(state.inner_state)
     with pytest.raises(ValueError, match=r"`opt_state`.*batch"):
         momentum_report(batch)
     with pytest.raises(ValueError, match=r"shape \(4,\)"):

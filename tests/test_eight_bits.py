@@ -30,16 +30,16 @@ from spa_optax import (
     eval_params,
     float8_momentum,
     primal_averaging,
-    reanchor,
     schedule_free_averaging,
+    shift_z,
     spa,
     spa_adamw,
     spa_from_sgdm,
     stagewise,
     stochastic_rounding,
 )
-from spa_optax._codec import choose_codec, codec_of, unwrap
-from spa_optax._optax_states import FLOAT8_FIELDS
+from spa_optax._codec import choose_codec, codec_of, unwrap_z
+from spa_optax._optax_states import FLOAT8_MOMENTUM_FIELDS
 from spa_optax._trees import find_nodes
 from spa_optax._wrappers import Float8Momentum
 from spa_optax.diagnostics import momentum_report, track_momentum
@@ -74,7 +74,7 @@ def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> 
     )
     z = spa_state(state).z
     assert codec_of(z).stores_difference
-    assert unwrap(z)["w"].dtype == dtype
+    assert unwrap_z(z)["w"].dtype == dtype
     assert jnp.all(z_of(state, found)["w"] != found["w"])
 
 
@@ -122,7 +122,7 @@ def variances(
 ) -> tuple[float, float]:
     """R of docs/background.md for normal d, and the variance that rounding adds."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
-    tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).unit
+    tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).scale
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
     for _ in range(60):  # to the fixed point
         sq_d = (kept * (eta**2 + r) + p) / (1 - kept)
@@ -255,7 +255,7 @@ def test_a_limit_slows_what_goes_far() -> None:
 
 
 def test_params_that_are_replaced_or_edited() -> None:
-    """z follows them, before the first step and later: `reanchor` has nothing to do."""
+    """z follows them, before the first step and later: `shift_z` has nothing to do."""
     tx = spa(0.5, 0.25, 0.5, state_dtype=E4M3, rounding_key=KEY)
     old, new, g = (
         jnp.array([1.0, 2.0]),
@@ -266,7 +266,7 @@ def test_params_that_are_replaced_or_edited() -> None:
     found, state = run(tx, new, [g], tx.init(old))
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(eval_params(tx.init(old), new), new)
-    moved = reanchor(state, found, found + 1)
+    moved = shift_z(state, found, found + 1)
     chex.assert_trees_all_equal(moved, state)
     np.testing.assert_array_equal(z_of(moved, found + 1), z_of(state, found) + 1)
 
@@ -481,7 +481,7 @@ def test_every_state_of_adams_type_in_optax_is_refused() -> None:
                 state = base.init(jnp.zeros(2))
             except Exception:
                 continue
-            has_momentum = find_nodes(state, tuple(FLOAT8_FIELDS))
+            has_momentum = find_nodes(state, tuple(FLOAT8_MOMENTUM_FIELDS))
             if find_nodes(state, ADAMS_STATES) and not has_momentum:
                 found.append(name)
                 with pytest.raises(ValueError, match=r"`base`.*State"):

@@ -10,7 +10,7 @@ from helpers import run, unchecked
 
 from spa_optax import (
     primal_averaging,
-    reanchor,
+    shift_z,
     spa,
     spa_adamw,
     spa_from_sgdm,
@@ -109,7 +109,7 @@ def test_biases_moved_by_a_trainer_are_found(dtype: Any) -> None:
     edited = {**params, "bias": params["bias"] + jnp.asarray(0.01, dtype)}
     with pytest.raises(ValueError, match=r"got others at \['bias'\]"):
         tx.update(zeros, state, edited)
-    inner = reanchor(state.inner, params, edited)
+    inner = shift_z(state.inner_state, params, edited)
     updates, _ = spa_adamw(1e-3, rounding_key=KEY).update(zeros, inner, edited)
     assert (optax.apply_updates(edited, updates)["bias"] == edited["bias"]).all()
 

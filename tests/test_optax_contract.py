@@ -38,13 +38,13 @@ from spa_optax import (
     float8_momentum,
     in_float32,
     primal_averaging,
-    reanchor,
+    shift_z,
     spa,
     spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._codec import unwrap
+from spa_optax._codec import unwrap_z
 from spa_optax.diagnostics import track_momentum
 
 PARAMS = {
@@ -222,7 +222,7 @@ def test_types_stay_and_nothing_recompiles(it: Transform, dtype: Any) -> None:
         expected = jax.eval_shape(
             it.factory.args[0].init, optax.tree.cast(params, wide)
         )
-        chex.assert_trees_all_equal_shapes_and_dtypes(state.base, expected)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state.base_state, expected)
         return
     count, z, *scalars, _ = spa_state(state)
     assert (count, count.dtype) == (3, jnp.int32)
@@ -380,7 +380,7 @@ def test_leaves_that_are_not_trained(it: Transform) -> None:
         updates, after = tx.update(g, state, params)
         chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (params, state))
         x = optax.apply_updates(params, updates)
-        for tree in (x, unwrap(spa_state(after).z)) if it.has_z else (x,):
+        for tree in (x, unwrap_z(spa_state(after).z)) if it.has_z else (x,):
             assert (int(tree["step"]), bool(tree["on"])) == (2**24 + 1, True)
         assert not np.array_equal(x["w"], params["w"])
 
@@ -509,7 +509,7 @@ def test_equinox(it: Transform) -> None:
     assert jax.tree.structure(x) == jax.tree.structure(model)
     assert not np.array_equal(x[0].layers[0].weight, start[0].layers[0].weight)
     np.testing.assert_array_equal(x[1], start[1])
-    chex.assert_trees_all_equal_structs(reanchor(state, model, start), state)
+    chex.assert_trees_all_equal_structs(shift_z(state, model, start), state)
 
 
 @every_member

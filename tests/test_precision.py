@@ -21,12 +21,12 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._codec import unwrap
+from spa_optax._codec import unwrap_z
 from spa_optax._rounding import (
     FOR_MOMENTUM,
     FOR_PARAMS_AND_Z,
     random_bits,
-    rounded,
+    round_to,
     seeds_like,
 )
 
@@ -90,7 +90,7 @@ def test_the_mean_over_all_bits_is_exact(
 
     monkeypatch.setattr(_rounding, "random_bits", all_strings)
     every = jnp.broadcast_to(x[:, None], (len(x), num_strings))
-    round_it = jax.jit(lambda x, seed: rounded(x, dtype, seed, low_bits))
+    round_it = jax.jit(lambda x, seed: round_to(x, dtype, seed, low_bits))
     result = np.asarray(round_it(every, SEED), np.float64)
     lower, upper = neighbours(x, dtype)
     assert ((result == lower[:, None]) | (result == upper[:, None])).all()
@@ -116,7 +116,8 @@ def test_what_needs_no_rounding(dtype: Any) -> None:
     )
     for seed in (SEED, ~SEED):
         np.testing.assert_array_equal(
-            np.float32(rounded(on_grid, dtype, seed)), np.float32(on_grid.astype(dtype))
+            np.float32(round_to(on_grid, dtype, seed)),
+            np.float32(on_grid.astype(dtype)),
         )
     # NaN with all bits set, as GPUs make it, would run over to −0; with only the last,
     # to infinity.
@@ -124,23 +125,23 @@ def test_what_needs_no_rounding(dtype: Any) -> None:
         nan = jax.lax.bitcast_convert_type(
             jnp.full(1000, bits, jnp.uint32), jnp.float32
         )
-        assert jnp.isnan(rounded(nan, dtype, SEED)).all()
+        assert jnp.isnan(round_to(nan, dtype, SEED)).all()
 
 
 def test_float64_and_complex() -> None:
     with x64():
         x = jnp.full(10_000, 1 + 2.0**-25)  # an eighth of the way between two float32
-        result = np.asarray(rounded(x, jnp.float32, SEED), np.float64)
+        result = np.asarray(round_to(x, jnp.float32, SEED), np.float64)
         assert set(result) == {1.0, 1 + 2.0**-23}
         assert abs((result > 1).mean() - 1 / 4) < 5 * np.sqrt(1 / 4 * 3 / 4 / 10_000)
-        narrow = np.asarray(rounded(x, jnp.bfloat16, SEED), np.float64)
+        narrow = np.asarray(round_to(x, jnp.bfloat16, SEED), np.float64)
         assert set(narrow) <= {1.0, 1 + 2.0**-7}
         middle = np.asarray(
-            rounded(jnp.full(10_000, 1 + 2.0**-9), BF16, SEED), np.float64
+            round_to(jnp.full(10_000, 1 + 2.0**-9), BF16, SEED), np.float64
         )
         assert abs((middle > 1).mean() - 1 / 4) < 5 * np.sqrt(1 / 4 * 3 / 4 / 10_000)
         np.testing.assert_array_equal(
-            rounded(jnp.full(3, 1 + 1e-9j), jnp.complex64, SEED),
+            round_to(jnp.full(3, 1 + 1e-9j), jnp.complex64, SEED),
             np.full(3, np.complex64(1 + 1e-9j)),
         )
 
@@ -149,11 +150,11 @@ def test_the_derivative_is_that_of_a_cast() -> None:
     x = jnp.linspace(0.1, 3, 100)
 
     def square(x: Array, seed: Any) -> Array:
-        return jnp.sum(rounded(x, BF16, seed).astype(jnp.float32) * x)
+        return jnp.sum(round_to(x, BF16, seed).astype(jnp.float32) * x)
 
     # That of the factor to the right, and the cast's of 1 times the factor, which comes
     # back in bfloat16 itself.
-    factors = rounded(x, BF16, SEED), x.astype(BF16)
+    factors = round_to(x, BF16, SEED), x.astype(BF16)
     expected = sum(factor.astype(jnp.float32) for factor in factors)
     np.testing.assert_allclose(jax.grad(square)(x, SEED), expected, rtol=1e-6)
 
@@ -259,7 +260,7 @@ def test_leaves_and_streams_are_independent() -> None:
             # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x
             # is 0.3 or −0.7, which are 153.6/512 and 179.2/256.
             moved = np.asarray(updates[name]) < 0
-            z = 256 * np.float64(unwrap(state.z)[name])
+            z = 256 * np.float64(unwrap_z(state.z)[name])
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
             for draw, p in ((moved, 0.35), (away, np.where(moved, 0.6, 0.2))):
                 draws.append((draw - p) / np.sqrt(p * (1 - p)))

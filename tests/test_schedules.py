@@ -41,20 +41,20 @@ def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> N
     gaps = [after - before for before, after in itertools.pairwise(boundaries)]
     num_steps = math.ceil(math.log(10) / math.log(s)) if s else 1
     if min(gaps, default=num_steps) < num_steps:
-        with pytest.raises(ValueError, match=rf"`step_factor`.*{s}"):
-            stagewise(1.0, 0.03, boundaries, step_factor=s)
+        with pytest.raises(ValueError, match=rf"`step_divisor`.*{s}"):
+            stagewise(1.0, 0.03, boundaries, step_divisor=s)
         return
     expected = [1.0]
     for k in range(1, 151):
         stage = 10.0 ** -sum(k >= b for b in boundaries)
         expected.append(max(expected[-1] / (s or 10), stage))
-    eta, c = values(stagewise(1.0, 0.03, boundaries, step_factor=s), 150)
+    eta, c = values(stagewise(1.0, 0.03, boundaries, step_divisor=s), 150)
     np.testing.assert_allclose(eta, expected[:-1], rtol=1e-9)
     np.testing.assert_allclose(
         c, np.minimum(0.03 / np.array(expected[1:]), 1), rtol=1e-9
     )
     _, c = values(
-        stagewise(1.0, 0.03, boundaries, step_factor=s, averaging_rule="balance"), 150
+        stagewise(1.0, 0.03, boundaries, step_divisor=s, averaging_mode="balance"), 150
     )
     # (1/c_k − 1)/η_k does not change; c_k is `averaging` at count k − 1.
     np.testing.assert_allclose(
@@ -66,7 +66,7 @@ def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> N
 def test_no_nan_where_the_factor_overflows(c: float) -> None:
     """In float32 e^89 is inf, and a ratio of 10^-46 is 0."""
     for rule in ("constant", "scale", "balance"):
-        hyperparams = stagewise(1.0, c, range(10, 900, 10), averaging_rule=rule)
+        hyperparams = stagewise(1.0, c, range(10, 900, 10), averaging_mode=rule)
         _, found = (h(np.array([5, 500, 1_000])) for h in hyperparams)
         np.testing.assert_allclose(found[0], c, rtol=1e-6)
         np.testing.assert_allclose(
@@ -101,11 +101,11 @@ RISES: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", RISES)
 def test_schedule_free_averaging(name: str, power: float) -> None:
-    rate, num_warmup_steps = RISES[name]
+    rate, warmup_steps = RISES[name]
     counts = np.arange(40, dtype=np.int32)
-    rates = 0.3 * np.minimum((counts + 1) / max(num_warmup_steps, 1), 1)
+    rates = 0.3 * np.minimum((counts + 1) / max(warmup_steps, 1), 1)
     with x64():
-        c = schedule_free_averaging(rate, num_warmup_steps, weight_power=power)
+        c = schedule_free_averaging(rate, warmup_steps, weight_lr_power=power)
         rates = np.array([rate(k) for k in counts]) if callable(rate) else rates
         np.testing.assert_allclose(
             c(counts), authors_averaging(rates, power), rtol=1e-12
@@ -113,7 +113,7 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "num_warmup_steps", "got"),
+    ("rate", "warmup_steps", "got"),
     [
         (lambda k: -1.0, 3, r"-1\.0"),
         (lambda k: 0.0, 3, "count 3"),
@@ -122,25 +122,25 @@ def test_schedule_free_averaging(name: str, power: float) -> None:
     ],
 )
 def test_schedule_free_averaging_of_bad_rates(
-    rate: Any, num_warmup_steps: int, got: str
+    rate: Any, warmup_steps: int, got: str
 ) -> None:
     with pytest.raises(ValueError, match=f"`learning_rate`.*{got}"):
-        schedule_free_averaging(rate, num_warmup_steps)
+        schedule_free_averaging(rate, warmup_steps)
 
 
-@pytest.mark.parametrize("num_warmup_steps", [0, 30])
-def test_a_rise_after_the_warm_up_is_seen(num_warmup_steps: int) -> None:
+@pytest.mark.parametrize("warmup_steps", [0, 30])
+def test_a_rise_after_the_warm_up_is_seen(warmup_steps: int) -> None:
     """One that lasts for 4 % of the time since the warm-up, in the first million
     steps."""
     for after in (1, 2, 49, 100, 997, 12_345, 10**6):
-        start = num_warmup_steps + after
+        start = warmup_steps + after
         last = start + after // 25
 
         def rate(k: Any, start: int = start, last: int = last) -> Any:
             return jnp.where((k >= start) & (k <= last), 0.2, 0.1)
 
         with pytest.raises(ValueError, match=r"`learning_rate`.*0\.2 at \d+"):
-            schedule_free_averaging(rate, num_warmup_steps)
+            schedule_free_averaging(rate, warmup_steps)
 
 
 def test_schedule_free_averaging_under_jit() -> None:

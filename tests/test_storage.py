@@ -21,7 +21,7 @@ from spa_optax import (
     convert,
     eval_params,
     primal_averaging,
-    reanchor,
+    shift_z,
     spa,
     spa_from_sgdm,
 )
@@ -128,12 +128,12 @@ def test_a_cast_changes_precision_alone(dtype: Any, other: Any) -> None:
     if dtype is not None:
         x_of = eval_params(state, x)
         np.testing.assert_allclose(eval_params(cast, x), x_of, atol=eps)
-        chex.assert_trees_all_equal(reanchor(cast, x, x + 1), cast)
+        chex.assert_trees_all_equal(shift_z(cast, x, x + 1), cast)
         return
     with pytest.raises(ValueError, match=r"`opt_state\.z`.*16"):
         eval_params(cast, x)
     with pytest.raises(ValueError, match=r"`opt_state\.z`.*16"):
-        reanchor(cast, x, x + 1)
+        shift_z(cast, x, x + 1)
 
 
 @pytest.mark.parametrize("field", ["count", "mu_y"])
@@ -147,7 +147,7 @@ def test_scalars_that_were_cast_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=rf"`opt_state\.{field}`.*bfloat16"):
         eval_params(cast, x)
     with pytest.raises(ValueError, match=rf"`opt_state\.{field}`.*bfloat16"):
-        reanchor(cast, x, x + 1)
+        shift_z(cast, x, x + 1)
 
 
 def test_a_complex_z_that_became_real() -> None:

@@ -58,7 +58,12 @@ def test_from_the_equations(params_of_base: Any) -> None:
             np.testing.assert_allclose(
                 eval_params(state, params), x, rtol=0, atol=1e-12
             )
-    scalars = state.average.eta, state.average.c, state.average.w, state.average.mu_y
+    scalars = (
+        state.spa_state.eta,
+        state.spa_state.c,
+        state.spa_state.w,
+        state.spa_state.mu_y,
+    )
     np.testing.assert_array_equal(scalars, [1, c, 1 - c, mu_y])
 
 
@@ -85,7 +90,7 @@ def test_moments_of_narrow_params_are_float32() -> None:
     wide = base.init(PARAMS | {"n": None, "none": None})
     tx = primal_averaging(base, 0.1, 0.9, state_dtype=jnp.bfloat16, rounding_key=KEY)
     state: Any = tx.init(params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state.base, wide)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.base_state, wide)
     updates, after = jax.jit(tx.update)(grads, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (params, state))
     updates, _ = in_float32(base).update(grads, wide, params)

@@ -84,11 +84,11 @@ def figure_1() -> dict[str, Series]:
     return {
         "(a) α ÷ 10": from_sgdm(step_function(ALPHA, ALPHA / 10), BETA),
         "(b) β from 0.9 to 0.8": from_sgdm(ALPHA, step_function(BETA, 0.8)),
-        "(c) η ÷ 10": to_sgdm(*stagewise(ETA, C, [CHANGE], averaging_rule="constant")),
+        "(c) η ÷ 10": to_sgdm(*stagewise(ETA, C, [CHANGE], averaging_mode="constant")),
         "(d) c × 10": to_sgdm(ETA, increased),
         "(e) η ÷ 10 and c × 10": to_sgdm(*stagewise(ETA, C, [CHANGE])),
         f"(f) as (e), by {RATE} a step": to_sgdm(
-            *stagewise(ETA, C, [CHANGE], step_factor=RATE)
+            *stagewise(ETA, C, [CHANGE], step_divisor=RATE)
         ),
     }
 
@@ -126,7 +126,7 @@ def draw_audit(audit: theory.Audit, path: Path) -> None:
     figure, axes = plt.subplots(
         4, 2, figsize=(12, 9), sharex="col", layout="constrained"
     )
-    figure.suptitle(audit.report().splitlines()[0])
+    figure.suptitle(audit.summary().splitlines()[0])
     for row, name, values in zip(axes, ("η", "c", "α", "β"), audit[:4], strict=True):
         for axis, shown in zip(row, (steps, steps[k - 50 : k + 20]), strict=True):
             axis.plot(shown, values[shown])
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> None:
         optax.piecewise_constant_schedule(0.1, drops), 0.9, 300 * 391
     )
     draw_audit(audit, out / "audit.png")
-    print(audit.report())
+    print(audit.summary())
     if arguments.runs:
         runs = read_runs(arguments.runs, list(OPTIMIZERS), arguments.seeds)
         print(f"\n{figure_3(runs, out)}\n\n{figure_4(runs, out)}")

@@ -30,8 +30,8 @@ from optax import ScalarOrSchedule
 
 from spa_optax import _arguments
 from spa_optax._arguments import as_schedule
-from spa_optax._checks import is_surely
-from spa_optax._schedules import SPAHyperparams, vectorized
+from spa_optax._checks import is_known_true
+from spa_optax._schedules import SPAHyperparams, vectorize
 
 Reals = Float[Array, "..."]
 
@@ -59,7 +59,7 @@ def _arrays(**values: Real) -> list[Reals]:
             low = -np.inf
         elif name in ("c", "c_prev", "c_next"):
             high = 1
-        if is_surely(jnp.any(~((array >= low) & (array <= high)))):
+        if is_known_true(jnp.any(~((array >= low) & (array <= high)))):
             raise ValueError(
                 f"`{name}` must be in [{low}, {high}], got {values[name]!r}"
             )
@@ -235,7 +235,7 @@ def momentum_drop(
     step: int,
     *,
     hold: Literal["eta", "alpha"] = "eta",
-    step_factor: float | None = None,
+    step_divisor: float | None = None,
 ) -> SPAHyperparams:
     """Raises c to 1 from a step on, which removes momentum: x_k = z_k
     (arXiv:2010.00406, Figure 3).
@@ -243,12 +243,12 @@ def momentum_drop(
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k.
-      step: the first k ≥ 1 at which c_k is 1; with a `step_factor`, at which it has
+      step: the first k ≥ 1 at which c_k is 1; with a `step_divisor`, at which it has
         risen.
       hold: "eta", and α = ηc of SGD+M rises by 1/c (Figure 1(d)); or "alpha", and η
         falls by c.
-      step_factor: of c per step, > 1, from `step` on until c is 1. None means an abrupt
-        change.
+      step_divisor: of c per step, > 1, from `step` on until c is 1. None means an
+        abrupt change.
 
     Returns:
       Two schedules: `spa(*momentum_drop(...))`.
@@ -266,7 +266,7 @@ def momentum_drop(
     _arguments.check_averaging(averaging=averaging)
     _arguments.POSITIVE_INTEGER.check(step=step)
     _arguments.one_of("eta", "alpha").check(hold=hold)
-    _arguments.ABOVE_1.optional().check(step_factor=step_factor)
+    _arguments.ABOVE_1.optional().check(step_divisor=step_divisor)
     eta_at, c_at = (
         as_schedule("learning_rate", learning_rate),
         as_schedule("averaging", averaging),
@@ -274,9 +274,9 @@ def momentum_drop(
 
     def c(k: Array) -> Float[Array, ""]:
         num_rises = jnp.maximum(k + 2 - step, 0)  # of c_{k+1}
-        if step_factor is None:
+        if step_divisor is None:
             return jnp.where(num_rises > 0, 1, c_at(k))
-        log_ratio = num_rises.astype(float) * math.log(step_factor)
+        log_ratio = num_rises.astype(float) * math.log(step_divisor)
         ratio = jnp.exp(jnp.minimum(log_ratio, 80))  # finite, so that a c of 0 stays
         return jnp.minimum(c_at(k) * ratio, 1)
 
@@ -287,5 +287,5 @@ def momentum_drop(
         )
 
     return SPAHyperparams(
-        vectorized(eta_at if hold == "eta" else eta_for_alpha), vectorized(c)
+        vectorize(eta_at if hold == "eta" else eta_for_alpha), vectorize(c)
     )

@@ -75,9 +75,9 @@ def make_optimizer(config: Config, recipe: Recipe, steps_per_epoch: int) -> Tx:
         )
     # As gradual as the paper's, but each drop must be complete before the next.
     shortest = min(after - before for before, after in itertools.pairwise(drops))
-    step_factor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
+    step_divisor = max(RATE ** (1 / scale), FACTOR ** (1 / shortest))
     alphas = optax.piecewise_constant_schedule(alpha, dict.fromkeys(drops, 1 / FACTOR))
-    constant_c = partial(stagewise, eta, c, factor=FACTOR, averaging_rule="constant")
+    constant_c = partial(stagewise, eta, c, divisor=FACTOR, averaging_mode="constant")
     eta_only = constant_c(drops)
     make: dict[str, Callable[[], Tx]] = {
         "sgdm": lambda: optax.sgd(alphas, momentum=beta),
@@ -85,7 +85,7 @@ def make_optimizer(config: Config, recipe: Recipe, steps_per_epoch: int) -> Tx:
         "spa-eta": lambda: spa(*eta_only),
         "spa-abrupt": lambda: spa(*stagewise(eta, c, drops, FACTOR)),
         "spa-gradual": lambda: spa(
-            *stagewise(eta, c, drops, FACTOR, step_factor=step_factor)
+            *stagewise(eta, c, drops, FACTOR, step_divisor=step_divisor)
         ),
         "drop-eta": lambda: spa(*momentum_drop(*eta_only, steps_per_epoch, hold="eta")),
         "drop-alpha": lambda: spa(

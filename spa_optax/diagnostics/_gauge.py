@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from .._codec import codec_of, unwrap
+from .._codec import codec_of, unwrap_z
 from .._coefficients import XZCoefficients
-from .._state import SPAState, has_stepped
+from .._state import SPAState, is_new
 from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
 
 
@@ -52,7 +52,7 @@ class Means(NamedTuple):
     """Moving averages before division by `weight`, the sum of their weights."""
 
     iterate_term: Scalar  # of ‖Δx_{k−1}‖²/(η_{k−1}² c_k)
-    noise: Scalar  # of v_k/(η_{k−1}² c_k)
+    noise_term: Scalar  # of v_k/(η_{k−1}² c_k)
     gradient_term: Scalar  # of ½‖g_k‖²
     weight: Scalar
 
@@ -66,7 +66,7 @@ class Gauge(NamedTuple):
     """
 
     last_iterate_term: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if it does not count
-    last_noise: Scalar  # v/(η² c) of the last step
+    last_noise_term: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k; −1 before the first step
     cross_sum: Scalar  # Σ χ_k, with weights that fall
     cross_error: Scalar  # √(Σ χ_k²), with the same weights
@@ -76,7 +76,7 @@ class Gauge(NamedTuple):
     num_not_finite: Count  # consecutive steps up to the last one
 
 
-def new_gauge() -> Gauge:
+def init_gauge() -> Gauge:
     """The gauge before the first step. Its arrays are separate, and can be donated."""
 
     def zero(dtype=jnp.float32):
@@ -84,7 +84,7 @@ def new_gauge() -> Gauge:
 
     return Gauge(
         last_iterate_term=zero(),
-        last_noise=zero(),
+        last_noise_term=zero(),
         p=jnp.full([], -1, jnp.float32),
         cross_sum=zero(),
         cross_error=zero(),
@@ -109,17 +109,17 @@ def measure(
 
 def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
     """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
-    codec, stepped = codec_of(state.z), has_stepped(state)
+    codec, state_is_new = codec_of(state.z), is_new(state)
 
-    def of_array(y, stored, g):
+    def sum_array(y, stored, g):
         y = jnp.asarray(y)
-        z_minus_y = codec.z_minus_y(y, stored, stepped)
-        e = factor.astype(z_minus_y.dtype) * z_minus_y
+        d = codec.decode_difference(y, stored, state_is_new)
+        e = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(e.dtype)
         # Errors of y and of what is stored; the larger stands for both.
         rounding = jnp.maximum(
             _rounding_error(y, e.dtype),
-            codec.unit * _rounding_error(stored, e.dtype),
+            codec.scale * _rounding_error(stored, e.dtype),
         )
         rounding = factor.astype(rounding.dtype) * rounding
         return Sums(
@@ -129,9 +129,9 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
             sq_rounding=_dot(rounding, rounding),
         )
 
-    by_array = find_nodes(map_inexact(of_array, params, unwrap(state.z), g), Sums)
+    array_sums = find_nodes(map_inexact(sum_array, params, unwrap_z(state.z), g), Sums)
     zeros = Sums(*jnp.zeros(4, jnp.float32))
-    return functools.reduce(optax.tree.add, by_array, zeros)
+    return functools.reduce(optax.tree.add, array_sums, zeros)
 
 
 def _dot(a: Array, b: Array) -> Scalar:
@@ -150,31 +150,31 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖e_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
-    *terms, is_finite, is_negligible = _terms_of(measured, p)
+    *terms, is_finite, is_negligible = _step_terms(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_negligible
-    iterate_term, noise, cross_term = [
+    iterate_term, noise_term, cross_term = [
         jnp.where(is_measured, term, 0) for term in terms
     ]
     # A cross term stays in ‖Δx‖² with the factor (1 − c)² a step. The sum of cross
     # terms must not forget it faster, or t would ignore what the gain still has.
-    memory = jnp.where(is_measured, jnp.maximum(decay, (1 - c) ** 2), 1)
-    of_gradient = (1 - c) * eta - delta
-    next_p = (1 - c) ** 2 * p + of_gradient**2 * sums.sq_gradient
+    cross_decay = jnp.where(is_measured, jnp.maximum(decay, (1 - c) ** 2), 1)
+    gradient_weight = (1 - c) * eta - delta
+    next_p = (1 - c) ** 2 * p + gradient_weight**2 * sums.sq_gradient
     return Gauge(
         last_iterate_term=iterate_term,
-        last_noise=noise,
+        last_noise_term=noise_term,
         p=jnp.where(jnp.isfinite(next_p), next_p, gauge.p),
-        cross_sum=memory * gauge.cross_sum + cross_term,
-        cross_error=jnp.hypot(memory * gauge.cross_error, cross_term),
-        means=_updated_means(gauge, sums, sums_are_finite, decay),
+        cross_sum=cross_decay * gauge.cross_sum + cross_term,
+        cross_error=jnp.hypot(cross_decay * gauge.cross_error, cross_term),
+        means=_update_means(gauge, sums, sums_are_finite, decay),
         num_steps=gauge.num_steps + 1,
         num_measured=gauge.num_measured + is_measured.astype(jnp.int32),
         num_not_finite=jnp.where(is_finite, 0, gauge.num_not_finite + 1),
     )
 
 
-def _terms_of(
+def _step_terms(
     measured: Measurement, p: Scalar
 ) -> tuple[Scalar, Scalar, Scalar, Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, each over η² c, and two flags.
@@ -190,25 +190,26 @@ def _terms_of(
     cross_term = -2 * c * b * sums.inner_product
     square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
-    noise = c**2 * p + b**2 * sums.sq_gradient
+    noise_term = c**2 * p + b**2 * sums.sq_gradient
     is_negligible = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_negligible |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
-    iterate_term, noise = square / divisor, noise / divisor
-    is_finite = jnp.isfinite(iterate_term) & jnp.isfinite(noise)
-    return iterate_term, noise, cross_term / divisor, is_finite, is_negligible
+    iterate_term, noise_term = square / divisor, noise_term / divisor
+    is_finite = jnp.isfinite(iterate_term) & jnp.isfinite(noise_term)
+    return iterate_term, noise_term, cross_term / divisor, is_finite, is_negligible
 
 
-def _updated_means(
-    gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any
-) -> Means:
+def _update_means(gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any) -> Means:
     """The means, of ‖Δx_{k−1}‖² if that step counts, and of the gradient after it."""
     terms = Means(
-        gauge.last_iterate_term, gauge.last_noise, sums.sq_gradient / 2, jnp.float32(1)
+        gauge.last_iterate_term,
+        gauge.last_noise_term,
+        sums.sq_gradient / 2,
+        jnp.float32(1),
     )
-    is_counted = sums_are_finite & (gauge.last_iterate_term > 0)
+    last_is_measured = sums_are_finite & (gauge.last_iterate_term > 0)
 
     def average(mean, term):
-        return jnp.where(is_counted, decay * mean + (1 - decay) * term, mean)
+        return jnp.where(last_is_measured, decay * mean + (1 - decay) * term, mean)
 
     return jax.tree.map(average, gauge.means, terms)

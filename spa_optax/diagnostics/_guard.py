@@ -9,25 +9,25 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import _arguments
-from .._checks import check_params_passed, check_state
+from .._checks import check_params_passed, check_state_type
 from .._trees import (
     Flag,
+    arrays_by_path,
     as_dtype,
-    by_path,
+    compute_dtype,
     copy_arrays,
     is_none,
     map_inexact,
-    wide_dtype,
 )
 
 
 class GuardParamsState(NamedTuple):
     """State of `guard_params`."""
 
-    inner: PyTree
+    inner_state: PyTree
     has_updated: Flag  # else the params may be any
-    before: PyTree  # y_k
-    after: PyTree  # y_{k+1}, as the last update makes it
+    old_params: PyTree  # y_k
+    new_params: PyTree  # y_{k+1}, as the last update makes it
 
 
 def guard_params(
@@ -51,7 +51,7 @@ def guard_params(
       A transformation with the updates of `inner`. `update` needs `params`. Outside
       `jax.jit` it raises `ValueError`; in compiled code JAX raises
       `jax.errors.JaxRuntimeError` with the same message. It does not know of
-      `reanchor`.
+      `shift_z`.
 
     Raises:
       ValueError: if `inner` is not a transformation, or, in `update`, the params
@@ -76,22 +76,22 @@ def guard_params(
 
     def init_fn(params):
         return GuardParamsState(
-            inner=inner.init(params),
+            inner_state=inner.init(params),
             has_updated=jnp.zeros([], bool),
-            before=copy_arrays(params),
-            after=copy_arrays(params),
+            old_params=copy_arrays(params),
+            new_params=copy_arrays(params),
         )
 
     def update_fn(updates, state, params=None, **extra):
-        check_state("state", state, GuardParamsState)
+        check_state_type("state", state, GuardParamsState)
         check_params_passed(params)
         _check_not_moved(state, params)
-        u, inner_state = tx.update(updates, state.inner, params, **extra)
+        u, inner_state = tx.update(updates, state.inner_state, params, **extra)
         return u, GuardParamsState(
-            inner=inner_state,
+            inner_state=inner_state,
             has_updated=jnp.ones([], bool),
-            before=copy_arrays(params),
-            after=jax.tree.map(_add, params, u, is_leaf=is_none),
+            old_params=copy_arrays(params),
+            new_params=jax.tree.map(_add, params, u, is_leaf=is_none),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -105,16 +105,18 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
     """Raises, also in compiled code, where params are not those after the last step."""
 
     def is_moved(*leaves):
-        y, before, after = map(jnp.asarray, leaves)
+        y, old_y, new_y = map(jnp.asarray, leaves)
         eps = float(jnp.finfo(y.dtype).eps)
-        y, before, after = as_dtype((y, before, after), wide_dtype(y))
+        y, old_y, new_y = as_dtype((y, old_y, new_y), compute_dtype(y))
         # The user's program and this one may round y + u differently.
-        ulp = eps * jnp.maximum(jnp.abs(before), jnp.abs(after))
-        both_nan = jnp.isnan(y) & jnp.isnan(after)
-        is_same = (jnp.abs(y - after) <= ulp) | (y == after) | both_nan
+        ulp = eps * jnp.maximum(jnp.abs(old_y), jnp.abs(new_y))
+        both_nan = jnp.isnan(y) & jnp.isnan(new_y)
+        is_same = (jnp.abs(y - new_y) <= ulp) | (y == new_y) | both_nan
         return state.has_updated & ~jnp.all(is_same)
 
-    moved = by_path(map_inexact(is_moved, params, state.before, state.after))
+    moved = arrays_by_path(
+        map_inexact(is_moved, params, state.old_params, state.new_params)
+    )
     if any(isinstance(flag, Tracer) for flag in moved.values()):
         jax.debug.callback(_raise_if_moved, moved)
     else:
@@ -128,5 +130,5 @@ def _raise_if_moved(moved: dict[str, Any]) -> None:
                 "`params` must be those that the last update made, got others at "
                 f"{path or 'their root'}. Put the optimizer of this package last in "
                 "its chain, and in no wrapper that moves the params. After an edit of "
-                "the params call `reanchor`, without this guard."
+                "the params call `shift_z`, without this guard."
             )

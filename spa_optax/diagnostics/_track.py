@@ -9,25 +9,25 @@ import optax
 from jaxtyping import PyTree
 
 from .. import _arguments
-from .._checks import check_not_batched, check_state
-from .._codec import unwrap
+from .._checks import check_not_batched, check_state_type
+from .._codec import unwrap_z
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
 from .._state import SPAState
 from .._trees import (
     Count,
     Scalar,
+    as_scalar,
     find_nodes,
-    names_of_nodes,
-    scalar_of,
+    node_type_names,
 )
-from .._xla import behind_a_barrier
-from ._gauge import Gauge, measure, new_gauge, update_gauge
+from .._xla import optimization_barrier
+from ._gauge import Gauge, init_gauge, measure, update_gauge
 
 
 class TrackMomentumState(NamedTuple):
     """State of `track_momentum`."""
 
-    inner: PyTree
+    inner_state: PyTree
     gauge: Gauge
 
 
@@ -83,26 +83,26 @@ def track_momentum(
       Figure 2.
     """
     _arguments.TRANSFORMATION.check(inner=inner)
-    _arguments.FRACTION_BELOW_1.of(_arguments.NUMBER).check(decay=decay)
+    _arguments.FRACTION_BELOW_1.with_type(_arguments.NUMBER).check(decay=decay)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
         state = inner.init(params)
         _check_inner(state, params)
-        return TrackMomentumState(state, new_gauge())
+        return TrackMomentumState(state, init_gauge())
 
     def update_fn(updates, state, params=None, **extra):
-        check_state("state", state, TrackMomentumState)
-        args = updates, state.inner, params
+        check_state_type("state", state, TrackMomentumState)
+        args = updates, state.inner_state, params
 
         def measure_separately():
             # Updates a second time. Under `jax.jit` only what `observe` gets remains of
             # it, so the sums stay out of the kernels of the real update.
-            *_, observed = _observed(tx, behind_a_barrier(args), extra)
+            *_, observed = _update_and_observe(tx, optimization_barrier(args), extra)
             return measure(*observed)
 
-        if isinstance(state.inner, SPAState):
-            u, inner_state, observed = _observed(tx, args, extra)
+        if isinstance(state.inner_state, SPAState):
+            u, inner_state, observed = _update_and_observe(tx, args, extra)
             # The sums fuse into the kernels of the update. On a GPU such a kernel
             # cannot write x and z in place, but copies them.
             measured = jax.lax.platform_dependent(
@@ -120,7 +120,7 @@ def track_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _observed(
+def _update_and_observe(
     tx: optax.GradientTransformationExtraArgs, args: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """An update, and what `measure` takes: the arguments of the member's `observe`."""
@@ -146,11 +146,11 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
     if len(states) != 1:
         raise ValueError(
             f"`inner` must hold one `SPAState`, got {len(states)} of them in "
-            f"{names_of_nodes(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
+            f"{node_type_names(state)}. Use `spa`, `spa_adamw`, `primal_averaging`, or "
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
-    num_stored = len(jax.tree.leaves(unwrap(states[0].z)))
+    num_stored = len(jax.tree.leaves(unwrap_z(states[0].z)))
     if num_stored != num_params:
         raise ValueError(
             f"`inner` must hold a momentum of all {num_params} arrays, got "
@@ -164,7 +164,7 @@ class MomentumReport(NamedTuple):
 
     gain: Scalar  # iterate_term / gradient_term: the ratio of the paper's Figure 2
     noise_level: Scalar  # the gain in pure noise; NaN beside other momentum
-    t: Scalar  # Σ χ_k in standard errors; > 0: steps add up, < 0: they oppose
+    t_statistic: Scalar  # Σ χ_k in standard errors; > 0: steps add up, < 0: they oppose
     iterate_term: Scalar  # the moving average of ‖x_k − x_{k−1}‖²/(η² c)
     gradient_term: Scalar  # the moving average of ½‖g_k‖²
     num_steps: Count  # since the gauge began
@@ -200,19 +200,19 @@ class MomentumReport(NamedTuple):
                 "were not finite, or overflow float32 if squared, or were within the "
                 "rounding error of params and z."
             )
-        if self.t >= 3 and ratio > 1:
+        if self.t_statistic >= 3 and ratio > 1:
             return (
                 f"Steps add up: the gain is {ratio:.2f} times that of pure noise. "
                 "Momentum speeds the run up here."
             )
-        if self.t <= -3 and ratio < 1:
+        if self.t_statistic <= -3 and ratio < 1:
             return (
                 f"Steps do not add up: the gain is {ratio:.2f} times that of pure "
                 "noise. Here momentum only reduces noise."
             )
         return (
             f"Cannot be told from pure noise: the gain is {ratio:.2f} times that of "
-            f"pure noise, with t = {self.t:.2f}."
+            f"pure noise, with t = {self.t_statistic:.2f}."
         )
 
 
@@ -254,24 +254,24 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     if len(found) != 1:
         raise ValueError(
             f"`opt_state` must hold one `TrackMomentumState`, got {len(found)} in "
-            f"{names_of_nodes(opt_state)}"
+            f"{node_type_names(opt_state)}"
         )
     (state,) = found
     check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
-    gauge = jax.tree.map(lambda _, x: scalar_of(x), new_gauge(), state.gauge)
+    gauge = jax.tree.map(lambda _, x: as_scalar(x), init_gauge(), state.gauge)
     means = gauge.means
     cross_error = jnp.maximum(
         gauge.cross_error, jnp.finfo(jnp.float32).tiny
     )  # it is 0 while z is x
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
-    noise_level = means.noise / means.gradient_term
-    if find_nodes(state.inner, MOMENTUM_STATES):
+    noise_level = means.noise_term / means.gradient_term
+    if find_nodes(state.inner_state, MOMENTUM_STATES):
         t, noise_level = jnp.nan * t, jnp.nan * noise_level
     return MomentumReport(
         gain=means.iterate_term / means.gradient_term,
         noise_level=noise_level,
-        t=t,
+        t_statistic=t,
         iterate_term=means.iterate_term / means.weight,
         gradient_term=means.gradient_term / means.weight,
         num_steps=gauge.num_steps,

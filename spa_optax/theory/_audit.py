@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from .. import _arguments
 from .._schedules import hyperparams_to_sgdm
-from .._sgdm import eta_and_c, sgdm_at
+from .._sgdm import eta_and_c, evaluate_sgdm
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
@@ -36,31 +36,31 @@ class Audit(NamedTuple):
     beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
     is_from_sgdm: bool  # whether the schedule was given as SGD+M
 
-    def report(self) -> str:
+    def summary(self) -> str:
         """The audit in words, the verdict first."""
         findings = self.findings()
         lines = [finding.text for finding in findings]
         if not lines:
-            name, _ = self.total_effect()
+            name, _ = self.effective_learning_rate()
             lines = [f"neither α nor {name} jumps (by a factor of 1.5 or more)."]
         needs_change = any(finding.kind != "drop" for finding in findings)
         if not needs_change:
             lines[0] = f"Nothing to change: {lines[0]}"
-        eta, c = _interval(self.eta), _interval(self.c)
-        alpha, beta = _interval(self.alpha), _interval(self.beta)
+        eta, c = _describe_range(self.eta), _describe_range(self.c)
+        alpha, beta = _describe_range(self.alpha), _describe_range(self.beta)
         lines.append(f"{len(self.eta):,} steps as SPA: η {eta}, c {c}")
         lines.append(f"and as SGD+M: α {alpha}, β {beta}")
         return "\n".join(lines)
 
     def findings(self) -> list[Finding]:
         """The findings. Those that need a change come first."""
-        first = _out_of_range(self) or _standstill(self)
+        first = _find_out_of_range(self) or _find_standstill(self)
         if first:  # other findings would be its consequences
             return [first]
-        found = [_long_average(self), _high_beta(self), _spikes(self)]
-        return [*filter(None, found), *_jumps(self)]
+        found = [_find_long_average(self), _find_high_beta(self), _find_spikes(self)]
+        return [*filter(None, found), *_find_jumps(self)]
 
-    def total_effect(self) -> tuple[str, Values]:
+    def effective_learning_rate(self) -> tuple[str, Values]:
         """How far a gradient moves the params in the end; at once it moves them by α.
 
         This is η, or α/(1 − β) of a schedule that was given as SGD+M.
@@ -78,7 +78,7 @@ def audit(
 ) -> Audit:
     """Checks a schedule of SPA at every step.
 
-    The verdict, from `report()`, names averages that leave more than 1 % of x_0 in x,
+    The verdict, from `summary()`, names averages that leave more than 1 % of x_0 in x,
     and jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of
     1.5 or more in one step, above 1e-4 of the largest value, and more than 22 % of the
     change within four steps on either side: a ramp of five equal steps is gradual.
@@ -99,7 +99,7 @@ def audit(
       one step.
 
       >>> from spa_optax import stagewise, theory
-      >>> print(theory.audit(*stagewise(10.0, 0.1, [20]), 100).report().split(",")[0])
+      >>> print(theory.audit(*stagewise(10.0, 0.1, [20]), 100).summary().split(",")[0])
       α spikes from 1 to 10 at step 19
 
     References:
@@ -115,7 +115,9 @@ def audit(
         _arguments.as_schedule("learning_rate", hyperparams.learning_rate),
         _arguments.as_schedule("momentum", hyperparams.momentum),
     ]
-    eta, c, alpha, beta = _values(lambda k: [at(k) for at in schedules], num_steps)
+    eta, c, alpha, beta = _evaluate(
+        lambda k: [schedule(k) for schedule in schedules], num_steps
+    )
     beta[0] = np.nan
     return Audit(eta, c, alpha, beta, is_from_sgdm=False)
 
@@ -144,7 +146,7 @@ def audit_sgdm(
       >>> import jax.numpy as jnp
       >>> from spa_optax import theory
       >>> schedule = lambda k: jnp.where(k < 500, 0.1, 0.01)
-      >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).report().splitlines()[0])
+      >>> print(theory.audit_sgdm(schedule, 0.9, 1_000).summary().splitlines()[0])
       Nothing to change: α drops from 0.1 to 0.01 at step 500.
     """
     _arguments.BOOLEAN.check(nesterov=nesterov)
@@ -152,28 +154,28 @@ def audit_sgdm(
     _arguments.FRACTION_BELOW_1.check(momentum=momentum)
     _arguments.POSITIVE_INTEGER.check(num_steps=num_steps)
 
-    def at(k):
-        sgdm = sgdm_at(learning_rate, momentum, k, nesterov=nesterov)
+    def values_at(k):
+        sgdm = evaluate_sgdm(learning_rate, momentum, k, nesterov=nesterov)
         eta, c = eta_and_c(sgdm, sgdm.resting_w)
         return eta, c, sgdm.alpha, sgdm.beta
 
-    return Audit(*_values(at, num_steps), is_from_sgdm=True)
+    return Audit(*_evaluate(values_at, num_steps), is_from_sgdm=True)
 
 
-def _values(at: Callable[[Array], Any], num_steps: int) -> list[Values]:
+def _evaluate(values_at: Callable[[Array], Any], num_steps: int) -> list[Values]:
     """The values of a function of the count, at each, as float64."""
     counts = jnp.arange(num_steps, dtype=jnp.int32)
-    values = jax.jit(lambda counts: jax.lax.map(at, counts))(counts)
+    values = jax.jit(lambda counts: jax.lax.map(values_at, counts))(counts)
     return [np.array(v, float) for v in values]
 
 
-def _is_spike(alpha: Values) -> StepMask:
+def _spike_mask(alpha: Values) -> StepMask:
     """Whether α is over twice both neighbours. The first and last never are."""
     padded = np.pad(alpha, 1, constant_values=np.inf)
     return alpha > 2 * np.maximum(padded[:-2], padded[2:])
 
 
-def _out_of_range(audited: Audit) -> Finding | None:
+def _find_out_of_range(audited: Audit) -> Finding | None:
     """Hyper-parameters that no step can have.
 
     In range are 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not.
@@ -184,18 +186,18 @@ def _out_of_range(audited: Audit) -> Finding | None:
     if not out.any():
         return None
     return Finding(
-        "range", f"a hyper-parameter is NaN or out of range {_in_words(out)}."
+        "range", f"a hyper-parameter is NaN or out of range {_describe_steps(out)}."
     )
 
 
-def _standstill(audited: Audit) -> Finding | None:
+def _find_standstill(audited: Audit) -> Finding | None:
     """A schedule that never moves the params."""
     if audited.alpha.any():
         return None
     return Finding("standstill", "α is 0 at every step: params stay.")
 
 
-def _long_average(audited: Audit) -> Finding | None:
+def _find_long_average(audited: Audit) -> Finding | None:
     """An average that remembers the first params to the end."""
     n, share = len(audited.c), np.prod(1 - audited.c)  # of x_0 in x_n
     if share <= 0.01:
@@ -208,7 +210,7 @@ def _long_average(audited: Audit) -> Finding | None:
     return Finding("average", text)
 
 
-def _high_beta(audited: Audit) -> Finding | None:
+def _find_high_beta(audited: Audit) -> Finding | None:
     """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
     eta, c, beta = audited.eta, audited.c, audited.beta
     # A high β is harmless where η does not jump, and at c = 0, where x stands still.
@@ -218,27 +220,27 @@ def _high_beta(audited: Audit) -> Finding | None:
         return None
     k = is_high.argmax()
     text = (
-        f"β is {beta[k]:.3g} {_in_words(is_high)}: no SGD+M has that. η falls by "
+        f"β is {beta[k]:.3g} {_describe_steps(is_high)}: no SGD+M has that. η falls by "
         f"{100 * (1 - eta[k] / eta[k - 1]):.3g} % there, where c is "
         f"{100 * c[k - 1]:.3g} %. Let η fall by less than c per step (the "
-        "`step_factor` of `stagewise`), or give the recipe as SGD+M, to "
+        "`step_divisor` of `stagewise`), or give the recipe as SGD+M, to "
         "`spa_from_sgdm`."
     )
     return Finding("beta", text)
 
 
-def _spikes(audited: Audit) -> Finding | None:
+def _find_spikes(audited: Audit) -> Finding | None:
     """Single steps of α that are far above both neighbours (Insight 3)."""
-    eta, c, is_spike = audited.eta, audited.c, _is_spike(audited.alpha)
+    eta, c, is_spike = audited.eta, audited.c, _spike_mask(audited.alpha)
     if not is_spike.any():
         return None
     k = is_spike.argmax()
-    change = _change_in_words(audited.alpha, is_spike)
+    change = _describe_change(audited.alpha, is_spike)
     c_is_early = c[k] > c[k - 1] and eta[k + 1] < eta[k]
     if c_is_early and not audited.is_from_sgdm:
         text = (
             f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. Let "
-            "η fall by less than c per step (the `step_factor` of `stagewise`), or "
+            "η fall by less than c per step (the `step_divisor` of `stagewise`), or "
             "give the recipe as SGD+M, to `spa_from_sgdm`."
         )
     else:
@@ -246,28 +248,29 @@ def _spikes(audited: Audit) -> Finding | None:
     return Finding("spike", text)
 
 
-def _jumps(audited: Audit) -> list[Finding]:
-    """Jumps of α and of the total effect; first those up, then those down."""
-    (name, total), is_spike = audited.total_effect(), _is_spike(audited.alpha)
+def _find_jumps(audited: Audit) -> list[Finding]:
+    """Jumps of α and of the effective learning rate; those up come first."""
+    name, total = audited.effective_learning_rate()
+    is_spike = _spike_mask(audited.alpha)
     alpha_signs, total_signs = _jump_signs(audited.alpha), _jump_signs(total)
     total_signs[total_signs == alpha_signs] = 0  # one event
     alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
     found = [
-        _jump("rise", "α", audited.alpha, alpha_signs > 0),
-        _jump("rise", name, total, total_signs > 0),
-        _jump("drop", "α", audited.alpha, alpha_signs < 0),
-        _jump("drop", name, total, total_signs < 0),
+        _find_jump("rise", "α", audited.alpha, alpha_signs > 0),
+        _find_jump("rise", name, total, total_signs > 0),
+        _find_jump("drop", "α", audited.alpha, alpha_signs < 0),
+        _find_jump("drop", name, total, total_signs < 0),
     ]
     return [*filter(None, found)]
 
 
-def _jump(
-    kind: Literal["rise", "drop"], name: str, values: Values, steps: StepMask
+def _find_jump(
+    kind: Literal["rise", "drop"], name: str, values: Values, mask: StepMask
 ) -> Finding | None:
     """The jumps of one quantity, if there are any."""
-    if not steps.any():
+    if not mask.any():
         return None
-    text = f"{name} {kind}s {_change_in_words(values, steps)}."
+    text = f"{name} {kind}s {_describe_change(values, mask)}."
     if kind == "rise":
         text += " Check that it is meant, as in a restart."
     return Finding(kind, text)
@@ -285,22 +288,22 @@ def _jump_signs(values: Values) -> Values:
     return np.sign(values - before) * (is_abrupt & is_large)
 
 
-def _in_words(steps: StepMask) -> str:
+def _describe_steps(mask: StepMask) -> str:
     """The first of some steps, and how many others there are."""
-    text = f"at step {steps.argmax():,}"
-    num_others = steps.sum() - 1
+    text = f"at step {mask.argmax():,}"
+    num_others = mask.sum() - 1
     if num_others == 0:
         return text
     return f"{text} and at {num_others:,} other{'s' if num_others > 1 else ''}"
 
 
-def _change_in_words(values: Values, steps: StepMask) -> str:
+def _describe_change(values: Values, mask: StepMask) -> str:
     """The change at the first of some steps, and where the others are."""
-    k = steps.argmax()
-    return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_in_words(steps)}"
+    k = mask.argmax()
+    return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_describe_steps(mask)}"
 
 
-def _interval(values: Values) -> str:
+def _describe_range(values: Values) -> str:
     """The least and the largest value."""
     known = values[~np.isnan(values)]
     if not len(known):

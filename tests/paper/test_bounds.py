@@ -78,7 +78,7 @@ def test_balanced_averaging_keeps_the_weight_of_f(
 ) -> None:
     """Insight 2, whose title says "Reduce": c_T is of count T − 1 of `averaging`."""
     with x64():
-        etas, cs = stagewise(eta, c, [5], factor, averaging_rule="balance")
+        etas, cs = stagewise(eta, c, [5], factor, averaging_mode="balance")
         before, after = weight_of_f_x(etas(4), cs(3)), weight_of_f_x(etas(5), cs(4))
         assert abs(after - before) <= 1e-12 * factor / (eta * c)
         # At a constant c it would rise.

@@ -279,7 +279,7 @@ def test_balanced_averaging_keeps_the_remainder_of_sgd(
 ) -> None:
     """Insight 2, whose title says "Reduce": c_T is of count T − 1 of `averaging`."""
     with x64():
-        schedules: Any = stagewise(eta, c, [5], factor, averaging_rule="balance")
+        schedules: Any = stagewise(eta, c, [5], factor, averaging_mode="balance")
         etas, cs = schedules
         change = {
             "eta": etas(5),
@@ -403,13 +403,15 @@ def values(hyperparams: Any, num_steps: int) -> list[np.ndarray]:
         return [np.array(h(np.arange(num_steps, dtype=np.int32))) for h in hyperparams]
 
 
-@pytest.mark.parametrize("step_factor", [None, 1.5])
+@pytest.mark.parametrize("step_divisor", [None, 1.5])
 @pytest.mark.parametrize("hold", ["eta", "alpha"])
-def test_momentum_drop_to_the_step(hold: Any, step_factor: float | None) -> None:
-    eta, c = values(momentum_drop(2.0, 0.25, 6, hold=hold, step_factor=step_factor), 20)
+def test_momentum_drop_to_the_step(hold: Any, step_divisor: float | None) -> None:
+    eta, c = values(
+        momentum_drop(2.0, 0.25, 6, hold=hold, step_divisor=step_divisor), 20
+    )
     c_after = np.ones(15)
-    if step_factor:
-        c_after = np.minimum(0.25 * step_factor ** np.arange(1, 16), 1)
+    if step_divisor:
+        c_after = np.minimum(0.25 * step_divisor ** np.arange(1, 16), 1)
     np.testing.assert_allclose(c, [0.25] * 5 + [*c_after], rtol=1e-12)  # from c_6 on
     kept = eta if hold == "eta" else eta * c / 0.25
     np.testing.assert_allclose(kept, np.full(20, 2.0), rtol=1e-12)
@@ -421,7 +423,7 @@ def test_momentum_drop_has_no_nan_where_its_factor_overflows(
     hold: Any, c: float
 ) -> None:
     """In float32 1.5^300 is inf; and c may be 0."""
-    eta, late = (h(300) for h in momentum_drop(1.0, c, 1, step_factor=1.5, hold=hold))
+    eta, late = (h(300) for h in momentum_drop(1.0, c, 1, step_divisor=1.5, hold=hold))
     assert float(late) == (c > 0)
     np.testing.assert_allclose(eta, 1 if hold == "eta" or c == 0 else c, rtol=1e-6)
 
@@ -433,7 +435,7 @@ def test_momentum_drop_has_no_nan_where_its_factor_overflows(
             lambda k: 1 / (k + 1).astype(float), lambda k: 0.1 + 0 * k.astype(float), 5
         ),
         momentum_drop(
-            *stagewise(1.0, 0.1, [5], averaging_rule="balance"), 9, hold="alpha"
+            *stagewise(1.0, 0.1, [5], averaging_mode="balance"), 9, hold="alpha"
         ),
     ],
 )
@@ -449,7 +451,7 @@ def test_momentum_drop_gives_ordinary_schedules(hyperparams: Any) -> None:
     [
         ({"step": 0}, "`step`.*0"),
         ({"hold": "x"}, "`hold`.*'x'"),
-        ({"step_factor": 1.0}, r"`step_factor`.*1\.0"),
+        ({"step_divisor": 1.0}, r"`step_divisor`.*1\.0"),
         ({"averaging": 1.5}, r"`averaging`.*1\.5"),
         ({"learning_rate": -1.0}, r"`learning_rate`.*-1\.0"),
     ],

@@ -16,7 +16,7 @@ from spa_optax import (
     SPAState,
     eval_params,
     primal_averaging,
-    reanchor,
+    shift_z,
     spa,
     spa_adamw,
     spa_from_sgdm,
@@ -42,7 +42,7 @@ def test_a_run_of_spa_resumed_as_sgdm() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_reanchor(dtype: Any) -> None:
+def test_shift_z(dtype: Any) -> None:
     """Params pruned in the middle of a run go on as `optax.sgd` goes on from there."""
     tx = optax.chain(optax.add_decayed_weights(1e-3), spa_from_sgdm(0.25, 0.5))
     sgd = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.25, 0.5))
@@ -56,7 +56,7 @@ def test_reanchor(dtype: Any) -> None:
         (x, state), (y, sgd_state) = (
             run(one, params, [grads] * 3) for one in (tx, sgd)
         )
-        state = reanchor(state, x, prune(x))
+        state = shift_z(state, x, prune(x))
         assert isinstance(state[1], SPAState)
         x, _ = run(tx, prune(x), [grads] * 3, state)
         y, _ = run(sgd, prune(y), [grads] * 3, sgd_state)
@@ -73,12 +73,12 @@ def test_states_of_nnx() -> None:
     params = nnx.state(model, nnx.Param)
     pruned = jax.tree.map(lambda p: 0 * p, params)
     before = jax.tree.map(jnp.copy, params)
-    optimizer.opt_state = reanchor(optimizer.opt_state, params, pruned)
+    optimizer.opt_state = shift_z(optimizer.opt_state, params, pruned)
     nnx.update(model, pruned)
     # In the other order `params`, live variables, would hold the new values already.
     with pytest.raises(ValueError, match=r"`new_params`.*`old_params`"):
-        reanchor(optimizer.opt_state, params, pruned)
-    shifted = reanchor(
+        shift_z(optimizer.opt_state, params, pruned)
+    shifted = shift_z(
         optimizer.opt_state, before, pruned
     )  # a copy is safe in any order
     assert relative_difference(shifted[1].z, optimizer.opt_state[1].z) > 0.1
@@ -97,32 +97,32 @@ SHARED = {
 
 
 @pytest.mark.parametrize("tx", SHARED.values(), ids=SHARED)
-def test_reanchor_of_some_params(tx: Any) -> None:
+def test_shift_z_of_some_params(tx: Any) -> None:
     """As `eval_params` does: params of another optimizer, or of none, have no z."""
     params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     edited = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([5.0])}
-    state = reanchor(tx.init(params), params, edited)
+    state = shift_z(tx.init(params), params, edited)
     for name, found in zip("ab", find_nodes(state, SPAState), strict=False):
         np.testing.assert_array_equal(found.z[name], edited[name])
     chex.assert_trees_all_equal_structs(state, tx.init(params))
     with pytest.raises(ValueError, match=r"`opt_state`.*`params`.*\(2,\) at \['a'\]"):
-        reanchor(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
+        shift_z(tx.init(params), {"b": params["b"]}, {"b": edited["b"]})
     with pytest.raises(ValueError, match=r"`new_params`.*`old_params`.*\['b'\]"):
-        reanchor(tx.init(params), params, {"a": edited["a"]})
+        shift_z(tx.init(params), params, {"a": edited["a"]})
 
 
-def test_reanchor_moves_x_along() -> None:
+def test_shift_z_moves_x_along() -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3) / 4, "b": {"c": jnp.ones(3)}}
     grads = jax.tree.map(lambda p: jnp.cos(p) / 3, params)
     y, state = run(spa(0.1, 0.1, 0.5), params, [grads] * 3)
     edited = jax.tree.map(lambda leaf: leaf - 1, y)
-    reanchored = reanchor(state, y, edited)
+    shifted = shift_z(state, y, edited)
 
     def pointers(tree: Any) -> set[int]:
         return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
 
-    assert not pointers(reanchored) & pointers((state, y, edited))  # it can be donated
-    x = eval_params(reanchored, edited)
+    assert not pointers(shifted) & pointers((state, y, edited))  # it can be donated
+    x = eval_params(shifted, edited)
     expected = jax.tree.map(lambda leaf: leaf - 1, eval_params(state, y))
     chex.assert_trees_all_close(x, expected)
 
