@@ -82,7 +82,7 @@ def bytes_of_fields(state: PyTree, fields: set[str]) -> int:
     """The bytes of all arrays in fields of these names."""
     leaves = [
         leaf
-        for path, leaf in jax.tree.leaves_by_path(state)
+        for path, leaf in jax.tree.leaves_with_path(state)
         if fields & {getattr(entry, "name", None) for entry in path}
     ]
     return num_bytes(leaves)
