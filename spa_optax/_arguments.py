@@ -53,8 +53,9 @@ class Requirement(NamedTuple):
             if not self._allows(value):
                 has_type = not self.value_type or _is_real_scalar(value)
                 text = self.text if has_type else self.value_type
-                found = _describe(value, self.value_type)
-                raise ValueError(f"`{name}` must be {text}, got {found}")
+                raise ValueError(
+                    f"`{name}` must be {text}, got {_describe(value, self.value_type)}"
+                )
 
     def _allows(self, value: Any) -> bool:
         if value is None and self.may_be_none:

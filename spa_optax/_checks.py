@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._codec import choose_codec, codec_of, unwrap_z, z_dtype
+from ._codec import choose_codec, codec_of, stored_tree, z_dtype
 from ._coefficients import XZCoefficients
 from ._state import SPAState, is_new
 from ._trees import (
@@ -48,7 +48,7 @@ def check_update(
     check_state_fits(state, params)
     _check_stored_z(state.z, params, state_dtype)
     check_same_tree("updates", updates, "params", params)
-    for name, tree in (("state.z", unwrap_z(state.z)), ("params", params)):
+    for name, tree in (("state.z", stored_tree(state.z)), ("params", params)):
         unmatched = arrays_by_path(updates).keys() - arrays_by_path(tree).keys()
         if unmatched:
             path = min(unmatched) or "its root"
@@ -68,7 +68,7 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             " where `params` are those that the state was made for."
         )
     params_by_path = arrays_by_path(params)
-    for path, leaf in arrays_by_path(unwrap_z(z_field)).items():
+    for path, leaf in arrays_by_path(stored_tree(z_field)).items():
         y = params_by_path.get(path, leaf)
         if not is_inexact(y):
             continue
@@ -86,13 +86,13 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
 def error_if_mu_y_wrong(
     xz: XZCoefficients, updates: PyTree, state: SPAState, mu_y_may_change: bool
 ) -> XZCoefficients:
-    """A step whose μ_y gives the right x: else ValueError, or η is NaN.
+    """The coefficients. Raises ValueError where their μ_y would give a wrong x.
 
-    Compiled code cannot raise. There NaN is better than a wrong x. x would be wrong
+    Compiled code cannot raise: there η becomes NaN. x would be wrong
 
-    - without `xz.next_mu_y`, which claims that y is x, if the state's μ_y is not 1;
-    - with it, if μ_y changes beside frozen params, which have a z but get no update: a
-      change must move all params. With `mu_y_may_change` these are refused at once.
+    - without a `next_mu_y`, which claims that y is x, if the state's μ_y is not 1;
+    - with one, if μ_y changes and a parameter with a z gets no update, since a change
+      moves all params. With `mu_y_may_change` such updates are refused at once.
     """
     if xz.next_mu_y is None:
         message = (
@@ -102,8 +102,8 @@ def error_if_mu_y_wrong(
         )
         is_wrong = ~is_new(state) & (state.mu_y != 1)
         return _error_if(xz, is_wrong, message, state.mu_y)
-    z_by_path = arrays_by_path(unwrap_z(state.z))
-    trained = {path for path, leaf in z_by_path.items() if is_inexact(leaf)}
+    stored_by_path = arrays_by_path(stored_tree(state.z))
+    trained = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
     frozen = trained - arrays_by_path(updates).keys()
     if not frozen:
         return xz
@@ -124,7 +124,7 @@ def error_if_mu_y_wrong(
 def _error_if(
     xz: XZCoefficients, is_wrong: Flag, message: str, *found: Any
 ) -> XZCoefficients:
-    """A step with an η of NaN if it is wrong. Raises ValueError if that is known."""
+    """The coefficients, with an η of NaN if they are wrong. It raises if it can."""
     if is_known_true(is_wrong):
         raise ValueError(message.format(*map(float, found)))
     return xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
@@ -168,7 +168,7 @@ def check_state_fits(state: Any, params: PyTree | None) -> None:
     """Raises ValueError unless a state is of the family and fits the params."""
     check_params_passed(params)
     check_spa_state("state", state)
-    check_same_tree("state.z", unwrap_z(state.z), "params", params)
+    check_same_tree("state.z", stored_tree(state.z), "params", params)
 
 
 def check_not_batched(name: str, *scalars: Any) -> None:

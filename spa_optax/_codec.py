@@ -1,8 +1,8 @@
 """How a state stores z, and the recursion of primal averaging on one array.
 
-Two codecs compute the recursion of `YZCoefficients`, each in its `step` and in what it
-stores. `ZCodec` stores z, as in the paper. It serves where all params and the state
-have 32 bits or more: there a difference would only add rounding. In every other case
+Two codecs, with the same methods, make the step of `YZCoefficients` on what they store.
+`ZCodec` stores z, as in the paper. It serves where all params and the state have 32
+bits or more: there a difference would only add rounding. In every other case
 `DifferenceCodec` stores d = z − y, the difference from the params y. It keeps digits
 that a narrow z would lose, and it follows params that something else moves.
 
@@ -118,7 +118,8 @@ class DifferenceCodec:
     """The state stores (z − y)/scale, clipped to the range of its dtype.
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
-    is y also if y was replaced. The methods are those of `ZCodec`.
+    is y also if y was replaced. The methods are those of `ZCodec`, which documents
+    them.
     """
 
     node_type: type
@@ -154,7 +155,7 @@ class DifferenceCodec:
         state_is_new: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and d = z − y.
+        """The same step, of y and d = z − y: to compute z = y + d first would round d.
 
         d ← r d
         d ← d − η g
@@ -223,8 +224,8 @@ def codec_of(z_field: PyTree) -> Codec:
     return Z_CODEC
 
 
-def unwrap_z(z_field: PyTree) -> PyTree:
-    """The tree of what is stored of z, with the structure of the params."""
+def stored_tree(z_field: PyTree) -> PyTree:
+    """What is stored of z, a tree with the structure of the params."""
     if codec_of(z_field).stores_difference:
         (tree,) = z_field
         return tree

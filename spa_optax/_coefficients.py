@@ -22,10 +22,11 @@ class XZCoefficients(NamedTuple):
 
     The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
-    it; others only carry it on. η, c and w may all be 0 only while z is y, since such a
-    state counts as new (`is_new`). Another field that is None leaves its term out of
-    the program. `next_mu_y=None` also claims that y_k is x_k: see
-    `error_if_mu_y_wrong`.
+    it; others only carry it on.
+
+    If `delta` or `r` is None, its term is left out of the program. `next_mu_y=None`
+    claims that y is x before and after the step (`error_if_mu_y_wrong`). Once z differs
+    from y, η, c and w must not all be 0 (`is_new`).
     """
 
     eta: Scalar  # η_k
@@ -43,7 +44,7 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    A field that is None leaves its term out of the program.
+    If `delta_y` or `r` is None, its term is left out of the program.
     """
 
     eta: Scalar
@@ -53,7 +54,7 @@ class YZCoefficients(NamedTuple):
 
 
 def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
-    """The step with its w_{k+1}: (1 − c) η, unless the rule gives one.
+    """The coefficients with w_{k+1}, which is (1 − c) η unless the rule gives one.
 
         x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
 
@@ -62,6 +63,8 @@ def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
     """
     if xz.next_w is not None:
         return xz
+    if xz.delta is not None or xz.r is not None:
+        raise ValueError("`next_w` must be given beside `delta` or `r`, got None")
     eta_or_w = jnp.where(xz.eta > 0, xz.eta, w.astype(xz.eta.dtype))
     return xz._replace(next_w=(1 - xz.c) * eta_or_w)
 
@@ -114,6 +117,7 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
 def zero_where(condition: Flag, value: Scalar) -> Scalar:
     """A value, but exactly 0 where a condition holds.
 
-    Its derivative stays, so that one can differentiate by hyper-parameters.
+    Its derivative stays, so that one can differentiate with respect to
+    hyper-parameters.
     """
     return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)

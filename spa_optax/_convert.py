@@ -16,15 +16,15 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
-from ._codec import codec_of, unwrap_z
+from ._codec import codec_of, stored_tree
 from ._nodes import (
     CONVERTED_FIELDS,
-    ScaleByRmsWithCountState,
     copy_into,
     filter_nodes,
     list_nodes,
     steps_taken,
 )
+from ._optax_states import ScaleByRmsWithCountState
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_new
@@ -155,8 +155,10 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        scalars, z = read(old, run)
-        written = write(new, scalars, z, run)
+        without_z, z = read(old, run)
+        written = write(new, without_z, z, run)
+        # `copy_into` finds nodes by type. So the written one joins the old nodes, in
+        # place of the momentum that it was made of.
         old_nodes = _replace_momentum(old_nodes, old, written)
     return copy_arrays(copy_into(into, old_nodes, k))
 
@@ -215,8 +217,8 @@ def _find_pair(
     """
     if not filter_nodes(old_nodes + new_nodes, SPAState):
         return None
-    averages = filter_nodes(old_nodes, PrimalAveragingState)
-    if len(averages) != len(filter_nodes(new_nodes, PrimalAveragingState)):
+    averaging_states = filter_nodes(old_nodes, PrimalAveragingState)
+    if len(averaging_states) != len(filter_nodes(new_nodes, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
@@ -303,7 +305,7 @@ def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 def _momentum_tree(node: Any) -> PyTree:
     """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
-    return unwrap_z(getattr(node, CONVERTED_FIELDS[type(node)]))
+    return stored_tree(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
 def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
@@ -314,8 +316,8 @@ def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
     }
 
 
-def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w of step k − 1. There are no divisors, since x − z = w m."""
+def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
+    """η, c and w of step k − 1: x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -326,7 +328,7 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
     w = ensure_positive_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return eta, c, w, {}
+    return eta, c, w
 
 
 def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
@@ -373,8 +375,8 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 
 def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """A run as a state without z, and z by path: from a state of the family."""
-    codec, stored_by_path = codec_of(old.z), arrays_by_path(unwrap_z(old.z))
+    """A run, as a state without z and z by path, from a state of the family."""
+    codec, stored_by_path = codec_of(old.z), arrays_by_path(stored_tree(old.z))
     state_is_new = is_new(old)
     z = {
         path: codec.decode_z(y, stored_by_path[path], state_is_new)
@@ -383,9 +385,11 @@ def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
     return old._replace(z=None), z
 
 
-def _write_spa(new: SPAState, scalars: SPAState, z: ArraysByPath, run: Run) -> SPAState:
-    """The new state with a run, as it stores z."""
-    codec, stored_by_path = codec_of(new.z), arrays_by_path(unwrap_z(new.z))
+def _write_spa(
+    new: SPAState, without_z: SPAState, z: ArraysByPath, run: Run
+) -> SPAState:
+    """The new state: z, encoded beside the new params, and the other fields."""
+    codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
     for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
         stored_by_path[path] = codec.encode(z[path], y, dtype, seed=None)
@@ -397,14 +401,15 @@ def _write_spa(new: SPAState, scalars: SPAState, z: ArraysByPath, run: Run) -> S
                 f"{path or 'its root'}"
             )
     # `replace_leaves` goes by order, in which these are the arrays of `new.z`.
-    return replace_leaves(new, scalars._replace(z=list(stored_by_path.values())))
+    return replace_leaves(new, without_z._replace(z=list(stored_by_path.values())))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """A run as a state without z, and z by path: z = x − w · m / divisor."""
-    is_sgdm = isinstance(old, optax.TraceState)
-    scalars_of = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
-    eta, c, w, divisors = scalars_of(run)
+    """A run, as a state without z and z by path: z = x − w · m / divisor."""
+    if isinstance(old, optax.TraceState):
+        (eta, c, w), divisors = _scalars_of_sgdm(run), {}
+    else:
+        eta, c, w, divisors = _scalars_of_adamw(run)
     m, z = arrays_by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
@@ -418,13 +423,13 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, scalars: SPAState, z: ArraysByPath, run: Run) -> Any:
+def _write_optax(new: Any, without_z: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = as_scalar(scalars.w), {}
+        w, divisors = as_scalar(without_z.w), {}
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

@@ -15,7 +15,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
 from ._checks import check_params, check_update, error_if_mu_y_wrong
-from ._codec import ArrayStep, codec_of, init_z, unwrap_z
+from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import SPAState, is_new
@@ -111,9 +111,9 @@ def _step(
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
 
-    # For XLA alone: no value changes. With a δ_y of 0 in place of None, XLA for TPU v7x
-    # makes one kernel of Adam's direction and a step that rounds at random, not two
-    # (benchmarks/compiled.py).
+    # For XLA alone: no finite value changes. With a δ_y of 0 in place of None, XLA for
+    # TPU v7x makes one kernel of Adam's direction and a step that rounds at random, not
+    # two (benchmarks/compiled.py).
     if rounding_key is not None and yz.delta_y is None:
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)
@@ -134,8 +134,8 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
-    codec, tree = codec_of(state.z), unwrap_z(state.z)
-    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
+    codec, old_tree = codec_of(state.z), stored_tree(state.z)
+    seeds = seeds_like(rounding_key, state.count, old_tree, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
         if stored is None:  # not trained
@@ -145,7 +145,7 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, state_is_new, seed)
 
-    steps = jax.tree.map(step_array, params, tree, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_array, params, old_tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
     next_tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
     return u, codec.wrap(next_tree)

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from . import _arguments
 from ._checks import check_not_batched
+from ._optax_states import ScaleByRmsWithCountState
 from ._state import SPAState
 from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
 from ._wrappers import (
@@ -31,10 +32,6 @@ CONVERTED_FIELDS: dict[type, str] = {
     optax.ScaleByAdamState: "mu",
     optax.TraceState: "trace",
 }
-# Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsWithCountState: Any = type(
-    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
-)
 # The fields of wrappers that hold other states. Their other fields, such as injected
 # hyper-parameters and gauges, are those of `into`.
 INNER_FIELDS: dict[type, tuple[str, ...]] = {

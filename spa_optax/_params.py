@@ -1,5 +1,7 @@
 """`eval_params` returns x; `shift_z` shifts z when params were edited."""
 
+import operator
+
 import jax
 from jaxtyping import PyTree
 
@@ -10,7 +12,7 @@ from ._checks import (
     check_spa_state,
     is_known_true,
 )
-from ._codec import codec_of, unwrap_z
+from ._codec import codec_of, stored_tree
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
 from ._state import SPAState, is_new
 from ._trees import (
@@ -61,7 +63,8 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     # By path, since under `optax.partition` each state has only some of the params.
     leaves = arrays_by_path(params)
-    for state in _find_spa_states(opt_state, params):
+    _check_opt_state(opt_state, params)
+    for state in find_nodes(opt_state, SPAState):
         check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = as_scalar(state.mu_y)
         if is_known_true(mu_y == 1):
@@ -71,7 +74,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
         codec, state_is_new = codec_of(state.z), is_new(state)
-        for path, stored in arrays_by_path(unwrap_z(state.z)).items():
+        for path, stored in arrays_by_path(stored_tree(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
@@ -110,10 +113,9 @@ def shift_z(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree
     check_same_tree(
         "new_params", new_params, "old_params", old_params, same_nodes=False
     )
-    _find_spa_states(opt_state, old_params, new_params)
-    leaves = jax.tree.leaves(old_params), jax.tree.leaves(new_params)
-    pairs = list(zip(*leaves, strict=True))
-    if pairs and all(old is new for old, new in pairs):
+    _check_opt_state(opt_state, old_params, new_params)
+    old_leaves, new_leaves = map(jax.tree.leaves, (old_params, new_params))
+    if old_leaves and all(map(operator.is_, old_leaves, new_leaves)):
         raise ValueError(
             "`new_params` must not be the arrays of `old_params` (nnx.state is live)"
         )
@@ -140,8 +142,8 @@ def shift_z(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree
     return copy_arrays(replace_nodes(opt_state, SPAState, shift_state))
 
 
-def _find_spa_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
-    """The states of the family. Raises ValueError unless they fit all of the params."""
+def _check_opt_state(opt_state: PyTree, *params: PyTree) -> None:
+    """Raises ValueError unless a state has states of the family that fit the params."""
     states = find_nodes(opt_state, SPAState)
     holders = (SPAState, StochasticRoundingState)
     if not find_nodes(opt_state, holders):
@@ -156,7 +158,6 @@ def _find_spa_states(opt_state: PyTree, *params: PyTree) -> list[SPAState]:
                 f"`{type(outer).__name__}`, which moves them"
             )
     for tree in params:
-        check_paths("opt_state", [unwrap_z(state.z) for state in states], tree)
+        check_paths("opt_state", [stored_tree(state.z) for state in states], tree)
     for state in states:
         check_spa_state("opt_state", state)
-    return states

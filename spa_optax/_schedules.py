@@ -290,8 +290,8 @@ def schedule_free_averaging(
     # 0.
     largest = np.maximum.accumulate(rates)
     weights = (largest / largest[-1]) ** weight_lr_power
-    infinite = np.full_like(weights, np.inf)
-    inverse_c = np.divide(np.cumsum(weights), weights, infinite, where=weights > 0)
+    inverse_c = np.full_like(weights, np.inf)
+    np.divide(np.cumsum(weights), weights, inverse_c, where=weights > 0)
 
     def c_at(k):
         in_table = jnp.asarray(inverse_c, float)[jnp.minimum(k, warmup_steps)]

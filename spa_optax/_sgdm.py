@@ -38,7 +38,7 @@ class SGDMValues(NamedTuple):
 
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
-    a: Scalar  # a_k
+    a: Scalar  # a_k: α_k, or α_k β_k with Nesterov momentum
     resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
     resting_w_is_exact: Flag | bool  # whether it has all its terms, and none can change
     next_beta_is_0: Flag | bool  # whether β_{k+1} is 0 for certain
@@ -139,7 +139,7 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
 
 
 def _valid_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array, Array]:
-    """Later a and β; 0 for NaN and values out of range, as past a schedule's end."""
+    """a and β, with 0 for NaN and values out of range, as past a schedule's end."""
     alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
     beta = jnp.where((beta > 0) & (beta < 1), beta, 0)
     return (alpha * beta if nesterov else alpha), beta

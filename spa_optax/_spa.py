@@ -195,12 +195,14 @@ def spa_from_sgdm(
         )
 
     beta_at = _arguments.as_schedule("momentum", momentum)
+
+    def one_minus_beta_at(k):
+        return 1 - beta_at(k)
+
+    # c itself needs the look ahead. While α and β stay, it is 1 − β.
     return spa_from_rule(
         rule,
         state_dtype,
         rounding_key,
-        # c itself needs the look ahead. While α and β stay, it is 1 − β.
-        nominal_averaging=(
-            (lambda k: 1 - beta_at(k)) if callable(momentum) else 1 - momentum  # pyright: ignore[reportOperatorIssue]
-        ),
+        nominal_averaging=one_minus_beta_at if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
     )

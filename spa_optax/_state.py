@@ -14,12 +14,14 @@ class SPAState(NamedTuple):
     interpolation of 1. Scalars are float32, or float64 if a parameter is float64 or
     complex128. `eval_params` returns x.
 
-    `z` is z itself where the params and z have 32 bits or more. Otherwise it is a tuple
-    of one tree, of z − params or 256 (z − params).
+    `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
+    `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
+    The next step depends on z, w, μ_y and the count. `eta` and `c` are kept to be read,
+    and to tell a new state.
     """
 
     count: Count  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, or a node with z_k − y_k or 256 times that instead
+    z: PyTree[Array]  # z_k, or a node with z_k − y_k
     eta: Scalar  # η_{k−1}, of the last step
     c: Scalar  # c_k, of the last step
     w: Scalar  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k

@@ -64,7 +64,7 @@ def copy_arrays(state: PyTree) -> PyTree:
 
 
 def find_nodes(state: PyTree, node_types: Any) -> list[Any]:
-    """The nodes of a type, or of some types, in a state."""
+    """The nodes of a type, or of some types, anywhere in a state."""
 
     def is_wanted(node):
         return isinstance(node, node_types)
@@ -139,7 +139,7 @@ def scalar_dtype(params: PyTree) -> Any:
 
 
 def compute_dtype(*arrays: Any) -> Any:
-    """The dtype to compute in: that of the widest array, and at least float32."""
+    """The dtype to compute in: of the widest array or dtype, and at least float32."""
     dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in arrays]
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
         return jnp.result_type(*(d for d in dtypes if d.itemsize > 2), jnp.float32)

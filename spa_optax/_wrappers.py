@@ -18,7 +18,7 @@ from ._checks import (
     check_state_fits,
     check_state_type,
 )
-from ._codec import codec_of, unwrap_z
+from ._codec import codec_of, stored_tree
 from ._optax_states import (
     AVERAGING_REFUSALS,
     BASE_REFUSALS,
@@ -149,7 +149,7 @@ def primal_averaging(
 ) -> optax.GradientTransformationExtraArgs:
     """Primal averaging around an optimizer, whose update replaces −η g in `spa`.
 
-        z_{k+1} = z_k + u_k
+        z_{k+1} = z_k + u_k                                  u_k: the update of `base`
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
@@ -220,13 +220,11 @@ def primal_averaging(
         base_params = params
         if params_of_base == "z":
             base_params = _current_z(state.spa_state, params)
-        u, base_state = tx.update(updates, state.base_state, base_params, **extra)
+        base_u, base_state = tx.update(updates, state.base_state, base_params, **extra)
         # `spa` subtracts η g, at η = 1.
-        minus_u = fill_none(map_inexact(jnp.negative, u), u)
-        updates, spa_state = spa_tx.update(
-            minus_u, state.spa_state, params, observe=observe
-        )
-        return updates, PrimalAveragingState(base_state, spa_state)  # pyright: ignore[reportArgumentType]
+        g = fill_none(map_inexact(jnp.negative, base_u), base_u)
+        u, spa_state = spa_tx.update(g, state.spa_state, params, observe=observe)
+        return u, PrimalAveragingState(base_state, spa_state)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
@@ -239,7 +237,7 @@ def _current_z(state: SPAState, params: PyTree) -> PyTree:
     def value(y, stored):
         return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_new)
 
-    return fill_none(map_inexact(value, params, unwrap_z(state.z)), params)
+    return fill_none(map_inexact(value, params, stored_tree(state.z)), params)
 
 
 def stochastic_rounding(

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, PyTree
 from ._trees import compute_dtype, is_array_like, leaves_by_path
 
 
-def optimization_barrier(tree: PyTree) -> PyTree:
-    """The same arrays, but XLA treats them as different ones."""
+def tree_barrier(tree: PyTree) -> PyTree:
+    """`jax.lax.optimization_barrier` for a tree that may hold other leaves."""
     leaves, structure = jax.tree.flatten(tree)
     hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
     return structure.unflatten(
@@ -34,11 +34,11 @@ def hide_from_xla(
     def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
         dtype = compute_dtype(*leaves)
-        vector = optimization_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
+        vector = tree_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
         return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
     leaves = jax.lax.platform_dependent(
-        leaves, cuda=as_slices, rocm=as_slices, default=optimization_barrier
+        leaves, cuda=as_slices, rocm=as_slices, default=tree_barrier
     )
     kernel_scalars, state_scalars, one = structure.unflatten(leaves)
     # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from sklearn.datasets import load_digits
 
 from spa_optax import SPAState
-from spa_optax._codec import codec_of, unwrap_z
+from spa_optax._codec import codec_of, stored_tree
 from spa_optax._trees import find_nodes, map_inexact
 
 # Parameters of a test. XLA for CPUs converts them only if the processor does.
@@ -149,7 +149,7 @@ def z_of(state: Any, params: Any) -> Any:
     return map_inexact(
         lambda y, stored: codec_of(z).decode_z(y, stored, state_is_new),
         params,
-        unwrap_z(z),
+        stored_tree(z),
     )
 
 

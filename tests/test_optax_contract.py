@@ -44,7 +44,7 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._codec import unwrap_z
+from spa_optax._codec import stored_tree
 from spa_optax.diagnostics import track_momentum
 
 PARAMS = {
@@ -380,7 +380,7 @@ def test_leaves_that_are_not_trained(it: Transform) -> None:
         updates, after = tx.update(g, state, params)
         chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (params, state))
         x = optax.apply_updates(params, updates)
-        for tree in (x, unwrap_z(spa_state(after).z)) if it.has_z else (x,):
+        for tree in (x, stored_tree(spa_state(after).z)) if it.has_z else (x,):
             assert (int(tree["step"]), bool(tree["on"])) == (2**24 + 1, True)
         assert not np.array_equal(x["w"], params["w"])
 

@@ -21,7 +21,7 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax._codec import unwrap_z
+from spa_optax._codec import stored_tree
 from spa_optax._rounding import (
     FOR_MOMENTUM,
     FOR_PARAMS_AND_Z,
@@ -260,7 +260,7 @@ def test_leaves_and_streams_are_independent() -> None:
             # In units of 1/256 x goes from 0 to −0.35: down to −1, or not. Then z − x
             # is 0.3 or −0.7, which are 153.6/512 and 179.2/256.
             moved = np.asarray(updates[name]) < 0
-            z = 256 * np.float64(unwrap_z(state.z)[name])
+            z = 256 * np.float64(stored_tree(state.z)[name])
             away = np.abs(z) > np.where(moved, 0.3, 0.7)
             for draw, p in ((moved, 0.35), (away, np.where(moved, 0.6, 0.2))):
                 draws.append((draw - p) / np.sqrt(p * (1 - p)))

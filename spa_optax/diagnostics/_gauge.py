@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from .._codec import codec_of, unwrap_z
+from .._codec import codec_of, stored_tree
 from .._coefficients import XZCoefficients
 from .._state import SPAState, is_new
 from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
@@ -129,7 +129,9 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
             sq_rounding=_dot(rounding, rounding),
         )
 
-    array_sums = find_nodes(map_inexact(sum_array, params, unwrap_z(state.z), g), Sums)
+    array_sums = find_nodes(
+        map_inexact(sum_array, params, stored_tree(state.z), g), Sums
+    )
     zeros = Sums(*jnp.zeros(4, jnp.float32))
     return functools.reduce(optax.tree.add, array_sums, zeros)
 
@@ -150,7 +152,7 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     sums_are_finite &= jnp.isfinite(sums.inner_product)
     # At the first step of the gauge p_k is ‖e_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
-    *terms, is_finite, is_negligible = _step_terms(measured, p)
+    terms, is_finite, is_negligible = _step_terms(measured, p)
     is_finite &= sums_are_finite
     is_measured = is_finite & ~is_negligible
     iterate_term, noise_term, cross_term = [
@@ -176,7 +178,7 @@ def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
 
 def _step_terms(
     measured: Measurement, p: Scalar
-) -> tuple[Scalar, Scalar, Scalar, Flag, Flag]:
+) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, each over η² c, and two flags.
 
     They say whether the first two are finite, and whether ‖Δx_k‖² is 0 or within the
@@ -196,7 +198,7 @@ def _step_terms(
     divisor = jnp.where(denominator > 0, denominator, 1)
     iterate_term, noise_term = square / divisor, noise_term / divisor
     is_finite = jnp.isfinite(iterate_term) & jnp.isfinite(noise_term)
-    return iterate_term, noise_term, cross_term / divisor, is_finite, is_negligible
+    return (iterate_term, noise_term, cross_term / divisor), is_finite, is_negligible
 
 
 def _update_means(gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any) -> Means:

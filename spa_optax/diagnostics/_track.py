@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .. import _arguments
 from .._checks import check_not_batched, check_state_type
-from .._codec import unwrap_z
+from .._codec import stored_tree
 from .._optax_states import MOMENTUM_STATES, SKIPPING_STATES
 from .._state import SPAState
 from .._trees import (
@@ -20,7 +20,7 @@ from .._trees import (
     find_nodes,
     node_type_names,
 )
-from .._xla import optimization_barrier
+from .._xla import tree_barrier
 from ._gauge import Gauge, init_gauge, measure, update_gauge
 
 
@@ -98,7 +98,7 @@ def track_momentum(
         def measure_separately():
             # Updates a second time. Under `jax.jit` only what `observe` gets remains of
             # it, so the sums stay out of the kernels of the real update.
-            *_, observed = _update_and_observe(tx, optimization_barrier(args), extra)
+            *_, observed = _update_and_observe(tx, tree_barrier(args), extra)
             return measure(*observed)
 
         if isinstance(state.inner_state, SPAState):
@@ -150,7 +150,7 @@ def _check_inner(state: PyTree, params: PyTree) -> None:
             "`spa_from_sgdm`, which has the iterates of `optax.sgd`."
         )
     num_params = len(jax.tree.leaves(params))
-    num_stored = len(jax.tree.leaves(unwrap_z(states[0].z)))
+    num_stored = len(jax.tree.leaves(stored_tree(states[0].z)))
     if num_stored != num_params:
         raise ValueError(
             f"`inner` must hold a momentum of all {num_params} arrays, got "
