@@ -3,6 +3,7 @@
 from . import diagnostics, theory
 from ._adamw import spa_adamw
 from ._convert import convert
+from ._float8 import float8_momentum
 from ._params import eval_params, shift_z
 from ._schedules import (
     AdamWHyperparams,
@@ -14,12 +15,7 @@ from ._schedules import (
 )
 from ._spa import spa, spa_from_sgdm
 from ._state import SPAState
-from ._wrappers import (
-    float8_momentum,
-    in_float32,
-    primal_averaging,
-    stochastic_rounding,
-)
+from ._wrappers import in_float32, primal_averaging, stochastic_rounding
 
 __all__ = [
     "AdamWHyperparams",

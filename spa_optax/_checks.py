@@ -1,6 +1,5 @@
 """Checks of params, states and updates, and that their trees fit each other."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,8 @@ from jaxtyping import PyTree
 
 from ._codec import choose_codec, codec_of, stored_tree, z_dtype
 from ._coefficients import XZCoefficients
-from ._state import SPAState, is_new
+from ._state import SPAState, is_initial
 from ._trees import (
-    Flag,
     arrays_by_path,
     as_scalar,
     has_narrow_leaves,
@@ -22,6 +20,7 @@ from ._trees import (
     is_none,
     leaves_by_path,
 )
+from ._xla import is_known_true
 
 
 def check_params(params: PyTree) -> None:
@@ -95,38 +94,31 @@ def error_if_mu_y_wrong(
       moves all params. With `mu_y_may_change` such updates are refused at once.
     """
     if xz.next_mu_y is None:
+        next_mu_y = jnp.ones_like(state.mu_y)
         message = (
             "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
             "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
             "schedule `interpolation=lambda k: 1.0`."
         )
-        is_wrong = ~is_new(state) & (state.mu_y != 1)
-        return _error_if(xz, is_wrong, message, state.mu_y)
-    stored_by_path = arrays_by_path(stored_tree(state.z))
-    trained = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
-    frozen = trained - arrays_by_path(updates).keys()
-    if not frozen:
-        return xz
-    if mu_y_may_change:
-        raise ValueError(
-            "`updates` must not be None where `interpolation` may change, which moves "
-            f"the params, got None at {min(frozen) or 'its root'}"
+    else:
+        stored_by_path = arrays_by_path(stored_tree(state.z))
+        trained = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
+        frozen = trained - arrays_by_path(updates).keys()
+        if not frozen:
+            return xz
+        if mu_y_may_change:
+            raise ValueError(
+                "`updates` must not be None where `interpolation` may change, which "
+                f"moves the params, got None at {min(frozen) or 'its root'}"
+            )
+        next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
+        message = (
+            "`updates` must not be None where `interpolation` changes, which moves the "
+            "params, got None and a change from {:g} to {:g}"
         )
-    message = (
-        "`updates` must not be None where `interpolation` changes, which moves the "
-        "params, got None and a change from {:g} to {:g}"
-    )
-    next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
-    is_wrong = ~is_new(state) & (next_mu_y != state.mu_y)
-    return _error_if(xz, is_wrong, message, state.mu_y, next_mu_y)
-
-
-def _error_if(
-    xz: XZCoefficients, is_wrong: Flag, message: str, *found: Any
-) -> XZCoefficients:
-    """The coefficients, with an η of NaN if they are wrong. It raises if it can."""
+    is_wrong = ~is_initial(state) & (next_mu_y != state.mu_y)
     if is_known_true(is_wrong):
-        raise ValueError(message.format(*map(float, found)))
+        raise ValueError(message.format(float(state.mu_y), float(next_mu_y)))
     return xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
 
 
@@ -227,10 +219,3 @@ def check_same_tree(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
             f"{np.shape(other)} at {path or 'its root'}"
         )
-
-
-def is_known_true(condition: Any) -> bool:
-    """Whether a scalar condition is true; False if it is traced."""
-    with contextlib.suppress(jax.errors.ConcretizationTypeError):
-        return bool(condition)
-    return False

@@ -63,18 +63,20 @@ class ZCodec:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def decode_z(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
         """The value of z, in `compute_dtype`.
 
-        In a new state it is y, which may have been replaced since `init`, as by
+        In the initial state it is y, which may have been replaced since `init`, as by
         pretrained params.
         """
         dtype = compute_dtype(y, stored)
-        return where_sharded(state_is_new, y.astype(dtype), stored.astype(dtype))
+        return where_sharded(state_is_initial, y.astype(dtype), stored.astype(dtype))
 
-    def decode_difference(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
+    def decode_difference(
+        self, y: Array, stored: Array, state_is_initial: Flag
+    ) -> Array:
         """The value of z − y, in `compute_dtype`."""
-        z = self.decode_z(y, stored, state_is_new)
+        z = self.decode_z(y, stored, state_is_initial)
         return z - y.astype(z.dtype)
 
     def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -87,7 +89,7 @@ class ZCodec:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        state_is_new: Flag,
+        state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """One step of y and z. Without a g both stay.
@@ -95,8 +97,11 @@ class ZCodec:
         z ← y + r (z − y)
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
+
+        The second and third lines are the paper's, where y is x, c_y is c, and there is
+        no δ_y.
         """
-        z = self.decode_z(y, stored, state_is_new)
+        z = self.decode_z(y, stored, state_is_initial)
         if g is None:
             # Not the z of `init`: y may have been replaced before the first step.
             return ArrayStep(None, z.astype(stored.dtype))
@@ -110,7 +115,7 @@ class ZCodec:
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
         u = round_update(u, y, seed)
-        return ArrayStep(u, round_to(z, stored.dtype, seed))
+        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +138,14 @@ class DifferenceCodec:
     def init(self, y: Any, dtype: Any) -> Array:
         return shard_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def decode_z(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
-        d = self.decode_difference(y, stored, state_is_new)
+    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
+        d = self.decode_difference(y, stored, state_is_initial)
         return y.astype(d.dtype) + d
 
-    def decode_difference(self, y: Array, stored: Array, state_is_new: Flag) -> Array:
-        # In a new state 0 is stored, so the flag is not needed.
+    def decode_difference(
+        self, y: Array, stored: Array, state_is_initial: Flag
+    ) -> Array:
+        # The initial state stores 0, so the flag is not needed.
         return self.scale * stored.astype(compute_dtype(y, stored))
 
     def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -152,10 +159,10 @@ class DifferenceCodec:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        state_is_new: Flag,
+        state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and d = z − y: to compute z = y + d first would round d.
+        """The same step, of y and d = z − y. u is made of d itself.
 
         d ← r d
         d ← d − η g
@@ -164,7 +171,7 @@ class DifferenceCodec:
         """
         if g is None:
             return ArrayStep(None, stored)
-        d = self.decode_difference(y, stored, state_is_new)
+        d = self.decode_difference(y, stored, state_is_initial)
         wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d

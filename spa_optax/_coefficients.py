@@ -20,13 +20,17 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    The new state keeps η, c, w and μ_y. w is in none of these lines: it says which
+    Without `r` and `delta` this is generalized primal averaging, and the paper's step
+    at μ_y = 1. Only `spa_from_sgdm` uses them: r rescales z − x where w was not
+    foreseen, and δ is Nesterov's.
+
+    The next state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
     it; others only carry it on.
 
     If `delta` or `r` is None, its term is left out of the program. `next_mu_y=None`
     claims that y is x before and after the step (`error_if_mu_y_wrong`). Once z differs
-    from y, η, c and w must not all be 0 (`is_new`).
+    from y, η, c and w must not all be 0 (`is_initial`).
     """
 
     eta: Scalar  # η_k
@@ -44,7 +48,8 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `delta_y` or `r` is None, its term is left out of the program.
+    If `r` is None, its term is left out of the program. So is that of `delta_y`, except
+    with a rounding key, where `_step` makes it 0.
     """
 
     eta: Scalar

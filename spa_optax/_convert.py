@@ -27,7 +27,7 @@ from ._nodes import (
 from ._optax_states import ScaleByRmsWithCountState
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
-from ._state import SPAState, is_new
+from ._state import SPAState, is_initial
 from ._trees import (
     Count,
     Scalar,
@@ -155,8 +155,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        without_z, z = read(old, run)
-        written = write(new, without_z, z, run)
+        written = write(new, read(old, run), run)
         # `copy_into` finds nodes by type. So the written one joins the old nodes, in
         # place of the momentum that it was made of.
         old_nodes = _replace_momentum(old_nodes, old, written)
@@ -305,6 +304,7 @@ def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 def _momentum_tree(node: Any) -> PyTree:
     """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
+    # A momentum of Optax passes through, as z itself does.
     return stored_tree(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
@@ -374,25 +374,23 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """A run, as a state without z and z by path, from a state of the family."""
+def _read_spa(old: SPAState, run: Run) -> SPAState:
+    """The old state, with z decoded, by path."""
     codec, stored_by_path = codec_of(old.z), arrays_by_path(stored_tree(old.z))
-    state_is_new = is_new(old)
+    state_is_initial = is_initial(old)
     z = {
-        path: codec.decode_z(y, stored_by_path[path], state_is_new)
+        path: codec.decode_z(y, stored_by_path[path], state_is_initial)
         for path, y in run.y.items()
     }
-    return old._replace(z=None), z
+    return old._replace(z=z)
 
 
-def _write_spa(
-    new: SPAState, without_z: SPAState, z: ArraysByPath, run: Run
-) -> SPAState:
+def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
     """The new state: z, encoded beside the new params, and the other fields."""
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
-    for path in stored_by_path.keys() & z.keys():
+    for path in stored_by_path.keys() & state.z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.encode(z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.encode(state.z[path], y, dtype, seed=None)
         limit = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored_by_path[path].astype(compute_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -401,11 +399,11 @@ def _write_spa(
                 f"{path or 'its root'}"
             )
     # `replace_leaves` goes by order, in which these are the arrays of `new.z`.
-    return replace_leaves(new, without_z._replace(z=list(stored_by_path.values())))
+    return replace_leaves(new, state._replace(z=list(stored_by_path.values())))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """A run, as a state without z and z by path: z = x − w · m / divisor."""
+def _read_optax(old: Any, run: Run) -> SPAState:
+    """The old state of Optax as one of the family: z = x − w · m / divisor, by path."""
     if isinstance(old, optax.TraceState):
         (eta, c, w), divisors = _scalars_of_sgdm(run), {}
     else:
@@ -420,22 +418,22 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
+    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, without_z: SPAState, z: ArraysByPath, run: Run) -> Any:
+def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = as_scalar(without_z.w), {}
+        w, divisors = as_scalar(state.w), {}
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
-        dtype = compute_dtype(x, z[path])
-        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
+        dtype = compute_dtype(x, state.z[path])
+        x_minus_z = x.astype(dtype) - state.z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = replace_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

@@ -18,7 +18,7 @@ from ._checks import check_params, check_update, error_if_mu_y_wrong
 from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
-from ._state import SPAState, is_new
+from ._state import SPAState, is_initial
 from ._trees import (
     Flag,
     as_dtype,
@@ -106,20 +106,22 @@ def _step(
     xz: XZCoefficients,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
-    """One step: y_{k+1} − y_k, and the new state."""
-    state_is_new = is_new(state)
+    """One step: y_{k+1} − y_k, and the next state."""
+    state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
-
-    # For XLA alone: no finite value changes. With a δ_y of 0 in place of None, XLA for
-    # TPU v7x makes one kernel of Adam's direction and a step that rounds at random, not
-    # two (benchmarks/compiled.py).
-    if rounding_key is not None and yz.delta_y is None:
-        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)
-    (yz, state_is_new), scalars = hide_from_xla((yz, state_is_new), scalars)
 
-    u, z_field = _step_arrays(updates, state, params, yz, state_is_new, rounding_key)
+    # From here to `hide_from_xla` all is for XLA: no finite value changes.
+    if rounding_key is not None and yz.delta_y is None:
+        # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
+        # if δ_y is a number (benchmarks/compiled.py).
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    (yz, state_is_initial), scalars = hide_from_xla((yz, state_is_initial), scalars)
+
+    u, z_field = _step_arrays(
+        updates, state, params, yz, state_is_initial, rounding_key
+    )
     count = jnp.asarray(optax.safe_increment(state.count))
     eta, c, w, mu_y = as_dtype(scalars, state.w.dtype)
     return u, SPAState(count, z_field, eta, c, w, mu_y)
@@ -130,10 +132,10 @@ def _step_arrays(
     state: SPAState,
     params: PyTree,
     yz: YZCoefficients,
-    state_is_new: Flag,
+    state_is_initial: Flag,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
-    """One step of every array: y_{k+1} − y_k, and the field `z` of the new state."""
+    """One step of every array: y_{k+1} − y_k, and the field `z` of the next state."""
     codec, old_tree = codec_of(state.z), stored_tree(state.z)
     seeds = seeds_like(rounding_key, state.count, old_tree, FOR_PARAMS_AND_Z)
 
@@ -143,7 +145,7 @@ def _step_arrays(
         if not is_inexact(y):  # integers stay
             return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, state_is_new, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
 
     steps = jax.tree.map(step_array, params, old_tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)

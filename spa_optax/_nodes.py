@@ -14,14 +14,11 @@ from jaxtyping import Array, PyTree
 
 from . import _arguments
 from ._checks import check_not_batched
+from ._float8 import Float8MomentumState
 from ._optax_states import ScaleByRmsWithCountState
 from ._state import SPAState
 from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
-from ._wrappers import (
-    Float8MomentumState,
-    PrimalAveragingState,
-    StochasticRoundingState,
-)
+from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
 # What `convert` translates: z of the family, or the momentum of Optax. In a state that

@@ -10,11 +10,10 @@ from ._checks import (
     check_paths,
     check_same_tree,
     check_spa_state,
-    is_known_true,
 )
 from ._codec import codec_of, stored_tree
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from ._state import SPAState, is_new
+from ._state import SPAState, is_initial
 from ._trees import (
     arrays_by_path,
     as_scalar,
@@ -27,6 +26,7 @@ from ._trees import (
     replace_nodes,
 )
 from ._wrappers import StochasticRoundingState
+from ._xla import is_known_true
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -73,12 +73,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
-        codec, state_is_new = codec_of(state.z), is_new(state)
+        codec, state_is_initial = codec_of(state.z), is_initial(state)
         for path, stored in arrays_by_path(stored_tree(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
-            d = codec.decode_difference(y, stored, state_is_new)
+            d = codec.decode_difference(y, stored, state_is_initial)
             x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             leaves[path] = x.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())

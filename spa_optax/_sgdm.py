@@ -60,24 +60,28 @@ def evaluate_sgdm(
     """
     alpha_at = _arguments.as_schedule("learning_rate", learning_rate)
     beta_at = _arguments.as_schedule("momentum", momentum)
-    alpha, beta = alpha_at(count), beta_at(count)
+
+    def a_at(k):
+        return alpha_at(k) * beta_at(k) if nesterov else alpha_at(k)
+
+    a, beta = a_at(count), beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
         resting_w, has_all_terms = _resting_w_of_schedules(
-            alpha_at, beta_at, count, momentum, nesterov=nesterov, horizon=horizon
+            a_at, beta_at, count, momentum, horizon
         )
     else:
-        resting_w = _resting_w_of_constants(*_valid_a_and_beta(alpha, beta, nesterov))
+        resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     return SGDMValues(
-        alpha=alpha,
+        alpha=alpha_at(count),
         beta=beta,
-        a=alpha * beta if nesterov else alpha,
+        a=a,
         resting_w=resting_w,
         resting_w_is_exact=False if may_change else has_all_terms,
         next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
@@ -86,12 +90,10 @@ def evaluate_sgdm(
 
 
 def _resting_w_of_schedules(
-    alpha_at: Callable[[Array], Array],
+    a_at: Callable[[Array], Array],
     beta_at: Callable[[Array], Array],
     count: Count,
     momentum: optax.ScalarOrSchedule,
-    *,
-    nesterov: bool,
     horizon: int,
 ) -> tuple[Scalar, Flag]:
     """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
@@ -101,14 +103,10 @@ def _resting_w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    a, betas = _valid_a_and_beta(
-        jax.vmap(alpha_at)(counts), jax.vmap(beta_at)(counts), nesterov
-    )
+    a, betas = _valid_a_and_beta(jax.vmap(a_at)(counts), jax.vmap(beta_at)(counts))
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     last = count_after(jnp.asarray(horizon, count.dtype))
-    tail = _resting_w_of_constants(
-        *_valid_a_and_beta(alpha_at(last), beta_at(last), nesterov)
-    )
+    tail = _resting_w_of_constants(*_valid_a_and_beta(a_at(last), beta_at(last)))
     if _arguments.is_static_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
@@ -138,11 +136,10 @@ def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     return min(math.ceil(math.log(1e-8) / math.log(beta)), 2**15)
 
 
-def _valid_a_and_beta(alpha: Array, beta: Array, nesterov: bool) -> tuple[Array, Array]:
+def _valid_a_and_beta(a: Array, beta: Array) -> tuple[Array, Array]:
     """a and β, with 0 for NaN and values out of range, as past a schedule's end."""
-    alpha = jnp.where((alpha > 0) & jnp.isfinite(alpha), alpha, 0)
-    beta = jnp.where((beta > 0) & (beta < 1), beta, 0)
-    return (alpha * beta if nesterov else alpha), beta
+    valid_a = jnp.where((a > 0) & jnp.isfinite(a), a, 0)
+    return valid_a, jnp.where((beta > 0) & (beta < 1), beta, 0)
 
 
 def eta_and_c(sgdm: SGDMValues, next_w: Scalar) -> tuple[Scalar, Scalar]:
@@ -177,7 +174,8 @@ def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scal
     w = w.astype(sgdm.a.dtype)
     if stores_difference:
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
-        # momentum ends w is 0: x goes to z, which has kept what x lost by rounding.
+        # momentum ends w is 0 and c is 1: x is set to z, which has the digits that
+        # rounding took from x.
         next_w = ensure_positive_w(sgdm.resting_w, sgdm.a, w)
         return jnp.where(sgdm.next_beta_is_0, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.

@@ -17,7 +17,7 @@ class SPAState(NamedTuple):
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
     The next step depends on z, w, μ_y and the count. `eta` and `c` are kept to be read,
-    and to tell a new state.
+    and to tell the initial state.
     """
 
     count: Count  # k, the number of steps taken
@@ -28,11 +28,11 @@ class SPAState(NamedTuple):
     mu_y: Scalar  # μ_y, of y_k
 
 
-def is_new(state: SPAState) -> Flag:
-    """Whether no step has been taken yet that may have moved z. Until then z is y.
+def is_initial(state: SPAState) -> Flag:
+    """Whether η, c and w are all 0, as `init` makes them. Then z is read as y.
 
-    The count does not tell, since users set it to shift a schedule. η, c and w do: they
-    are those of the last step, and are all 0 only until then.
+    The count does not tell, since users set it to shift a schedule. A step with η = 0
+    moves nothing, but ends this if its c or w is above 0.
     """
     eta, c, w = map(as_scalar, (state.eta, state.c, state.w))
     return (eta == 0) & (c == 0) & (w == 0)

@@ -126,16 +126,16 @@ def replace_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 
 def has_narrow_leaves(tree: PyTree) -> bool:
     """Whether a tree has non-empty floating-point leaves of 16 bits or fewer."""
-    inexact = filter(is_inexact, jax.tree.leaves(tree))
     return any(
-        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x) for x in inexact
+        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x)
+        for x in filter(is_inexact, jax.tree.leaves(tree))
     )
 
 
 def scalar_dtype(params: PyTree) -> Any:
     """The dtype of a state's scalars: float64 if any parameter is, else float32."""
-    inexact = filter(is_inexact, jax.tree.leaves(params))
-    return jnp.finfo(compute_dtype(*inexact)).dtype  # of complex numbers the real one
+    dtype = compute_dtype(*filter(is_inexact, jax.tree.leaves(params)))
+    return jnp.finfo(dtype).dtype  # of complex numbers the real one
 
 
 def compute_dtype(*arrays: Any) -> Any:

@@ -1,15 +1,14 @@
-"""Wrappers around Optax's optimizers: averages, and state and params in few bits.
+"""Wrappers around Optax's optimizers: averages, and params in few bits.
 
 `base` is always a finished optimizer, and `inner` any transformation.
 """
 
-import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
 from ._checks import (
@@ -22,35 +21,16 @@ from ._codec import codec_of, stored_tree
 from ._optax_states import (
     AVERAGING_REFUSALS,
     BASE_REFUSALS,
-    FLOAT8_MOMENTUM_FIELDS,
     REFUSALS_AT_PARAMS,
     REFUSALS_AT_Z,
     check_base,
     check_sam_is_opaque,
 )
-from ._rounding import (
-    FOR_MOMENTUM,
-    FOR_PARAMS_AND_Z,
-    round_to,
-    round_update,
-    seeds_like,
-)
+from ._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
 from ._spa import spa
-from ._state import SPAState, is_new
-from ._trees import (
-    Count,
-    fill_none,
-    find_nodes,
-    is_inexact,
-    is_none,
-    map_inexact,
-    node_type_names,
-    replace_nodes,
-    widen,
-)
+from ._state import SPAState, is_initial
+from ._trees import Count, fill_none, is_inexact, is_none, map_inexact, widen
 from ._xla import shard_state_like
-
-FLOAT8 = jnp.float8_e4m3fn
 
 
 class StochasticRoundingState(NamedTuple):
@@ -65,23 +45,6 @@ class PrimalAveragingState(NamedTuple):
 
     base_state: PyTree
     spa_state: SPAState
-
-
-class Float8Momentum(NamedTuple):
-    """A tree of momentum m = s q in the state of `float8_momentum`.
-
-    Two trees, not a tree of pairs: Flax nnx would make variables of the pairs.
-    """
-
-    q: PyTree[Array]  # in float8
-    scale: PyTree[Array]  # s, a power of two for each array
-
-
-class Float8MomentumState(NamedTuple):
-    """State of `float8_momentum`."""
-
-    count: Count  # the random bits depend on it
-    base_state: PyTree  # with a `Float8Momentum` in place of its momentum
 
 
 def in_float32(
@@ -206,11 +169,14 @@ def primal_averaging(
         base_state = tx.init(params)
         check_sam_is_opaque(base_state)
         check_base(base_state, AVERAGING_REFUSALS | BASE_REFUSALS | refusals_there)
-        if find_nodes(base_state, StochasticRoundingState):
-            raise ValueError(
-                "`base` must not round, got a `StochasticRoundingState`. Pass "
-                "`rounding_key` instead."
-            )
+        check_base(
+            base_state,
+            {
+                StochasticRoundingState: (
+                    "`base` must not round, got a `{}`. Pass `rounding_key` instead."
+                )
+            },
+        )
         spa_state: Any = spa_tx.init(params)
         return PrimalAveragingState(base_state, spa_state)
 
@@ -232,10 +198,10 @@ def primal_averaging(
 def _current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
     check_state_fits(state, params)
-    codec, state_is_new = codec_of(state.z), is_new(state)
+    codec, state_is_initial = codec_of(state.z), is_initial(state)
 
     def value(y, stored):
-        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_new)
+        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_initial)
 
     return fill_none(map_inexact(value, params, stored_tree(state.z)), params)
 
@@ -305,127 +271,3 @@ def stochastic_rounding(
         return u, StochasticRoundingState(count, base_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def float8_momentum(
-    base: optax.GradientTransformation, rounding_key: PRNGKeyArray
-) -> optax.GradientTransformationExtraArgs:
-    """Stores the momentum of SGD, Lion or Muon in 8 bits, float8_e4m3fn.
-
-        m = s q,  q ← m / s rounded up or down at random, with m / s as the mean
-
-    s is a power of two for each array, with which max |q| is from 224 to 448. Other
-    states of `base`, such as that of Adam inside Muon, stay as they are. With bfloat16
-    params put this into `stochastic_rounding` or `primal_averaging`.
-
-    Args:
-      base: an optimizer with the momentum of Optax's SGD, Lion or Muon. For Adam's use
-        `spa_adamw`, whose z takes 8 bits.
-      rounding_key: PRNG key, as for `spa`. `stochastic_rounding` around it may have
-        the same.
-
-    Returns:
-      A transformation with `count` and `base_state` in its state, where q and s stand
-      in place of m.
-
-    Raises:
-      ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
-        and does not average.
-
-    Examples:
-      >>> import jax
-      >>> import optax
-      >>> from spa_optax import float8_momentum
-      >>> tx = float8_momentum(optax.sgd(1.0, 0.5), jax.random.key(0))
-      >>> g = jax.numpy.array([2.0, 3.0])
-      >>> _, state = tx.update(g, tx.init(g))
-      >>> print(*optax.tree.get(state, "trace"))
-      [256 384] 0.0078125
-
-    References:
-      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021,
-      arXiv:2110.02861, Section 2.
-    """
-    _arguments.TRANSFORMATION.check(base=base)
-    _arguments.KEY.check(rounding_key=rounding_key)
-    tx = optax.with_extra_args_support(base)
-
-    def cast(u, y):
-        return None if u is None else u.astype(jnp.result_type(y))
-
-    def init_fn(params):
-        base_state = shard_state_like(tx.init(params), params)
-        check_base(base_state, AVERAGING_REFUSALS)
-        if find_nodes(base_state, Float8MomentumState):
-            raise ValueError(
-                "`base` must have its momentum in 16 bits or more, got a "
-                "`Float8MomentumState`"
-            )
-        if not find_nodes(base_state, tuple(FLOAT8_MOMENTUM_FIELDS)):
-            raise ValueError(
-                "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "
-                f"{node_type_names(base_state)}. For Adam's use `spa_adamw` with "
-                "`state_dtype=jnp.float8_e4m3fn`."
-            )
-        return _quantize(base_state, jnp.zeros([], jnp.int32), rounding_key)
-
-    def update_fn(updates, state, params=None, **extra):
-        check_state_type("state", state, Float8MomentumState)
-        u, base_state = tx.update(updates, _dequantize(state), params, **extra)
-        # Float32 momentum made u float32. Optax's own has the dtype of the params.
-        target = updates if params is None else params
-        u = jax.tree.map(cast, u, target, is_leaf=is_none)
-        count = jnp.asarray(optax.safe_increment(jnp.asarray(state.count)))
-        return u, _quantize(base_state, count, rounding_key)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _quantize(
-    base_state: PyTree, count: Array, rounding_key: PRNGKeyArray
-) -> Float8MomentumState:
-    """The state with its momentum in float8."""
-    purposes = itertools.count(FOR_MOMENTUM)  # each momentum has its own random bits
-
-    def quantize_leaf(m, scale, seed):
-        return round_to(m / scale, FLOAT8, seed)
-
-    def quantize(node):
-        field = FLOAT8_MOMENTUM_FIELDS[type(node)]
-        momentum = jax.tree.map(_as_float32, getattr(node, field))
-        scale = jax.tree.map(_choose_scale, momentum)
-        seeds = seeds_like(rounding_key, count, momentum, next(purposes))
-        q = jax.tree.map(quantize_leaf, momentum, scale, seeds)
-        return node._replace(**{field: Float8Momentum(q, scale)})
-
-    return Float8MomentumState(
-        count, replace_nodes(base_state, tuple(FLOAT8_MOMENTUM_FIELDS), quantize)
-    )
-
-
-def _as_float32(m: Array) -> Array:
-    """Momentum in float32. Raises ValueError if it is complex or has 64 bits."""
-    if jnp.iscomplexobj(m) or m.dtype.itemsize > 4:
-        raise ValueError(
-            f"`base` must have real momentum in 32 bits or fewer, got {m.dtype}"
-        )
-    return m.astype(jnp.float32)
-
-
-def _dequantize(state: Float8MomentumState) -> PyTree:
-    """The state of the base with its momentum in float32."""
-
-    def dequantize_leaf(q, scale):
-        return q.astype(jnp.float32) * scale
-
-    def dequantize(momentum):
-        return jax.tree.map(dequantize_leaf, momentum.q, momentum.scale)
-
-    return replace_nodes(state.base_state, Float8Momentum, dequantize)
-
-
-def _choose_scale(m: Array) -> Float[Array, ""]:
-    """A power of two s, with which the largest |m| / s is from 224 to 448."""
-    largest = jnp.max(jnp.abs(m), initial=0, where=jnp.isfinite(m))
-    least = jnp.maximum(largest / float(jnp.finfo(FLOAT8).max), jnp.finfo(m.dtype).tiny)
-    return jnp.ldexp(jnp.ones([], m.dtype), jnp.frexp(least)[1])

@@ -1,5 +1,6 @@
-"""What `jax.jit` and XLA's compilers need to be told."""
+"""What `jax.jit` and XLA's compilers need to be told, and what is known in a trace."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ def tree_barrier(tree: PyTree) -> PyTree:
 def hide_from_xla(
     kernel_scalars: PyTree, state_scalars: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """The same scalars, hidden: those of the kernels, and those of the new state.
+    """The same scalars, hidden: those of the kernels, and those of the next state.
 
     XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
     CPU folds the product away and no longer updates z in place, which is slower.
@@ -85,8 +86,9 @@ def shard_like(leaf: Any, param: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
         return leaf
     if not isinstance(leaf, Tracer) and not isinstance(param, Tracer):
-        is_split = len(param.sharding.device_set) > 1
-        return jax.device_put(leaf, param.sharding) if is_split else leaf
+        if len(param.sharding.device_set) == 1:
+            return leaf
+        return jax.device_put(leaf, param.sharding)
     never = jax.lax.optimization_barrier(jnp.zeros([], bool))
     return where_sharded(never, jnp.real(param).astype(leaf.dtype), leaf)
 
@@ -106,3 +108,10 @@ def shard_state_like(state: PyTree, params: PyTree) -> PyTree:
         return shard_like(leaf, owner)
 
     return tree_map_with_path(shard, state)
+
+
+def is_known_true(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False

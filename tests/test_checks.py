@@ -199,6 +199,7 @@ def test_hints(function: Any, match: str) -> None:
         function()
 
 
+@pytest.mark.slow
 def test_injected_as_the_hints_say() -> None:
     x = jnp.ones((4, 4), jnp.bfloat16)
     kwargs: Any = {"horizon": 5, "state_dtype": jnp.bfloat16, "rounding_key": KEY}

@@ -130,6 +130,7 @@ def test_every_optimizer_learns(name: str) -> None:
     assert result["final"][0] > 0.9
 
 
+@pytest.mark.slow
 def test_gpa_is_evaluated_at_x() -> None:
     """And batch normalization knows the features of x, and the trained model stays as
     it is."""

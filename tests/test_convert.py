@@ -50,7 +50,9 @@ def decaying(count: Any) -> Any:
 # SGD with momentum.
 
 
-@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize(
+    "nesterov", [slow(False), True], ids=["heavy ball", "nesterov"]
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float64", 1e-13), slow("float32", 2e-6)]
 )
@@ -202,6 +204,7 @@ def accumulating(step: Any) -> Any:
     return jnp.where(step < 2, 1, 3)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_not_lost() -> None:
     grads = [jnp.cos(jnp.arange(6.0) + k).reshape(3, 2) for k in range(12)]
     sgd, tx = optax.sgd(decaying, 0.5), spa_from_sgdm(decaying, 0.5)
@@ -679,6 +682,7 @@ def test_adamw_there_and_back() -> None:
     assert helpers.relative_difference(new, old) < 1e-4
 
 
+@pytest.mark.slow
 def test_leaves_of_all_kinds() -> None:
     """Vectors, scalars, stacks of matrices, integers, and a dtype of 16 bits."""
     params = {

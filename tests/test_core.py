@@ -15,7 +15,7 @@ from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
 from spa_optax._coefficients import XZCoefficients
 from spa_optax._core import spa_from_rule
-from spa_optax._state import is_new
+from spa_optax._state import is_initial
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
 TRANSFORMS = {
@@ -45,7 +45,7 @@ def test_a_state_is_new_only_while_eta_c_and_w_are_0() -> None:
     new = spa(1.0).init(jnp.ones(2))
     for eta, c, w in itertools.product((0.0, 1.0), repeat=3):
         state = new._replace(eta=jnp.array(eta), c=jnp.array(c), w=jnp.array(w))
-        assert is_new(state) == (eta + c + w == 0)
+        assert is_initial(state) == (eta + c + w == 0)
 
 
 @pytest.mark.parametrize("tx", TRANSFORMS.values(), ids=TRANSFORMS)

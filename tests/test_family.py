@@ -304,6 +304,7 @@ def test_eval_params_at_interpolation_1_are_params(tx: Any) -> None:
     assert eval_params(state, params)["w"] is params["w"]
 
 
+@pytest.mark.slow
 def test_eval_params_of_nnx() -> None:
     model = nnx.Sequential(
         nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))

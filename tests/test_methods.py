@@ -134,6 +134,7 @@ def test_schedule_free_plus(r: float) -> None:
             equal(eval_params(of_ours, found), x)
 
 
+@pytest.mark.slow
 def test_diloco_with_one_worker() -> None:
     """H steps of AdamW, then one of Nesterov momentum along the way that they went."""
     h, rate, momentum = 7, 0.7, 0.6

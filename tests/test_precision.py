@@ -159,6 +159,7 @@ def test_the_derivative_is_that_of_a_cast() -> None:
     np.testing.assert_allclose(jax.grad(square)(x, SEED), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_bits() -> None:
     """Of neighbouring places, and of seeds as they are drawn: no correlation of any two
     bits."""

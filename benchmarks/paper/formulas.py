@@ -30,8 +30,8 @@ from optax import ScalarOrSchedule
 
 from spa_optax import _arguments
 from spa_optax._arguments import as_schedule
-from spa_optax._checks import is_known_true
 from spa_optax._schedules import SPAHyperparams, vectorize
+from spa_optax._xla import is_known_true
 
 Reals = Float[Array, "..."]
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, PyTree
 
 from .._codec import codec_of, stored_tree
 from .._coefficients import XZCoefficients
-from .._state import SPAState, is_new
+from .._state import SPAState, is_initial
 from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
 
 
@@ -109,11 +109,11 @@ def measure(
 
 def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
     """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
-    codec, state_is_new = codec_of(state.z), is_new(state)
+    codec, state_is_initial = codec_of(state.z), is_initial(state)
 
     def sum_array(y, stored, g):
         y = jnp.asarray(y)
-        d = codec.decode_difference(y, stored, state_is_new)
+        d = codec.decode_difference(y, stored, state_is_initial)
         e = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(e.dtype)
         # Errors of y and of what is stored; the larger stands for both.

@@ -91,14 +91,15 @@ def guard_params(
             inner_state=inner_state,
             has_updated=jnp.ones([], bool),
             old_params=copy_arrays(params),
-            new_params=jax.tree.map(_add, params, u, is_leaf=is_none),
+            new_params=jax.tree.map(
+                lambda y, u: y if u is None else optax.apply_updates(y, u),
+                params,
+                u,
+                is_leaf=is_none,
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _add(y: Any, u: Any) -> Any:
-    return y if u is None else optax.apply_updates(y, u)
 
 
 def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:

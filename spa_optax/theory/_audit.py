@@ -37,7 +37,7 @@ class Audit(NamedTuple):
     is_from_sgdm: bool  # whether the schedule was given as SGD+M
 
     def summary(self) -> str:
-        """The audit in words, the verdict first."""
+        """The audit in words, the most important finding first."""
         findings = self.findings()
         lines = [finding.text for finding in findings]
         if not lines:
@@ -78,7 +78,7 @@ def audit(
 ) -> Audit:
     """Checks a schedule of SPA at every step.
 
-    The verdict, from `summary()`, names averages that leave more than 1 % of x_0 in x,
+    `summary()` names averages that leave more than 1 % of x_0 in x,
     and jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of
     1.5 or more in one step, above 1e-4 of the largest value, and more than 22 % of the
     change within four steps on either side: a ramp of five equal steps is gradual.
