@@ -35,7 +35,8 @@ class Requirement(NamedTuple):
     # Called with the value, as a float if there is a type. If it raises TypeError,
     # ValueError or OverflowError, the value is refused, unless it is a traced scalar.
     predicate: Callable[[Any], Any]
-    value_type: str = ""  # any, or one of the above
+    # "" for any type, else a text above, which is also the message for other types.
+    value_type: str = ""
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
 
@@ -210,7 +211,7 @@ def check_interpolation(interpolation: Any) -> None:
     """
     POSITIVE_FRACTION.check(interpolation=interpolation)
     values = sample(interpolation, SAMPLE_COUNTS)
-    largest_later = np.fmax.accumulate(values[::-1])[::-1]  # past its end: NaN
+    largest_later = np.fmax.accumulate(values[::-1])[::-1]  # NaN past its end
     is_bad = (values <= 0) & (largest_later > 0)
     is_bad[:1] |= values[:1] <= 0
     if is_bad.any():
@@ -244,8 +245,8 @@ def check_state_dtype(
     if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
             "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got "
-            f"{at_last[0]:.4g} at last. Use bfloat16."
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
+            f"final value of {at_last[0]:.4g}. Use bfloat16."
         )
 
 

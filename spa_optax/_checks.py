@@ -1,4 +1,4 @@
-"""Checks of params, states and updates, and that their trees fit each other."""
+"""Checks of params, states and updates: that they fit each other, and keep x right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -116,6 +116,7 @@ def error_if_mu_y_wrong(
             "`updates` must not be None where `interpolation` changes, which moves the "
             "params, got None and a change from {:g} to {:g}"
         )
+    # In the initial state z is y, so x is right at any μ_y.
     is_wrong = ~is_initial(state) & (next_mu_y != state.mu_y)
     if is_known_true(is_wrong):
         raise ValueError(message.format(float(state.mu_y), float(next_mu_y)))

@@ -103,18 +103,18 @@ class ZCodec:
         """
         z = self.decode_z(y, stored, state_is_initial)
         if g is None:
-            # Not the z of `init`: y may have been replaced before the first step.
+            # Stored anew: in the initial state z is y, which may have been replaced.
             return ArrayStep(None, z.astype(stored.dtype))
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        u = yz.c_y * (z - wide_y)
+        wide_u = yz.c_y * (z - wide_y)
         if yz.delta_y is not None:
-            u = u - yz.delta_y * wide_g
+            wide_u = wide_u - yz.delta_y * wide_g
         # One seed serves both: of y and z at most one is rounded here, as float32
         # params beside a float64 z.
-        u = round_update(u, y, seed)
+        u = round_update(wide_u, y, seed)
         return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
 
 
@@ -176,12 +176,12 @@ class DifferenceCodec:
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * wide_g
-        u = yz.c_y * d
+        wide_u = yz.c_y * d
         if yz.delta_y is not None:
-            u = u - yz.delta_y * wide_g
+            wide_u = wide_u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
-        u = round_update(u, y, seed, use_low_bits=True)
+        u = round_update(wide_u, y, seed, use_low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(d.dtype) + d
@@ -232,7 +232,7 @@ def codec_of(z_field: PyTree) -> Codec:
 
 
 def stored_tree(z_field: PyTree) -> PyTree:
-    """What is stored of z, a tree with the structure of the params."""
+    """The inverse of `codec.wrap`: what is stored, with the structure of the params."""
     if codec_of(z_field).stores_difference:
         (tree,) = z_field
         return tree
@@ -243,7 +243,7 @@ def z_dtype(y: Any, state_dtype: Any) -> Any:
     """The dtype in which a state stores the z of a parameter."""
     if state_dtype is None:
         return compute_dtype(y)
-    if jnp.iscomplexobj(y):
+    if jnp.iscomplexobj(y):  # no complex dtype is narrower than complex64
         return compute_dtype(state_dtype, jnp.complex64)
     return state_dtype
 
@@ -256,7 +256,7 @@ def init_z(params: PyTree, state_dtype: Any) -> PyTree:
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
             y = jnp.zeros(y.shape, y.dtype)
         if not is_inexact(y):
-            return jnp.array(y)
+            return jnp.array(y)  # keeps the place in the tree; nothing reads its value
         return codec.init(y, z_dtype(y, state_dtype))
 
     return codec.wrap(jax.tree.map(start, params))

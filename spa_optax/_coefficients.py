@@ -6,23 +6,22 @@ k + 1, as the paper counts them.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from ._trees import Flag, Scalar
+from ._trees import Scalar, zero_where
 
 
 class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
-        z_k     ← x_k + r (z_k − x_k)                        only where y is x
         z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k)
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    Without `r` and `delta` this is generalized primal averaging, and the paper's step
-    at μ_y = 1. Only `spa_from_sgdm` uses them: r rescales z − x where w was not
-    foreseen, and δ is Nesterov's.
+    At μ_y = 1 this is the paper's step, else generalized primal averaging.
+    `spa_from_sgdm` adds two terms. Where w was not foreseen, z_k is first replaced by
+    x_k + r (z_k − x_k); that needs y to be x. And x_{k+1} loses δ g_k, for Nesterov
+    momentum.
 
     The next state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
@@ -48,8 +47,7 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `r` is None, its term is left out of the program. So is that of `delta_y`, except
-    with a rounding key, where `_step` makes it 0.
+    If `delta_y` or `r` is None, its term is left out of the program.
     """
 
     eta: Scalar
@@ -117,12 +115,3 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     # lost. A divisor of 1 begins x anew at y.
     divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
     return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
-
-
-def zero_where(condition: Flag, value: Scalar) -> Scalar:
-    """A value, but exactly 0 where a condition holds.
-
-    Its derivative stays, so that one can differentiate with respect to
-    hyper-parameters.
-    """
-    return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)

@@ -2,8 +2,9 @@
 
 A state is a tree of nodes, the states of Optax's transforms and of this package's.
 `convert` finds the node with the momentum in both states, reads it from the old one and
-writes it into the new one. Counters count on from k. All other nodes are copied by type
-and shape.
+writes it into the new one. Between the two the run is an `SPAState`, called `decoded`,
+whose z is a dict of z itself, by path. Counters count on from k. All other nodes are
+copied by type and shape.
 """
 
 from typing import Any, NamedTuple
@@ -326,7 +327,7 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
     alpha, beta, nesterov = run.hyperparams
     last = jnp.maximum(run.count - 1, 0)
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
-    w = ensure_positive_w(sgdm.resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
+    w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
     return eta, c, w
 
@@ -385,12 +386,12 @@ def _read_spa(old: SPAState, run: Run) -> SPAState:
     return old._replace(z=z)
 
 
-def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
+def _write_spa(new: SPAState, decoded: SPAState, run: Run) -> SPAState:
     """The new state: z, encoded beside the new params, and the other fields."""
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
-    for path in stored_by_path.keys() & state.z.keys():
+    for path in stored_by_path.keys() & decoded.z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.encode(state.z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.encode(decoded.z[path], y, dtype, seed=None)
         limit = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored_by_path[path].astype(compute_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -398,8 +399,8 @@ def _write_spa(new: SPAState, state: SPAState, run: Run) -> SPAState:
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    # `replace_leaves` goes by order, in which these are the arrays of `new.z`.
-    return replace_leaves(new, state._replace(z=list(stored_by_path.values())))
+    z = list(stored_by_path.values())  # in the order of `new.z`
+    return SPAState(*map(replace_leaves, new, decoded._replace(z=z)))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
@@ -421,19 +422,19 @@ def _read_optax(old: Any, run: Run) -> SPAState:
     return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
 
 
-def _write_optax(new: Any, state: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, decoded: SPAState, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = as_scalar(state.w), {}
+        w, divisors = as_scalar(decoded.w), {}
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
-        dtype = compute_dtype(x, state.z[path])
-        x_minus_z = x.astype(dtype) - state.z[path].astype(dtype)
+        dtype = compute_dtype(x, decoded.z[path])
+        x_minus_z = x.astype(dtype) - decoded.z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = replace_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

@@ -61,10 +61,12 @@ def spa_from_rule(
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_always(nominal_averaging, 1)
 
-    def warn_of_missing_key(params, z):
+    def warn_of_missing_key(params, z_field):
         if rounding_key is not None:
             return
-        if has_narrow_leaves(z) or (has_narrow_leaves(params) and not params_are_z):
+        if has_narrow_leaves(z_field) or (
+            has_narrow_leaves(params) and not params_are_z
+        ):
             _arguments.warn(
                 "`rounding_key` should be given, such as `jax.random.key(0)`: params "
                 "or z have 16 bits or fewer. Rounded to nearest they lose every step "
@@ -73,13 +75,13 @@ def spa_from_rule(
 
     def init_fn(params):
         check_params(params)
-        z = init_z(params, state_dtype)
-        warn_of_missing_key(params, z)
+        z_field = init_z(params, state_dtype)
+        warn_of_missing_key(params, z_field)
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated.
         return SPAState(
             count=jnp.zeros([], jnp.int32),
-            z=z,
+            z=z_field,
             eta=jnp.zeros([], dtype),
             c=jnp.zeros([], dtype),
             w=jnp.zeros([], dtype),
@@ -110,21 +112,22 @@ def _step(
     state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
-    scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)
+    next_scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)  # in the order of SPAState
 
     # From here to `hide_from_xla` all is for XLA: no finite value changes.
     if rounding_key is not None and yz.delta_y is None:
         # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
         # if δ_y is a number (benchmarks/compiled.py).
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    (yz, state_is_initial), scalars = hide_from_xla((yz, state_is_initial), scalars)
+    (yz, state_is_initial), next_scalars = hide_from_xla(
+        (yz, state_is_initial), next_scalars
+    )
 
     u, z_field = _step_arrays(
         updates, state, params, yz, state_is_initial, rounding_key
     )
-    count = jnp.asarray(optax.safe_increment(state.count))
-    eta, c, w, mu_y = as_dtype(scalars, state.w.dtype)
-    return u, SPAState(count, z_field, eta, c, w, mu_y)
+    next_count = jnp.asarray(optax.safe_increment(state.count))
+    return u, SPAState(next_count, z_field, *as_dtype(next_scalars, state.w.dtype))
 
 
 def _step_arrays(
@@ -136,8 +139,8 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the next state."""
-    codec, old_tree = codec_of(state.z), stored_tree(state.z)
-    seeds = seeds_like(rounding_key, state.count, old_tree, FOR_PARAMS_AND_Z)
+    codec, old_stored = codec_of(state.z), stored_tree(state.z)
+    seeds = seeds_like(rounding_key, state.count, old_stored, FOR_PARAMS_AND_Z)
 
     def step_array(y, stored, g, seed):
         if stored is None:  # not trained
@@ -147,10 +150,12 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
 
-    steps = jax.tree.map(step_array, params, old_tree, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(
+        step_array, params, old_stored, updates, seeds, is_leaf=is_none
+    )
     u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    next_tree = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(next_tree)
+    next_stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(next_stored)
 
 
 def _is_step(node: Any) -> bool:

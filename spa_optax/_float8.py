@@ -77,21 +77,18 @@ def float8_momentum(
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.KEY.check(rounding_key=rounding_key)
     tx = optax.with_extra_args_support(base)
+    refusals = AVERAGING_REFUSALS | {
+        Float8MomentumState: (
+            "`base` must have its momentum in 16 bits or more, got a `{}`"
+        )
+    }
 
     def cast(u, y):
         return None if u is None else u.astype(jnp.result_type(y))
 
     def init_fn(params):
         base_state = shard_state_like(tx.init(params), params)
-        check_base(base_state, AVERAGING_REFUSALS)
-        check_base(
-            base_state,
-            {
-                Float8MomentumState: (
-                    "`base` must have its momentum in 16 bits or more, got a `{}`"
-                )
-            },
-        )
+        check_base(base_state, refusals)
         if not find_nodes(base_state, tuple(FLOAT8_MOMENTUM_FIELDS)):
             raise ValueError(
                 "`base` must hold the momentum of Optax's SGD, Lion or Muon, got "

@@ -1,8 +1,8 @@
 """What this package must know of Optax's states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-in a table here, for wrappers and the gauge. What `convert` must know is in `_nodes.py`,
-since its tables need this package's own states.
+in a table here, for wrappers and the gauge. Wrappers add states of their own to these
+tables. What `convert` must know is in `_nodes.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable

@@ -82,7 +82,7 @@ def hyperparams_from_sgdm(
 
     def eta_and_c_at(k):
         sgdm = evaluate_sgdm(learning_rate, momentum, k, horizon=horizon)
-        return eta_and_c(sgdm, sgdm.resting_w)
+        return eta_and_c(sgdm, sgdm.next_resting_w)
 
     return SPAHyperparams(
         learning_rate=vectorize(lambda k: eta_and_c_at(k)[0]),

@@ -13,9 +13,9 @@ Nesterov's η_k is larger by α_k, and x_{k+1} has a term −δ_k g_k, with
 
 If r = 1 at every step, only the gradient moves z. Only one such w stays bounded, the
 one that looks ahead: w_k = Σ_{j≥k} a_j Π_{i=k..j} β_i. With it z is the point at which
-x comes to rest, so it is called `resting_w` here. It may be 0, or wrong where
-hyper-parameters change unforeseen. So `next_w`, the w_{k+1} of a step, is chosen from
-it.
+x comes to rest, so its w_{k+1} is called `next_resting_w` here. It may be 0, or wrong
+where hyper-parameters change unforeseen. So `next_w`, the w_{k+1} of a step, is chosen
+from it.
 """
 
 import math
@@ -29,8 +29,8 @@ import optax
 from jaxtyping import Array
 
 from . import _arguments
-from ._coefficients import XZCoefficients, zero_where
-from ._trees import Count, Flag, Scalar
+from ._coefficients import XZCoefficients
+from ._trees import Count, Flag, Scalar, zero_where
 
 
 class SGDMValues(NamedTuple):
@@ -39,8 +39,8 @@ class SGDMValues(NamedTuple):
     alpha: Scalar  # α_k
     beta: Scalar  # β_k
     a: Scalar  # a_k: α_k, or α_k β_k with Nesterov momentum
-    resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
-    resting_w_is_exact: Flag | bool  # whether it has all its terms, and none can change
+    next_resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
+    next_resting_w_is_exact: Flag | bool  # it has all its terms, and none can change
     next_beta_is_0: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 
@@ -68,11 +68,11 @@ def evaluate_sgdm(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        resting_w, has_all_terms = _resting_w_of_schedules(
+        next_resting_w, has_all_terms = _resting_w_of_schedules(
             a_at, beta_at, count, momentum, horizon
         )
     else:
-        resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
+        next_resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
@@ -82,8 +82,8 @@ def evaluate_sgdm(
         alpha=alpha_at(count),
         beta=beta,
         a=a,
-        resting_w=resting_w,
-        resting_w_is_exact=False if may_change else has_all_terms,
+        next_resting_w=next_resting_w,
+        next_resting_w_is_exact=False if may_change else has_all_terms,
         next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
     )
@@ -176,13 +176,13 @@ def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scal
         # The state stores z − x = −w m, so every w keeps the same digits of m. Where
         # momentum ends w is 0 and c is 1: x is set to z, which has the digits that
         # rounding took from x.
-        next_w = ensure_positive_w(sgdm.resting_w, sgdm.a, w)
+        next_w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w)
         return jnp.where(sgdm.next_beta_is_0, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
-    cautious_w = jnp.maximum(sgdm.resting_w, jnp.maximum(w, sgdm.alpha))
-    next_w = jnp.where(sgdm.resting_w_is_exact, sgdm.resting_w, cautious_w)
+    cautious_w = jnp.maximum(sgdm.next_resting_w, jnp.maximum(w, sgdm.alpha))
+    next_w = jnp.where(sgdm.next_resting_w_is_exact, sgdm.next_resting_w, cautious_w)
     return ensure_positive_w(next_w, sgdm.a, w)
 
 
@@ -200,7 +200,7 @@ def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(sgdm.resting_w_is_exact, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(sgdm.next_resting_w_is_exact, 64, 4 * (1 - beta)) * eps
     r_minus_1 = zero_where(jnp.abs(r_minus_1) <= rounding_error, r_minus_1)
     r = jnp.where(m_is_0, 1, 1 + r_minus_1)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs

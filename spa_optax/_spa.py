@@ -190,7 +190,7 @@ def spa_from_sgdm(
         return sgdm_coefficients(
             sgdm,
             state.w,
-            # w decides how precisely the state keeps m.
+            # How z is stored decides which w keeps the most digits of m.
             stores_difference=codec_of(state.z).stores_difference,
         )
 

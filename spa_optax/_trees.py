@@ -1,4 +1,4 @@
-"""Trees of arrays: their nodes, leaves and dtypes."""
+"""Trees of arrays, their nodes, leaves and dtypes; and scalars."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +52,15 @@ def as_scalar(value: PyTree) -> Array:
     """A scalar of a state as an array."""
     (leaf,) = jax.tree.leaves(value)  # Flax nnx keeps it in a variable
     return jnp.asarray(leaf)
+
+
+def zero_where(condition: Flag, value: Scalar) -> Scalar:
+    """A value, but exactly 0 where a condition holds.
+
+    Its derivative stays, so that one can differentiate with respect to
+    hyper-parameters.
+    """
+    return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)
 
 
 def copy_arrays(state: PyTree) -> PyTree:

@@ -156,7 +156,11 @@ def primal_averaging(
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    refusals_there = REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
+    refusals = AVERAGING_REFUSALS | BASE_REFUSALS
+    refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
+    refusals[StochasticRoundingState] = (
+        "`base` must not round, got a `{}`. Pass `rounding_key` instead."
+    )
     spa_tx = spa(
         1.0,
         averaging,
@@ -168,15 +172,7 @@ def primal_averaging(
     def init_fn(params):
         base_state = tx.init(params)
         check_sam_is_opaque(base_state)
-        check_base(base_state, AVERAGING_REFUSALS | BASE_REFUSALS | refusals_there)
-        check_base(
-            base_state,
-            {
-                StochasticRoundingState: (
-                    "`base` must not round, got a `{}`. Pass `rounding_key` instead."
-                )
-            },
-        )
+        check_base(base_state, refusals)
         spa_state: Any = spa_tx.init(params)
         return PrimalAveragingState(base_state, spa_state)
 

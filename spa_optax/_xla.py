@@ -1,4 +1,4 @@
-"""What `jax.jit` and XLA's compilers need to be told, and what is known in a trace."""
+"""What `jax.jit` and XLA need to be told, shardings too, and what a trace knows."""
 
 import contextlib
 from typing import Any

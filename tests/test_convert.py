@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import logistic_regression, run, sgdm, slow, trained, x64, z_of
+from helpers import logistic_regression, long, run, sgdm, slow, trained, x64, z_of
 
 from spa_optax import (
     AdamWHyperparams,
@@ -54,7 +54,7 @@ def decaying(count: Any) -> Any:
     "nesterov", [slow(False), True], ids=["heavy ball", "nesterov"]
 )
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-13), slow("float32", 2e-6)]
+    ("dtype", "tolerance"), [("float64", 1e-13), long("float32", 2e-6)]
 )
 def test_sgdm_moves_to_spa_and_back(
     nesterov: bool, dtype: str, tolerance: float

@@ -90,7 +90,7 @@ def digits_runs(
         long("float64", None, True),
         long("float64", 0.0, False),
         long("float64", 0.999, False),
-        slow("float32", None, True),
+        long("float32", None, True),
         long("float32", 0.999, True),
     ],
 )

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import COLLECTIVE, FLOAT8, FLOAT16, run, slow, x64
+from helpers import COLLECTIVE, FLOAT8, FLOAT16, long, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -226,7 +226,7 @@ def make_8_bit_m(key: Any = KEY) -> Any:
 
 
 every_member = pytest.mark.parametrize(
-    "make", [make_gpa, make_8_bit_z, slow(make_8_bit_m)]
+    "make", [make_gpa, make_8_bit_z, long(make_8_bit_m)]
 )
 
 

@@ -14,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import run, slow, spa_state, x64, z_of
+from helpers import long, run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spa_optax import (
@@ -229,7 +229,7 @@ def test_what_is_too_large_saturates(key: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis_type", [long(AxisType.Auto), AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", MEMBERS)
 def test_state_sharded_otherwise_than_params(name: str, axis_type: Any) -> None:
     """ZeRO-1, and the other way round."""

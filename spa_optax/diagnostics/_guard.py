@@ -25,9 +25,9 @@ class GuardParamsState(NamedTuple):
     """State of `guard_params`."""
 
     inner_state: PyTree
-    has_updated: Flag  # else the params may be any
-    old_params: PyTree  # y_k
-    new_params: PyTree  # y_{k+1}, as the last update makes it
+    has_updated: Flag  # False before the first update, when any params pass
+    params: PyTree  # y_k
+    next_params: PyTree  # y_{k+1}, as the last update makes it
 
 
 def guard_params(
@@ -78,8 +78,8 @@ def guard_params(
         return GuardParamsState(
             inner_state=inner.init(params),
             has_updated=jnp.zeros([], bool),
-            old_params=copy_arrays(params),
-            new_params=copy_arrays(params),
+            params=copy_arrays(params),
+            next_params=copy_arrays(params),
         )
 
     def update_fn(updates, state, params=None, **extra):
@@ -90,8 +90,8 @@ def guard_params(
         return u, GuardParamsState(
             inner_state=inner_state,
             has_updated=jnp.ones([], bool),
-            old_params=copy_arrays(params),
-            new_params=jax.tree.map(
+            params=copy_arrays(params),
+            next_params=jax.tree.map(
                 lambda y, u: y if u is None else optax.apply_updates(y, u),
                 params,
                 u,
@@ -116,7 +116,7 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
         return state.has_updated & ~jnp.all(is_same)
 
     moved = arrays_by_path(
-        map_inexact(is_moved, params, state.old_params, state.new_params)
+        map_inexact(is_moved, params, state.params, state.next_params)
     )
     if any(isinstance(flag, Tracer) for flag in moved.values()):
         jax.debug.callback(_raise_if_moved, moved)

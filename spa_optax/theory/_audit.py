@@ -20,7 +20,7 @@ StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
 class Finding(NamedTuple):
     """An observation on a schedule.
 
-    A drop needs no change, nor does a rise that is meant.
+    A drop calls for no change. Check that a rise is intended.
     """
 
     kind: Literal["range", "standstill", "average", "beta", "spike", "rise", "drop"]
@@ -156,7 +156,7 @@ def audit_sgdm(
 
     def values_at(k):
         sgdm = evaluate_sgdm(learning_rate, momentum, k, nesterov=nesterov)
-        eta, c = eta_and_c(sgdm, sgdm.resting_w)
+        eta, c = eta_and_c(sgdm, sgdm.next_resting_w)
         return eta, c, sgdm.alpha, sgdm.beta
 
     return Audit(*_evaluate(values_at, num_steps), is_from_sgdm=True)
