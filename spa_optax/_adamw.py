@@ -83,7 +83,7 @@ def spa_adamw(
     _arguments.one_of("full", "factored").check(second_moment=second_moment)
     if callable(weight_decay):
         weight_decay = _arguments.as_schedule("weight_decay", weight_decay)  # pyright: ignore[reportAssignmentType]
-    b2, eps = _without_numpy(b2), _without_numpy(eps)
+    b2, eps = _as_python_or_jax(b2), _as_python_or_jax(eps)
     if second_moment == "full":
         direction = optax.scale_by_rms(
             decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True
@@ -101,7 +101,7 @@ def spa_adamw(
     return optax.chain(in_float32(optax.chain(direction, add_decay)), spa_tx)
 
 
-def _without_numpy(value: Any) -> Any:
+def _as_python_or_jax(value: Any) -> Any:
     """A number of Python or JAX: one of NumPy would make ν float64 under x64."""
     return value if isinstance(value, jax.Array) else float(value)
 

@@ -6,6 +6,9 @@ bits or more: there a difference would only add rounding. In every other case
 `DifferenceCodec` stores d = z − y, the difference from the params y. It keeps digits
 that a narrow z would lose, and it follows params that something else moves.
 
+The step is a method of the codec because the two round in different orders: `ZCodec`
+moves z and subtracts y, and `DifferenceCodec` makes u before it forms z.
+
 The params are y: messages and states say params, equations say y. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
 type of the node says which. So a cast of the state, as when a checkpoint is restored
@@ -124,7 +127,7 @@ class DifferenceCodec:
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
     is y also if y was replaced. The methods are those of `ZCodec`, which documents
-    them.
+    them. Only here does `encode` read `next_y`, and no method reads `state_is_initial`.
     """
 
     node_type: type
@@ -216,7 +219,7 @@ Codec = ZCodec | DifferenceCodec
 
 
 def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
-    """How a state stores the z of params, with a `state_dtype` or None."""
+    """The codec that `init` takes for params and a `state_dtype`, which may be None."""
     num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
     if num_bytes == 1:
         return DIFFERENCE_TIMES_256_CODEC
@@ -224,7 +227,7 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
 
 
 def codec_of(z_field: PyTree) -> Codec:
-    """How a state stores z, from its field `z`."""
+    """The codec that a state was made with, by the type of its field `z`."""
     for codec in (DIFFERENCE_CODEC, DIFFERENCE_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec

@@ -15,13 +15,12 @@ class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
         z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k)
+        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    At μ_y = 1 this is the paper's step, else generalized primal averaging.
-    `spa_from_sgdm` adds two terms. Where w was not foreseen, z_k is first replaced by
-    x_k + r (z_k − x_k); that needs y to be x. And x_{k+1} loses δ g_k, for Nesterov
-    momentum.
+    At δ = 0 this is the paper's step if μ_y is 1, else generalized primal averaging.
+    Only `spa_from_sgdm` sets δ, for Nesterov momentum. Where w was not foreseen it also
+    sets r. Then z_k is first replaced by x_k + r (z_k − x_k), which needs y to be x.
 
     The next state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
@@ -47,7 +46,8 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `delta_y` or `r` is None, its term is left out of the program.
+    If `delta_y` or `r` is None, its term is left out of the program. `_step` in
+    `_core.py` says when δ_y is a number 0 instead.
     """
 
     eta: Scalar

@@ -136,8 +136,7 @@ def convert(
       proof.
     """
     new_params = params if new_params is None else new_params
-    arguments = (old_state, params, into, hyperparams, averaging, new_params, count)
-    _check_arguments(arguments, hyperparams, averaging)
+    _check_arguments(hyperparams, averaging, old_state, params, into, new_params, count)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
     old_nodes, new_nodes = list_nodes(old_state), list_nodes(into)
     pair = _find_pair(old_nodes, new_nodes, params)
@@ -164,10 +163,10 @@ def convert(
 
 
 def _check_arguments(
-    arguments: PyTree, hyperparams: object, averaging: optax.ScalarOrSchedule | None
+    hyperparams: object, averaging: optax.ScalarOrSchedule | None, *others: PyTree
 ) -> None:
     """Raises ValueError where an argument is traced or out of its range."""
-    for leaf in jax.tree.leaves(arguments):
+    for leaf in jax.tree.leaves((hyperparams, averaging, others)):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise ValueError(
                 "`old_state`, `params`, `into` and all other arguments must hold "
@@ -247,9 +246,10 @@ def _find_pair(
 def _find_momentum(
     name: str, nodes: list[Any], other_nodes: list[Any], params: PyTree
 ) -> Any:
-    """The one node with the momentum: of the family, or else of Optax.
+    """The node to translate: of the first type of `CONVERTED_FIELDS` among the nodes.
 
-    A type of Optax's that both states hold equally often is not translated but copied.
+    A type of Optax's that both states hold equally often is skipped. It belongs to a
+    part that both share, so it is copied.
     """
     for node_type in CONVERTED_FIELDS:
         found = filter_nodes(nodes, node_type)

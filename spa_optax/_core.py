@@ -14,7 +14,12 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_params, check_update, error_if_mu_y_wrong
+from ._checks import (
+    check_params,
+    check_state_dtype,
+    check_update,
+    error_if_mu_y_wrong,
+)
 from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -47,8 +52,8 @@ def spa_from_rule(
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       nominal_averaging: c, a scalar or a schedule, for checks alone: steps take c from
-        the rule. A z in 8 bits is refused if c ends too small for it. At a constant 1
-        there is no warning of a missing key.
+        the rule. A z in 8 bits is refused if the last value of c is below 0.0125. At
+        a constant 1 there is no warning of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -56,7 +61,7 @@ def spa_from_rule(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    _arguments.check_state_dtype(state_dtype, rounding_key, nominal_averaging)
+    check_state_dtype(state_dtype, rounding_key, nominal_averaging)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_always(nominal_averaging, 1)
@@ -112,12 +117,17 @@ def _step(
     state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
-    next_scalars = (xz.eta, xz.c, xz.next_w, next_mu_y)  # in the order of SPAState
+    next_scalars = {
+        "eta": xz.eta,
+        "c": xz.c,
+        "w": xz.next_w,
+        "mu_y": next_mu_y,
+    }
 
     # From here to `hide_from_xla` all is for XLA: no finite value changes.
     if rounding_key is not None and yz.delta_y is None:
         # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
-        # if δ_y is a number (benchmarks/compiled.py).
+        # if the program has the term δ_y g, be it 0 (benchmarks/compiled.py).
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     (yz, state_is_initial), next_scalars = hide_from_xla(
         (yz, state_is_initial), next_scalars
@@ -127,7 +137,9 @@ def _step(
         updates, state, params, yz, state_is_initial, rounding_key
     )
     next_count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(next_count, z_field, *as_dtype(next_scalars, state.w.dtype))
+    return u, SPAState(
+        count=next_count, z=z_field, **as_dtype(next_scalars, state.w.dtype)
+    )
 
 
 def _step_arrays(

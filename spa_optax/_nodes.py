@@ -21,9 +21,9 @@ from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
-# What `convert` translates: z of the family, or the momentum of Optax. In a state that
-# holds several kinds it translates the first. Others, such as the momentum of a base,
-# it copies.
+# What `convert` translates: z of the family, or the momentum of Optax. The order
+# matters: it translates the first type that it finds. Others, such as the momentum of a
+# base, it copies.
 CONVERTED_FIELDS: dict[type, str] = {
     SPAState: "z",
     optax.ScaleByAdamState: "mu",

@@ -29,29 +29,29 @@ def seeds_like(
 
 
 def round_to(
-    x: Array,
+    array: Array,
     dtype: Any,
     seed: Seed | None,
     use_low_bits: bool = False,
     saturate: bool = False,
 ) -> Array:
-    """`x` in a dtype as wide or narrower, rounded to nearest, or at random by a seed.
+    """An array in a dtype as wide or narrower, rounded to nearest, or at random.
 
-    At random means up or down so that the mean is x.
+    With a seed each number is rounded up or down so that the mean is the number.
 
     The seed makes a random word of 32 bits for each element. `use_low_bits` uses its
     low bits in place of the high ones, so that two roundings may share a seed. With
     `saturate` the result is at most the dtype's largest number, and a NaN may become
     any number.
     """
-    if jnp.iscomplexobj(x) or dtype == x.dtype:
-        return x.astype(dtype)
+    if jnp.iscomplexobj(array) or dtype == array.dtype:
+        return array.astype(dtype)
     if seed is not None:
-        return _round_stochastically(x, seed, dtype, use_low_bits, saturate)
+        return _round_stochastically(array, seed, dtype, use_low_bits, saturate)
     if saturate:
         largest = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -largest, largest)
-    return x.astype(dtype)
+        array = jnp.clip(array, -largest, largest)
+    return array.astype(dtype)
 
 
 def round_update(
@@ -71,39 +71,39 @@ def round_update(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _round_stochastically(
-    x: Array, seed: Seed, dtype: Any, use_low_bits: bool, saturate: bool
+    array: Array, seed: Seed, dtype: Any, use_low_bits: bool, saturate: bool
 ) -> Array:
     """`round_to` with a seed, with the derivative of a cast.
 
     Random bits are added below those that stay, and what is below is then cut off.
     """
-    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    wide, narrow = jnp.finfo(array.dtype), jnp.finfo(dtype)
     num_dropped = wide.nmant - narrow.nmant
     largest = float(narrow.max)
 
-    def add_and_cut(array):
-        bits = _as_bits(array)
-        bits += _random_integers(seed, x.shape, num_dropped, use_low_bits).astype(
+    def add_and_cut(value):
+        bits = _as_bits(value)
+        bits += _random_integers(seed, array.shape, num_dropped, use_low_bits).astype(
             bits.dtype
         )
         bits &= jnp.array(2**wide.bits - 2**num_dropped, bits.dtype)
-        return jax.lax.bitcast_convert_type(bits, x.dtype)
+        return jax.lax.bitcast_convert_type(bits, array.dtype)
 
     if narrow.minexp == wide.minexp:  # the low bits are cut from every number
-        result = add_and_cut(jnp.clip(x, -largest, largest) if saturate else x)
+        result = add_and_cut(jnp.clip(array, -largest, largest) if saturate else array)
     else:
-        sign = _as_bits(x) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
-        magnitude = jax.lax.bitcast_convert_type(_as_bits(x) ^ sign, x.dtype)
+        sign = _as_bits(array) & jnp.array(2 ** (wide.bits - 1), f"uint{wide.bits}")
+        magnitude = jax.lax.bitcast_convert_type(_as_bits(array) ^ sign, array.dtype)
         if saturate:  # one operation, where `clip` takes two
             magnitude = jnp.minimum(magnitude, largest)
         # Below the smallest normal number, `tiny`, spacing is that of [tiny, 2 tiny).
-        # So x is moved there before it is rounded, and back afterwards.
-        tiny = jnp.asarray(float(narrow.tiny), x.dtype)
+        # So numbers are moved there before they are rounded, and back afterwards.
+        tiny = jnp.asarray(float(narrow.tiny), array.dtype)
         shift = jnp.where(magnitude < tiny, tiny, 0)
         magnitude = add_and_cut(magnitude + shift) - shift
-        result = jax.lax.bitcast_convert_type(_as_bits(magnitude) | sign, x.dtype)
+        result = jax.lax.bitcast_convert_type(_as_bits(magnitude) | sign, array.dtype)
     if not saturate:  # the bits of a NaN could overflow
-        result = jnp.where(jnp.isfinite(x), result, x)
+        result = jnp.where(jnp.isfinite(array), result, array)
     return result.astype(dtype)
 
 
@@ -117,8 +117,8 @@ def _(
     return result, tangents[0].astype(dtype)
 
 
-def _as_bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+def _as_bits(array: Array) -> Array:
+    return jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
 
 
 def _random_integers(

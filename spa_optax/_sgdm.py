@@ -68,7 +68,7 @@ def evaluate_sgdm(
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
-        next_resting_w, has_all_terms = _resting_w_of_schedules(
+        next_resting_w, has_all_terms = _next_resting_w_of_schedules(
             a_at, beta_at, count, momentum, horizon
         )
     else:
@@ -89,7 +89,7 @@ def evaluate_sgdm(
     )
 
 
-def _resting_w_of_schedules(
+def _next_resting_w_of_schedules(
     a_at: Callable[[Array], Array],
     beta_at: Callable[[Array], Array],
     count: Count,

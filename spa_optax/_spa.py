@@ -56,11 +56,12 @@ def spa(
         Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
         than a step computes in, are rounded up or down at random, so that the mean is
-        right. Without it they are rounded to nearest, as complex numbers always are. A
-        z in 8 bits needs a key. Under `jax.jit` the random bits do not depend on the
-        sharding. Optimizers in `optax.partition`, replicas under `jax.vmap` and shards
-        in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the
-        key, but never along an axis on which params are replicated.
+        right. Without it they are rounded to nearest, as complex numbers always are,
+        and a warning is given. A z in 8 bits needs a key. Under `jax.jit` the random
+        bits do not depend on the sharding. Optimizers in `optax.partition`, replicas
+        under `jax.vmap` and shards in `jax.shard_map` need different keys: fold
+        `jax.lax.axis_index(axis)` into the key, but never along an axis on which params
+        are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps

@@ -18,14 +18,14 @@ def is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def is_array_like(x: Any) -> bool:
+def is_array_like(leaf: Any) -> bool:
     """Whether a leaf is an array, a number or a `ShapeDtypeStruct`."""
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is a real or complex floating-point array."""
-    return is_array_like(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
@@ -65,11 +65,9 @@ def zero_where(condition: Flag, value: Scalar) -> Scalar:
 
 def copy_arrays(state: PyTree) -> PyTree:
     """A state that shares no buffer with another, so that both can be donated."""
-
-    def copy_leaf(leaf):
-        return leaf.copy() if isinstance(leaf, jax.Array) else leaf
-
-    return jax.tree.map(copy_leaf, state)
+    return jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state
+    )
 
 
 def find_nodes(state: PyTree, node_types: Any) -> list[Any]:
@@ -115,7 +113,7 @@ def arrays_by_path(tree: PyTree) -> dict[str, Any]:
         return jnp.asarray(leaf) if is_array_like(leaf) else leaf
 
     leaves = leaves_by_path(tree)
-    return {path: as_array(x) for path, x in leaves.items() if x is not None}
+    return {path: as_array(leaf) for path, leaf in leaves.items() if leaf is not None}
 
 
 def replace_leaves(node: PyTree, leaves: PyTree) -> PyTree:
@@ -136,8 +134,8 @@ def replace_leaves(node: PyTree, leaves: PyTree) -> PyTree:
 def has_narrow_leaves(tree: PyTree) -> bool:
     """Whether a tree has non-empty floating-point leaves of 16 bits or fewer."""
     return any(
-        jnp.result_type(x).itemsize <= 2 and 0 not in np.shape(x)
-        for x in filter(is_inexact, jax.tree.leaves(tree))
+        jnp.result_type(leaf).itemsize <= 2 and 0 not in np.shape(leaf)
+        for leaf in filter(is_inexact, jax.tree.leaves(tree))
     )
 
 
@@ -149,7 +147,10 @@ def scalar_dtype(params: PyTree) -> Any:
 
 def compute_dtype(*arrays: Any) -> Any:
     """The dtype to compute in: of the widest array or dtype, and at least float32."""
-    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in arrays]
+    dtypes = [
+        array.dtype if hasattr(array, "dtype") else jnp.result_type(array)
+        for array in arrays
+    ]
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
         return jnp.result_type(*(d for d in dtypes if d.itemsize > 2), jnp.float32)
 
@@ -157,14 +158,14 @@ def compute_dtype(*arrays: Any) -> Any:
 def widen(tree: PyTree) -> PyTree:
     """Floating-point leaves in 32 bits or more, and None for others."""
 
-    def widen_leaf(x):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, compute_dtype(x))
-        return jnp.asarray(x, compute_dtype(x))
+    def widen_leaf(leaf):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, compute_dtype(leaf))
+        return jnp.asarray(leaf, compute_dtype(leaf))
 
     return map_inexact(widen_leaf, tree)
 
 
 def as_dtype(tree: PyTree, dtype: Any) -> PyTree:
     """A tree of numbers in a dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

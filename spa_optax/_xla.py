@@ -17,7 +17,7 @@ def tree_barrier(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
     return structure.unflatten(
-        [next(hidden) if is_array_like(x) else x for x in leaves]
+        [next(hidden) if is_array_like(leaf) else leaf for leaf in leaves]
     )
 
 
@@ -35,8 +35,8 @@ def hide_from_xla(
     def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
         dtype = compute_dtype(*leaves)
-        vector = tree_barrier(jnp.stack([x.astype(dtype) for x in leaves]))
-        return [vector[i].astype(x.dtype) for i, x in enumerate(leaves)]
+        vector = tree_barrier(jnp.stack([leaf.astype(dtype) for leaf in leaves]))
+        return [vector[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
 
     leaves = jax.lax.platform_dependent(
         leaves, cuda=as_slices, rocm=as_slices, default=tree_barrier
@@ -64,12 +64,16 @@ def split_seeds(seeds: Array, count: Array) -> list[Array]:
     return jax.lax.platform_dependent(seeds, cpu=on_cpu, default=list)
 
 
-def where_sharded(predicate: Bool[Array, "..."], a: Array, b: Array) -> Array:
-    """`jnp.where`; on a mesh with explicit axes the shardings of a and b may differ."""
-    if jax.typeof(a).sharding.spec != jax.typeof(b).sharding.spec:
-        sharding = jax.typeof(a + b).sharding
-        a, b = (jax.sharding.reshard(array, sharding) for array in (a, b))
-    return jnp.where(predicate, a, b)
+def where_sharded(
+    predicate: Bool[Array, "..."], if_true: Array, if_false: Array
+) -> Array:
+    """`jnp.where`; on a mesh with explicit axes the two shardings may differ."""
+    if jax.typeof(if_true).sharding.spec != jax.typeof(if_false).sharding.spec:
+        sharding = jax.typeof(if_true + if_false).sharding
+        if_true, if_false = (
+            jax.sharding.reshard(array, sharding) for array in (if_true, if_false)
+        )
+    return jnp.where(predicate, if_true, if_false)
 
 
 def shard_like(leaf: Any, param: Any) -> Any:

@@ -11,8 +11,9 @@ mean of ‖e_k‖² would be p_k, and that of ‖Δx_k‖² would be v_{k+1}:
     v_{k+1} = c_{k+1}² p_k + b_k² ‖g_k‖²
     p_{k+1} = (1 − c_{k+1})² p_k + ((1 − c_{k+1}) η_k − δ_k)² ‖g_k‖²
 
-‖Δx_k‖², v_{k+1} and the cross term are kept over η_k² c_{k+1}, as in the paper's
-Figure 2, which compares ‖Δx_k‖²/(η_k² c_{k+1}) to ½‖g_k‖². The other squares are not.
+‖Δx_k‖², v_{k+1} and the cross term are stored divided by η_k² c_{k+1}, as in the
+paper's Figure 2, which compares ‖Δx_k‖²/(η_k² c_{k+1}) to ½‖g_k‖². p_k and the squares
+of `Sums` are not divided.
 """
 
 import functools

@@ -14,7 +14,7 @@ from .._schedules import hyperparams_to_sgdm
 from .._sgdm import eta_and_c, evaluate_sgdm
 
 Values = Float[np.ndarray, " n"]
-StepMask = Bool[np.ndarray, " n"]  # whether a step is meant, for each step
+StepMask = Bool[np.ndarray, " n"]  # True at the steps that a finding is about
 
 
 class Finding(NamedTuple):
@@ -78,10 +78,10 @@ def audit(
 ) -> Audit:
     """Checks a schedule of SPA at every step.
 
-    `summary()` names averages that leave more than 1 % of x_0 in x,
-    and jumps of α and of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of
-    1.5 or more in one step, above 1e-4 of the largest value, and more than 22 % of the
-    change within four steps on either side: a ramp of five equal steps is gradual.
+    `summary()` names averages that leave more than 1 % of x_0 in x, and jumps of α and
+    of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one
+    step, above 1e-4 of the largest value, and more than 22 % of the change within four
+    steps on either side: a ramp of five equal steps is gradual.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
