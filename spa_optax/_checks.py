@@ -6,10 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 
-from . import _arguments
 from ._codec import choose_codec, codec_of, stored_tree, z_dtype
 from ._coefficients import XZCoefficients
 from ._state import SPAState, is_initial
@@ -24,39 +22,12 @@ from ._trees import (
 )
 from ._xla import is_known_true
 
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
-
-
-def check_state_dtype(
-    state_dtype: DTypeLike | None,
-    rounding_key: PRNGKeyArray | None,
-    averaging: optax.ScalarOrSchedule,
-) -> None:
-    """Raises ValueError unless a dtype of z fits the key and the averaging.
-
-    A longer average makes smaller steps of z − params, in 8 bits down to those of
-    rounding.
-    """
-    _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    _arguments.KEY.optional().check(rounding_key=rounding_key)
-    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
-        return
-    if rounding_key is None:
-        raise ValueError(
-            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
-        )
-    values = _arguments.sample(averaging, _arguments.SAMPLE_COUNTS)
-    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
-        raise ValueError(
-            "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
-            f"final value of {at_last[0]:.4g}. Use bfloat16."
-        )
-
 
 def check_params(params: PyTree) -> None:
-    """Raises ValueError unless params are arrays. Integers may not stand alone."""
+    """Raises ValueError unless params are arrays.
+
+    Integer arrays pass inside a tree, but not as the whole of `params`.
+    """
     for path, leaf in leaves_by_path(params).items():
         if leaf is None or is_inexact(leaf) or (path and is_array_like(leaf)):
             continue

@@ -115,8 +115,8 @@ class ZCodec:
         wide_u = yz.c_y * (z - wide_y)
         if yz.delta_y is not None:
             wide_u = wide_u - yz.delta_y * wide_g
-        # One seed serves both: of y and z at most one is rounded here, as float32
-        # params beside a float64 z.
+        # One seed serves both. At most one of y and z has fewer bits than a step
+        # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
         return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
 

@@ -32,7 +32,7 @@ class XZCoefficients(NamedTuple):
     """
 
     eta: Scalar  # η_k
-    c: Scalar  # c_{k+1}
+    c: Scalar  # c_{k+1}, the averaging of this step
     next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
     next_mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
@@ -46,8 +46,8 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `delta_y` or `r` is None, its term is left out of the program. `_step` in
-    `_core.py` says when δ_y is a number 0 instead.
+    If `delta_y` or `r` is None, its term is left out of the program. A
+    `delta_y` of 0 keeps its term, for XLA, and changes no finite value.
     """
 
     eta: Scalar

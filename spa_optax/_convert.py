@@ -20,12 +20,12 @@ from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, stored_tree
 from ._nodes import (
     CONVERTED_FIELDS,
+    ScaleByRmsWithCountState,
     copy_into,
     filter_nodes,
     list_nodes,
     steps_taken,
 )
-from ._optax_states import ScaleByRmsWithCountState
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_initial
@@ -305,7 +305,7 @@ def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 def _momentum_tree(node: Any) -> PyTree:
     """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
-    # A momentum of Optax passes through, as z itself does.
+    # `stored_tree` returns a momentum of Optax unchanged.
     return stored_tree(getattr(node, CONVERTED_FIELDS[type(node)]))
 
 
@@ -317,8 +317,8 @@ def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
     }
 
 
-def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
-    """η, c and w of step k − 1: x − z = w m."""
+def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
+    """η, c and w of step k − 1, and no divisors: x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -329,7 +329,7 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar]:
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
     w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return eta, c, w
+    return eta, c, w, {}
 
 
 def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
@@ -399,16 +399,15 @@ def _write_spa(new: SPAState, decoded: SPAState, run: Run) -> SPAState:
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    z = list(stored_by_path.values())  # in the order of `new.z`
+    z = replace_leaves(new.z, list(stored_by_path.values()))
     return SPAState(*map(replace_leaves, new, decoded._replace(z=z)))
 
 
 def _read_optax(old: Any, run: Run) -> SPAState:
     """The old state of Optax as one of the family: z = x − w · m / divisor, by path."""
-    if isinstance(old, optax.TraceState):
-        (eta, c, w), divisors = _scalars_of_sgdm(run), {}
-    else:
-        eta, c, w, divisors = _scalars_of_adamw(run)
+    is_sgdm = isinstance(old, optax.TraceState)
+    read_scalars = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
+    eta, c, w, divisors = read_scalars(run)
     m, z = arrays_by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)

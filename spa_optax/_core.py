@@ -14,12 +14,7 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import (
-    check_params,
-    check_state_dtype,
-    check_update,
-    error_if_mu_y_wrong,
-)
+from ._checks import check_params, check_update, error_if_mu_y_wrong
 from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -61,7 +56,7 @@ def spa_from_rule(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    check_state_dtype(state_dtype, rounding_key, nominal_averaging)
+    _arguments.check_state_dtype(state_dtype, rounding_key, nominal_averaging)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_always(nominal_averaging, 1)
@@ -113,7 +108,11 @@ def _step(
     xz: XZCoefficients,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
-    """One step: y_{k+1} − y_k, and the next state."""
+    """One step: y_{k+1} − y_k, and the next state.
+
+    The equations are in `eliminate_x` and `codec.step`. What is between the two calls
+    only changes what XLA compiles.
+    """
     state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
@@ -165,8 +164,8 @@ def _step_arrays(
     steps = jax.tree.map(
         step_array, params, old_stored, updates, seeds, is_leaf=is_none
     )
-    u = jax.tree.map(lambda s: s.u, steps, is_leaf=_is_step)
-    next_stored = jax.tree.map(lambda s: s.stored, steps, is_leaf=_is_step)
+    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
+    next_stored = jax.tree.map(lambda step: step.stored, steps, is_leaf=_is_step)
     return u, codec.wrap(next_stored)
 
 

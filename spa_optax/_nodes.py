@@ -15,12 +15,15 @@ from jaxtyping import Array, PyTree
 from . import _arguments
 from ._checks import check_not_batched
 from ._float8 import Float8MomentumState
-from ._optax_states import ScaleByRmsWithCountState
 from ._state import SPAState
 from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
+# Optax does not export it. (To call `init` here would start JAX at import.)
+ScaleByRmsWithCountState: Any = type(
+    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
+)
 # What `convert` translates: z of the family, or the momentum of Optax. The order
 # matters: it translates the first type that it finds. Others, such as the momentum of a
 # base, it copies.

@@ -1,13 +1,12 @@
 """What this package must know of Optax's states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-in a table here, for wrappers and the gauge. Wrappers add states of their own to these
-tables. What `convert` must know is in `_nodes.py`.
+in a table here, for wrappers, `eval_params` and the gauge. A wrapper refuses states of
+its own beside these. What `convert` must know is in `_nodes.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import optax
 from jaxtyping import PyTree
 from optax import contrib
@@ -24,10 +23,6 @@ class AnyScheduleFreeState(Protocol):
     weight_sum: Any
 
 
-# Optax does not export it. (To call `init` here would start JAX at import.)
-ScaleByRmsWithCountState: Any = type(
-    jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())
-)
 # Wrappers that do not step in every update.
 SKIPPING_STATES = (
     optax.MultiStepsState,

@@ -126,9 +126,9 @@ def hyperparams_to_sgdm(
     c_at = _arguments.as_schedule("averaging", averaging)
 
     def beta_at(k):
-        before = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
-        eta, eta_before, c = eta_at(k), eta_at(before), c_at(before)
-        ratio = jnp.where((eta_before == 0) | (c == 1), 0, eta_before / eta)
+        last = jnp.maximum(k - 1, 0)  # `averaging` at count k − 1 is c_k
+        eta, last_eta, c = eta_at(k), eta_at(last), c_at(last)
+        ratio = jnp.where((last_eta == 0) | (c == 1), 0, last_eta / eta)
         return jnp.where(k == 0, 1, ratio) * (1 - c)
 
     return SGDMHyperparams(vectorize(lambda k: eta_at(k) * c_at(k)), vectorize(beta_at))

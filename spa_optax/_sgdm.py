@@ -40,7 +40,7 @@ class SGDMValues(NamedTuple):
     beta: Scalar  # β_k
     a: Scalar  # a_k: α_k, or α_k β_k with Nesterov momentum
     next_resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
-    next_resting_w_is_exact: Flag | bool  # it has all its terms, and none can change
+    is_foreseen: Flag | bool  # next_resting_w has all its terms, and none can change
     next_beta_is_0: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 
@@ -83,7 +83,7 @@ def evaluate_sgdm(
         beta=beta,
         a=a,
         next_resting_w=next_resting_w,
-        next_resting_w_is_exact=False if may_change else has_all_terms,
+        is_foreseen=False if may_change else has_all_terms,
         next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
     )
@@ -105,8 +105,8 @@ def _next_resting_w_of_schedules(
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
     a, betas = _valid_a_and_beta(jax.vmap(a_at)(counts), jax.vmap(beta_at)(counts))
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
-    last = count_after(jnp.asarray(horizon, count.dtype))
-    tail = _resting_w_of_constants(*_valid_a_and_beta(a_at(last), beta_at(last)))
+    end = count_after(jnp.asarray(horizon, count.dtype))
+    tail = _resting_w_of_constants(*_valid_a_and_beta(a_at(end), beta_at(end)))
     if _arguments.is_static_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)
@@ -182,7 +182,7 @@ def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scal
     # A resting w that was not foreseen may prove too small once α or β rises. There w
     # never falls, and is at least α, with which α m is right to an ulp of x.
     cautious_w = jnp.maximum(sgdm.next_resting_w, jnp.maximum(w, sgdm.alpha))
-    next_w = jnp.where(sgdm.next_resting_w_is_exact, sgdm.next_resting_w, cautious_w)
+    next_w = jnp.where(sgdm.is_foreseen, sgdm.next_resting_w, cautious_w)
     return ensure_positive_w(next_w, sgdm.a, w)
 
 
@@ -200,7 +200,7 @@ def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.
-    rounding_error = jnp.where(sgdm.next_resting_w_is_exact, 64, 4 * (1 - beta)) * eps
+    rounding_error = jnp.where(sgdm.is_foreseen, 64, 4 * (1 - beta)) * eps
     r_minus_1 = zero_where(jnp.abs(r_minus_1) <= rounding_error, r_minus_1)
     r = jnp.where(m_is_0, 1, 1 + r_minus_1)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs

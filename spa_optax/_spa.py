@@ -41,6 +41,11 @@ def spa(
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
 
+    Under `jax.jit` the random bits of a `rounding_key` do not depend on the sharding.
+    Optimizers in `optax.partition`, replicas under `jax.vmap` and shards in
+    `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the key,
+    but never along an axis on which params are replicated.
+
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
         with momentum, pass α/(1 − β).
@@ -57,11 +62,7 @@ def spa(
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
         than a step computes in, are rounded up or down at random, so that the mean is
         right. Without it they are rounded to nearest, as complex numbers always are,
-        and a warning is given. A z in 8 bits needs a key. Under `jax.jit` the random
-        bits do not depend on the sharding. Optimizers in `optax.partition`, replicas
-        under `jax.vmap` and shards in `jax.shard_map` need different keys: fold
-        `jax.lax.axis_index(axis)` into the key, but never along an axis on which params
-        are replicated.
+        and a warning is given. A z in 8 bits needs a key.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps

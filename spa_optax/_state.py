@@ -1,4 +1,4 @@
-"""The state of the family."""
+"""The state of the family: of every optimizer that `spa_from_rule` makes."""
 
 from typing import NamedTuple
 

@@ -152,7 +152,9 @@ def compute_dtype(*arrays: Any) -> Any:
         for array in arrays
     ]
     with jax.numpy_dtype_promotion("standard"):  # whatever the user has set
-        return jnp.result_type(*(d for d in dtypes if d.itemsize > 2), jnp.float32)
+        return jnp.result_type(
+            *(dtype for dtype in dtypes if dtype.itemsize > 2), jnp.float32
+        )
 
 
 def widen(tree: PyTree) -> PyTree:

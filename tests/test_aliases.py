@@ -41,6 +41,7 @@ def test_without_averaging_it_is_optax_adamw_without_first_moment() -> None:
             np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @both_aliases
 @pytest.mark.parametrize("second_moment", ["full", "factored"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -76,6 +77,7 @@ def unbiased_decay(count: Any, b2: Any) -> Any:
     return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
 
 
+@pytest.mark.slow
 @both_aliases
 def test_masks(alias: Any) -> None:
     """A tree of booleans, a function, and an Equinox module of booleans, which is

@@ -65,6 +65,7 @@ def test_arrays_are_what_they_say() -> None:
     np.testing.assert_allclose(audit.beta[:2], (np.nan, beta[1]), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
 def test_recipes_of_sgdm(momentum: float) -> None:
     """The backward recursion over all steps is the look-ahead at each; `audit` of
@@ -321,6 +322,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.5, 1e4])
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_jump_is_found(name: str, factor: float) -> None:

@@ -363,6 +363,7 @@ DIRECTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIRECTIONS)
 def test_other_states_are_kept(name: str) -> None:
     """The run goes on as if nothing had happened, or `convert` refuses."""

@@ -73,6 +73,7 @@ def history(
     return {k: np.asarray(v.astype(jnp.float32), np.float64) for k, v in seen.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_term_is_that_of_the_iterates(name: str) -> None:
     """At every step, without any buffer, from iterates and gradients in float64."""
@@ -199,6 +200,7 @@ NOISY: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOISY)
 def test_noise_is_at_noise_level(name: str) -> None:
     report = reports(track_momentum(NOISY[name](), decay=0.95), normal(600))
@@ -269,6 +271,7 @@ TRACKED: dict[str, Any] = {
 QUICK = ("spa", "gpa_adamw", "chain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(TRACKED, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_noise_and_a_constant_direction(name: str) -> None:
@@ -315,6 +318,7 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
 BASES = optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1), optax.adabelief(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [primal_averaging(base, C) for base in BASES]
@@ -473,6 +477,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_report_from_inside_a_wrapper(name: str) -> None:

@@ -34,6 +34,7 @@ MEMBERS: dict[str, Any] = {
 MESSAGE = r"`params` must be those that the last update made, got others at \['b'\]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_nothing_is_raised_in_an_ordinary_run(name: str, dtype: Any) -> None:
@@ -76,6 +77,7 @@ def moved_by(kind: str, tx: Any) -> Any:
     }[kind]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["apply_every", "scale", "decay", "clip", "nonnegative"]
 )

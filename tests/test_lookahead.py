@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, run, sgdm, slow, table, trained, x64
+from helpers import lenient, run, sgdm, table, trained, x64
 
 from spa_optax import spa, spa_from_sgdm
 
@@ -54,6 +54,7 @@ def test_without_momentum_c_is_a_half() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"state_dtype": jnp.bfloat16}])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, lambda k: jnp.where(k < 90, 0.0, 0.5)])
@@ -86,9 +87,8 @@ def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
     assert np.isnan(x).all() == np.isnan(end)
 
 
-@pytest.mark.parametrize(
-    "nesterov", [slow(False), True], ids=["heavy ball", "nesterov"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
     """Meta-learning differentiates through rates, as through `optax.sgd`."""
 

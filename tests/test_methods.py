@@ -58,6 +58,7 @@ def equal(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base", [BASES["Muon"], slow(BASES["SGD+M"]), slow(BASES["AdamW"])]
 )
@@ -85,6 +86,7 @@ def test_ema_nesterov(base: Any) -> None:
             equal(eval_params(state_of_ours, y), average)
 
 
+@pytest.mark.slow
 def test_amuse() -> None:
     """Schedule-Free around Muon, with weights η² and β_t rising to 1 (arXiv:2605.22432,
     Eq. 1)."""

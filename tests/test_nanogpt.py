@@ -85,6 +85,7 @@ def test_batches_and_windows() -> None:
     np.testing.assert_array_equal(inputs[has_label == 1] + 1, np.arange(1, 100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "spacing"),
     [
@@ -111,6 +112,7 @@ def test_codecs(codec: rivals.Codec, spacing: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_two_halves_of_a_number() -> None:
     x = jax.lax.bitcast_convert_type(
         jax.random.bits(jax.random.key(0), (10_000,)), jnp.float32
@@ -123,6 +125,7 @@ def test_the_two_halves_of_a_number() -> None:
     assert np.all(np.abs(high.astype(jnp.float32) - x) <= 2**-8 * np.abs(x) + 1e-38)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "off"), [(jnp.int16, 0), (jnp.int8, 2**-9 / 127)])
 def test_with_the_low_half_params_are_float32(dtype: Any, off: float) -> None:
     """In int8 each step is off by half a code or less, of numbers up to 1.02."""

@@ -270,6 +270,7 @@ def test_leaves_and_streams_are_independent() -> None:
     assert np.abs(correlation - np.diag(np.diag(correlation))).max() < 5 / np.sqrt(n)
 
 
+@pytest.mark.slow
 @every_member
 def test_any_sharding_gives_the_same_bits(make: Any) -> None:
     """`init` takes it from params. Only the scale of an 8-bit m needs a collective: a

@@ -59,6 +59,7 @@ def assert_same_as_on_one_device(params: Any, z: Any, losses: Any) -> None:
     np.testing.assert_allclose(losses, one[2], rtol=rtol)
 
 
+@pytest.mark.slow
 def test_import_does_not_start_jax() -> None:
     """`jax.distributed.initialize` must come before, and may come after the imports."""
     program = (

@@ -166,6 +166,7 @@ def test_numbers_in_numbers_out() -> None:
     spa_from_sgdm(*hyperparams_to_sgdm(1.0, 0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hyperparams",
     [

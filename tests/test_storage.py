@@ -62,6 +62,7 @@ def save_and_load(kind: str, state: Any, like: Any, folder: Path) -> Any:
         return checkpointer.restore(folder / "state", jax.eval_shape(lambda: like))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "member"),
     [slow("orbax", "spa"), *itertools.product(["msgpack", "pickle"], MEMBERS)],

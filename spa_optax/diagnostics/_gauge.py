@@ -103,7 +103,7 @@ def measure(
     r = jnp.ones([]) if xz.r is None else xz.r
     delta = jnp.zeros([]) if xz.delta is None else xz.delta
     values = xz.eta, xz.c, delta, r, state.mu_y
-    eta, c, delta, r, mu_y = (jnp.asarray(x, jnp.float32) for x in values)
+    eta, c, delta, r, mu_y = (jnp.asarray(value, jnp.float32) for value in values)
     sums = _sums(g, params, state, factor=r / mu_y)
     return Measurement(sums, eta, c, delta, r)
 
@@ -137,13 +137,13 @@ def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
     return functools.reduce(optax.tree.add, array_sums, zeros)
 
 
-def _dot(a: Array, b: Array) -> Scalar:
-    return jnp.sum(jnp.real(a * jnp.conj(b))).astype(jnp.float32)
+def _dot(array: Array, other: Array) -> Scalar:
+    return jnp.sum(jnp.real(array * jnp.conj(other))).astype(jnp.float32)
 
 
-def _rounding_error(x: Array, dtype: Any) -> Array:
+def _rounding_error(array: Array, dtype: Any) -> Array:
     """A bound on the rounding error of each element, to compute with in a dtype."""
-    return float(jnp.finfo(x.dtype).eps) * jnp.abs(x.astype(dtype))
+    return float(jnp.finfo(array.dtype).eps) * jnp.abs(array.astype(dtype))
 
 
 def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:

@@ -259,7 +259,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     (state,) = found
     check_not_batched("opt_state", state.gauge)
     # Flax nnx keeps arrays in variables.
-    gauge = jax.tree.map(lambda _, x: as_scalar(x), init_gauge(), state.gauge)
+    gauge = jax.tree.map(lambda _, leaf: as_scalar(leaf), init_gauge(), state.gauge)
     means = gauge.means
     cross_error = jnp.maximum(
         gauge.cross_error, jnp.finfo(jnp.float32).tiny

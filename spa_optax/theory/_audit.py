@@ -250,16 +250,16 @@ def _find_spikes(audited: Audit) -> Finding | None:
 
 def _find_jumps(audited: Audit) -> list[Finding]:
     """Jumps of α and of the effective learning rate; those up come first."""
-    name, total = audited.effective_learning_rate()
+    name, effective = audited.effective_learning_rate()
     is_spike = _spike_mask(audited.alpha)
-    alpha_signs, total_signs = _jump_signs(audited.alpha), _jump_signs(total)
-    total_signs[total_signs == alpha_signs] = 0  # one event
+    alpha_signs, effective_signs = _jump_signs(audited.alpha), _jump_signs(effective)
+    effective_signs[effective_signs == alpha_signs] = 0  # one event
     alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
     found = [
         _find_jump("rise", "α", audited.alpha, alpha_signs > 0),
-        _find_jump("rise", name, total, total_signs > 0),
+        _find_jump("rise", name, effective, effective_signs > 0),
         _find_jump("drop", "α", audited.alpha, alpha_signs < 0),
-        _find_jump("drop", name, total, total_signs < 0),
+        _find_jump("drop", name, effective, effective_signs < 0),
     ]
     return [*filter(None, found)]
 
