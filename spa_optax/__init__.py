@@ -3,7 +3,7 @@
 from . import diagnostics, theory
 from ._adamw import spa_adamw
 from ._convert import convert
-from ._float8 import float8_momentum
+from ._float8_momentum import float8_momentum
 from ._params import eval_params, shift_z
 from ._schedules import (
     AdamWHyperparams,

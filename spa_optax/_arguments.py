@@ -32,10 +32,10 @@ class Requirement(NamedTuple):
     """What an argument must be."""
 
     text: str
-    # Called with the value, as a float if there is a type. If it raises TypeError,
-    # ValueError or OverflowError, the value is refused, unless it is a traced scalar.
+    # Gets float(value) if `value_type` is set, else the value. A TypeError, ValueError
+    # or OverflowError refuses the value; a traced scalar passes.
     predicate: Callable[[Any], Any]
-    # "" for any type, else a text above, which is also the message for other types.
+    # One of the constants above: a scalar type, worded for messages. "": any value.
     value_type: str = ""
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
@@ -192,6 +192,22 @@ def as_schedule(name: str, hyperparam: ScalarOrSchedule) -> Callable[[Any], Arra
     return schedule
 
 
+def sample(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
+    """The values of a schedule at counts, or the one of a number.
+
+    Empty if it cannot be evaluated yet.
+    """
+    try:
+        if not callable(hyperparam):
+            return np.asarray([hyperparam], float)
+        with jax.ensure_compile_time_eval():
+            values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
+        values = np.asarray(values, float)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        return np.empty(0)  # it depends on traced values, or cannot be traced
+    return values if values.shape == counts.shape else np.empty(0)
+
+
 def check_averaging(averaging: Any) -> None:
     """Checks an averaging, and warns of one that is probably meant as a momentum."""
     FRACTION.check(averaging=averaging)
@@ -248,22 +264,6 @@ def check_state_dtype(
             f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
             f"final value of {at_last[0]:.4g}. Use bfloat16."
         )
-
-
-def sample(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
-    """The values of a schedule at counts, or the one of a number.
-
-    Empty if it cannot be evaluated yet.
-    """
-    try:
-        if not callable(hyperparam):
-            return np.asarray([hyperparam], float)
-        with jax.ensure_compile_time_eval():
-            values = jax.vmap(hyperparam)(jnp.asarray(counts, jnp.int32))
-        values = np.asarray(values, float)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        return np.empty(0)  # it depends on traced values, or cannot be traced
-    return values if values.shape == counts.shape else np.empty(0)
 
 
 def warn(message: str) -> None:

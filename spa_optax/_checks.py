@@ -85,12 +85,12 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def error_if_mu_y_wrong(
+def error_if_x_wrong(
     xz: XZCoefficients, updates: PyTree, state: SPAState, mu_y_may_change: bool
 ) -> XZCoefficients:
-    """The coefficients. Raises ValueError where their μ_y would give a wrong x.
+    """The coefficients, with η NaN where x would be wrong.
 
-    Compiled code cannot raise: there η becomes NaN. x would be wrong
+    Raises ValueError if that is known now; compiled code cannot raise. x would be wrong
 
     - without a `next_mu_y`, which claims that y is x, if the state's μ_y is not 1;
     - with one, if μ_y changes and a parameter with a z gets no update, since a change

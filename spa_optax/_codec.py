@@ -9,7 +9,8 @@ that a narrow z would lose, and it follows params that something else moves.
 The step is a method of the codec because the two round in different orders: `ZCodec`
 moves z and subtracts y, and `DifferenceCodec` makes u before it forms z.
 
-The params are y: messages and states say params, equations say y. The field `z` of a
+The params are y: messages and states say params, equations say y. Likewise Optax's
+updates are g on the way in, and u on the way out. The field `z` of a
 state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
 type of the node says which. So a cast of the state, as when a checkpoint is restored
 into another dtype, cannot change what its numbers mean.

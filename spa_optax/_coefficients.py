@@ -1,7 +1,7 @@
 """The coefficients of a step: of x and z, as a rule returns it, and of y and z.
 
-Step k leads from index k to k + 1. It uses η_k, δ_k and r_k, but c, w and μ_y of index
-k + 1, as the paper counts them.
+Step k leads from index k to k + 1. It uses η_k, δ_k and r_k, but c of index k + 1, as
+the paper counts it, and w and μ_y likewise.
 """
 
 from typing import NamedTuple
@@ -19,15 +19,16 @@ class XZCoefficients(NamedTuple):
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
     At δ = 0 this is the paper's step if μ_y is 1, else generalized primal averaging.
-    Only `spa_from_sgdm` sets δ, for Nesterov momentum. Where w was not foreseen it also
-    sets r. Then z_k is first replaced by x_k + r (z_k − x_k), which needs y to be x.
+    Only `spa_from_sgdm` sets δ, for Nesterov momentum, and r. With an r, z_k is first
+    replaced by x_k + r (z_k − x_k), which needs y to be x. r is 1 unless
+    hyper-parameters changed in a way that the last step could not foresee.
 
     The next state keeps η, c, w and μ_y. w is in none of these lines: it says which
     momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
     it; others only carry it on.
 
     If `delta` or `r` is None, its term is left out of the program. `next_mu_y=None`
-    claims that y is x before and after the step (`error_if_mu_y_wrong`). Once z differs
+    claims that y is x before and after the step (`error_if_x_wrong`). Once z differs
     from y, η, c and w must not all be 0 (`is_initial`).
     """
 
@@ -40,7 +41,7 @@ class XZCoefficients(NamedTuple):
 
 
 class YZCoefficients(NamedTuple):
-    """The same step of y and z, the arrays that there are: x is not stored.
+    """The same step in terms of y and z, since x is not stored.
 
         z ← y + r (z − y)
         z ← z − η g

@@ -313,7 +313,7 @@ def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
     """The params that have a momentum in a node, in 32 bits or more."""
     found = {path: params[path] for path in arrays_by_path(_momentum_tree(node))}
     return {
-        path: x.astype(compute_dtype(x)) for path, x in found.items() if is_inexact(x)
+        path: y.astype(compute_dtype(y)) for path, y in found.items() if is_inexact(y)
     }
 
 

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_params, check_update, error_if_mu_y_wrong
+from ._checks import check_params, check_update, error_if_x_wrong
 from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -93,7 +93,7 @@ def spa_from_rule(
         warn_of_missing_key(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = fill_next_w(rule(state), state.w)
-        xz = error_if_mu_y_wrong(xz, updates, state, mu_y_may_change)
+        xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:
             observe(updates, state, params, xz)
         return _step(updates, state, params, xz, rounding_key)
@@ -110,10 +110,9 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the next state.
 
-    The equations are in `eliminate_x` and `codec.step`. What is between the two calls
-    only changes what XLA compiles.
+    The step is `eliminate_x`, then `codec.step` on each array. Between them stand the
+    scalars of the next state, and a block for XLA.
     """
-    state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
     next_scalars = {
@@ -122,8 +121,9 @@ def _step(
         "w": xz.next_w,
         "mu_y": next_mu_y,
     }
+    state_is_initial = is_initial(state)
 
-    # From here to `hide_from_xla` all is for XLA: no finite value changes.
+    # For XLA alone, up to `_step_arrays`: no finite value changes.
     if rounding_key is not None and yz.delta_y is None:
         # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
         # if the program has the term δ_y g, be it 0 (benchmarks/compiled.py).

@@ -53,7 +53,7 @@ def evaluate_sgdm(
     nesterov: bool = False,
     horizon: int | None = None,
 ) -> SGDMValues:
-    """The hyper-parameters of step k, the count, and the resting w_{k+1}.
+    """The hyper-parameters at `count`, which is k, and the resting w_{k+1}.
 
     w_{k+1} = Σ_{j=k+1..k+H} a_j Π_{i=k+1..j} β_i, and a tail for a and β constant from
     k + H on. Numbers need no sum: H = 0.
@@ -192,11 +192,11 @@ def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     It is 0 where it would be too large to keep digits.
     """
     m_is_0 = w <= 0  # at the start, and after momentum has ended
-    divisor = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
+    w_or_1 = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
     eps = float(jnp.finfo(next_w.dtype).eps)
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     a, beta = sgdm.a, sgdm.beta
-    r_minus_1 = ((next_w - divisor) + (beta * a - (1 - beta) * next_w)) / divisor
+    r_minus_1 = ((next_w - w_or_1) + (beta * a - (1 - beta) * next_w)) / w_or_1
     # Where all went as foreseen, r is 1 but for rounding: some tens of eps for a sum
     # over the horizon, (1 − β) eps for traced numbers that stay. To rescale by that
     # would only add noise.

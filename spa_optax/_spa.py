@@ -95,12 +95,13 @@ def spa(
     c_at = _arguments.as_schedule("averaging", averaging)
     mu_y_at = _arguments.as_schedule("interpolation", interpolation)
 
+    params_are_x = _arguments.is_always(interpolation, 1)
+
     def rule(state):
-        eta, c = eta_at(state.count), c_at(state.count)
-        # None claims that the params are x, and leaves μ_y out of the program.
-        params_are_x = _arguments.is_always(interpolation, 1)
-        next_mu_y = None if params_are_x else mu_y_at(state.count)
-        return XZCoefficients(eta, c, next_mu_y=next_mu_y)
+        k = state.count
+        # None leaves μ_y out of the program.
+        next_mu_y = None if params_are_x else mu_y_at(k)
+        return XZCoefficients(eta=eta_at(k), c=c_at(k), next_mu_y=next_mu_y)
 
     return spa_from_rule(
         rule,

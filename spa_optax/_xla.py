@@ -24,9 +24,9 @@ def tree_barrier(tree: PyTree) -> PyTree:
 def hide_from_xla(
     kernel_scalars: PyTree, state_scalars: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """The same scalars, hidden: those of the kernels, and those of the next state.
+    """Hides the values of scalars from XLA, for the kernels and for the next state.
 
-    XLA must not know their values. If it knows that η is 1, the paper's value, XLA on
+    If XLA knows that η is 1, the paper's value, XLA on
     CPU folds the product away and no longer updates z in place, which is slower.
     """
     one = jnp.ones([], jnp.float32)

@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+# What jax keeps makes each pass of the garbage collector slow.
+gc.set_threshold(50_000, 20, 50)
 collect_ignore = ["mutants.py"]  # needs cosmic-ray
 # Catches a float32 schedule that meets bfloat16 params.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -47,7 +47,7 @@ TESTS = {
     "sgdm": ["lookahead", "schedules", "scale", "equivalence"],
     "rounding": ["precision", "wrappers", "eight_bits"],
     "wrappers": ["wrappers", "precision", "eight_bits", "checks", "optax_contract"],
-    "float8": ["eight_bits", "wrappers", "checks", "optax_contract"],
+    "float8_momentum": ["eight_bits", "wrappers", "checks", "optax_contract"],
     "adamw": ["second_moment", "aliases", "checks"],
     "xla": [*CORE, "memory", "scale"],
     "schedules": ["schedules", "methods", "checks"],

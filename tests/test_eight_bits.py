@@ -39,7 +39,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._codec import choose_codec, codec_of, stored_tree
-from spa_optax._float8 import Float8Momentum
+from spa_optax._float8_momentum import Float8Momentum
 from spa_optax._optax_states import FLOAT8_MOMENTUM_FIELDS
 from spa_optax._trees import find_nodes
 from spa_optax.diagnostics import momentum_report, track_momentum
