@@ -257,12 +257,12 @@ def check_state_dtype(
             "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
         )
     values = sample(averaging, SAMPLE_COUNTS)
-    at_last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((at_last > 0) & (at_last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+    last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((last > 0) & (last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
             "`averaging`, which is 1 − momentum, must stay >= "
             f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
-            f"final value of {at_last[0]:.4g}. Use bfloat16."
+            f"final value of {last[0]:.4g}. Use bfloat16."
         )
 
 

@@ -210,8 +210,8 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 
 Z_CODEC = ZCodec()
-DIFFERENCE_CODEC = DifferenceCodec(ZMinusParams, "z − params", scale=1.0)
-DIFFERENCE_TIMES_256_CODEC = DifferenceCodec(
+Z_MINUS_PARAMS_CODEC = DifferenceCodec(ZMinusParams, "z − params", scale=1.0)
+Z_MINUS_PARAMS_TIMES_256_CODEC = DifferenceCodec(
     ZMinusParamsTimes256, "256 (z − params)", scale=2.0**-8
 )
 
@@ -223,13 +223,15 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
     """The codec that `init` takes for params and a `state_dtype`, which may be None."""
     num_bytes = 4 if state_dtype is None else jnp.dtype(state_dtype).itemsize
     if num_bytes == 1:
-        return DIFFERENCE_TIMES_256_CODEC
-    return DIFFERENCE_CODEC if num_bytes == 2 or has_narrow_leaves(params) else Z_CODEC
+        return Z_MINUS_PARAMS_TIMES_256_CODEC
+    if num_bytes == 2 or has_narrow_leaves(params):
+        return Z_MINUS_PARAMS_CODEC
+    return Z_CODEC
 
 
 def codec_of(z_field: PyTree) -> Codec:
     """The codec that a state was made with, by the type of its field `z`."""
-    for codec in (DIFFERENCE_CODEC, DIFFERENCE_TIMES_256_CODEC):
+    for codec in (Z_MINUS_PARAMS_CODEC, Z_MINUS_PARAMS_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec
     return Z_CODEC

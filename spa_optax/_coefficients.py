@@ -23,9 +23,9 @@ class XZCoefficients(NamedTuple):
     replaced by x_k + r (z_k − x_k), which needs y to be x. r is 1 unless
     hyper-parameters changed in a way that the last step could not foresee.
 
-    The next state keeps η, c, w and μ_y. w is in none of these lines: it says which
-    momentum x − z stands for, m = (x − z)/w. `spa_from_sgdm` and `convert` compute with
-    it; others only carry it on.
+    The next state keeps η, c, w and μ_y. `next_w` is in none of these lines: it says
+    which momentum x − z stands for in the next state, m = (x − z)/w. `spa_from_sgdm`
+    and `convert` compute with it.
 
     If `delta` or `r` is None, its term is left out of the program. `next_mu_y=None`
     claims that y is x before and after the step (`error_if_x_wrong`). Once z differs

@@ -26,7 +26,7 @@ from ._nodes import (
     list_nodes,
     steps_taken,
 )
-from ._schedules import AdamWHyperparams, SGDMHyperparams
+from ._schedules import SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_initial
 from ._trees import (
@@ -41,6 +41,16 @@ from ._trees import (
     replace_leaves,
 )
 from ._wrappers import PrimalAveragingState
+
+
+class AdamWHyperparams(NamedTuple):
+    """Hyper-parameters of `optax.adamw`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
+
 
 ArraysByPath = dict[str, Array]  # an array for each parameter, by its path
 REQUIREMENTS = {

@@ -110,10 +110,9 @@ def _step(
 ) -> tuple[PyTree, SPAState]:
     """One step: y_{k+1} − y_k, and the next state.
 
-    The step is `eliminate_x`, then `codec.step` on each array. Between them stand the
-    scalars of the next state, and a block for XLA.
+    `eliminate_x` gives the coefficients for y and z, and `_step_arrays` takes the step
+    with them. What is between the two is for XLA alone.
     """
-    yz = eliminate_x(xz, state.mu_y)
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
     next_scalars = {
         "eta": xz.eta,
@@ -122,8 +121,9 @@ def _step(
         "mu_y": next_mu_y,
     }
     state_is_initial = is_initial(state)
+    yz = eliminate_x(xz, state.mu_y)
 
-    # For XLA alone, up to `_step_arrays`: no finite value changes.
+    # For XLA alone: no finite value changes.
     if rounding_key is not None and yz.delta_y is None:
         # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
         # if the program has the term δ_y g, be it 0 (benchmarks/compiled.py).
@@ -153,7 +153,7 @@ def _step_arrays(
     codec, old_stored = codec_of(state.z), stored_tree(state.z)
     seeds = seeds_like(rounding_key, state.count, old_stored, FOR_PARAMS_AND_Z)
 
-    def step_array(y, stored, g, seed):
+    def step_leaf(y, stored, g, seed):
         if stored is None:  # not trained
             return ArrayStep(None, None)
         if not is_inexact(y):  # integers stay
@@ -161,9 +161,7 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
 
-    steps = jax.tree.map(
-        step_array, params, old_stored, updates, seeds, is_leaf=is_none
-    )
+    steps = jax.tree.map(step_leaf, params, old_stored, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
     next_stored = jax.tree.map(lambda step: step.stored, steps, is_leaf=_is_step)
     return u, codec.wrap(next_stored)

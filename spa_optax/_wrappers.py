@@ -178,7 +178,8 @@ def primal_averaging(
 
     def update_fn(updates, state, params=None, **extra):
         check_state_type("state", state, PrimalAveragingState)
-        observe = extra.pop("observe", None)  # the gauge observes a step of `spa`
+        # `track_momentum` observes the step of `spa`.
+        observe = extra.pop("observe", None)
         base_params = params
         if params_of_base == "z":
             base_params = _current_z(state.spa_state, params)

@@ -21,6 +21,7 @@ from helpers import (
     COLLECTIVE,
     FLOAT16,
     lenient,
+    long,
     mean_of_all,
     run,
     slow,
@@ -63,6 +64,7 @@ class Transform:
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     quick: bool = False  # quick tests take one for each way through the code
+    long: bool = False  # left out of CI, where another takes the same way
     linear: bool = True  # in the gradients; and the state is an `SPAState` alone
     has_z: bool = True  # and takes a `state_dtype`
     # As a gradient. Optax takes it only where params are None, and a changing
@@ -124,7 +126,7 @@ adamw = functools.partial(Transform, linear=False, takes_none=False)
 # A new member of the family goes here.
 FACTORIES: dict[str, Transform] = {
     "spa, schedules": Transform(partial(spa, COSINE, mean_of_all)),
-    "sgdm, schedule": Transform(partial(spa_from_sgdm, COSINE, 0.9)),
+    "sgdm, schedule": Transform(partial(spa_from_sgdm, COSINE, 0.9), long=True),
     "sgdm, nesterov": Transform(partial(spa_from_sgdm, COSINE, 0.9, True), quick=True),
     "stochastic": Transform(partial(spa_from_sgdm, COSINE, 0.9, rounding_key=KEY)),
     "gpa": Transform(
@@ -140,13 +142,14 @@ FACTORIES: dict[str, Transform] = {
     "around adamw": adamw(
         partial(primal_averaging, optax.adamw(0.1, b2=0.9), 0.1, 0.9)
     ),
-    "watched": adamw(watched, num_sums=2),
+    "watched": adamw(watched, num_sums=2, long=True),
 }
 OLD_OPTAX = tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7)
 ROUNDED = {
     name: Transform(
         partial(stochastic_rounding, base, KEY),
         quick=name in ("adamw", "muon"),
+        long=name == "sgd",
         linear=False,
         has_z=False,
         takes_none=name == "sgd",
@@ -169,10 +172,14 @@ ROUNDED = {
 
 def each(condition: Callable[[Transform], bool]) -> pytest.MarkDecorator:
     """A test of each transform that meets a condition, most of them slow."""
+
+    def case(name, it):
+        if it.quick:
+            return pytest.param(it, id=name)
+        return (long if it.long else slow)(it, id=name)
+
     cases = [
-        pytest.param(it, id=name) if it.quick else slow(it, id=name)
-        for name, it in (FACTORIES | ROUNDED).items()
-        if condition(it)
+        case(name, it) for name, it in (FACTORIES | ROUNDED).items() if condition(it)
     ]
     return pytest.mark.parametrize("it", cases)
 

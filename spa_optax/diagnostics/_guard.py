@@ -106,13 +106,13 @@ def _check_not_moved(state: GuardParamsState, params: PyTree) -> None:
     """Raises, also in compiled code, where params are not those after the last step."""
 
     def is_moved(*leaves):
-        y, old_y, new_y = map(jnp.asarray, leaves)
+        y, old_y, next_y = map(jnp.asarray, leaves)
         eps = float(jnp.finfo(y.dtype).eps)
-        y, old_y, new_y = as_dtype((y, old_y, new_y), compute_dtype(y))
+        y, old_y, next_y = as_dtype((y, old_y, next_y), compute_dtype(y))
         # The user's program and this one may round y + u differently.
-        ulp = eps * jnp.maximum(jnp.abs(old_y), jnp.abs(new_y))
-        both_nan = jnp.isnan(y) & jnp.isnan(new_y)
-        is_same = (jnp.abs(y - new_y) <= ulp) | (y == new_y) | both_nan
+        ulp = eps * jnp.maximum(jnp.abs(old_y), jnp.abs(next_y))
+        both_nan = jnp.isnan(y) & jnp.isnan(next_y)
+        is_same = (jnp.abs(y - next_y) <= ulp) | (y == next_y) | both_nan
         return state.has_updated & ~jnp.all(is_same)
 
     moved = arrays_by_path(

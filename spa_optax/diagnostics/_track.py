@@ -1,4 +1,7 @@
-"""The gauge around an optimizer, and what it says in numbers and in words."""
+"""`track_momentum`, the gauge around an optimizer, and its report.
+
+The gauge measures whether momentum pays: whether successive gradients agree.
+"""
 
 from typing import Any, NamedTuple
 
