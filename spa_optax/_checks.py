@@ -99,9 +99,9 @@ def error_if_x_wrong(
     if xz.next_mu_y is None:
         next_mu_y = jnp.ones_like(state.mu_y)
         message = (
-            "`state` must be of a run at an interpolation of 1, got one at {:g}, whose "
-            "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
-            "schedule `interpolation=lambda k: 1.0`."
+            "`state` must be of a run at an interpolation of 1, got one at {old:g}, "
+            "whose params are not x. Begin anew at `eval_params(state, params)`, or "
+            "pass the schedule `interpolation=lambda k: 1.0`."
         )
     else:
         stored_by_path = arrays_by_path(stored_tree(state.z))
@@ -117,12 +117,12 @@ def error_if_x_wrong(
         next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
         message = (
             "`updates` must not be None where `interpolation` changes, which moves the "
-            "params, got None and a change from {:g} to {:g}"
+            "params, got None and a change from {old:g} to {new:g}"
         )
     # In the initial state z is y, so x is right at any μ_y.
     is_wrong = ~is_initial(state) & (next_mu_y != state.mu_y)
     if is_known_true(is_wrong):
-        raise ValueError(message.format(float(state.mu_y), float(next_mu_y)))
+        raise ValueError(message.format(old=float(state.mu_y), new=float(next_mu_y)))
     return xz._replace(eta=jnp.where(is_wrong, jnp.nan, xz.eta))
 
 

@@ -59,34 +59,6 @@ class ZCodec:
     scale = 1.0  # the stored array times this is z, or z − y
     stores_difference = False
 
-    def wrap(self, tree: PyTree) -> PyTree:
-        """The field `z` of a state, from the tree of stored arrays."""
-        return tree
-
-    def init(self, y: Any, dtype: Any) -> Array:
-        """What is stored of z_0 = y_0: an array of its own, sharded like y."""
-        return jnp.array(y, dtype=dtype, copy=True)
-
-    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
-        """The value of z, in `compute_dtype`.
-
-        In the initial state it is y, which may have been replaced since `init`, as by
-        pretrained params.
-        """
-        dtype = compute_dtype(y, stored)
-        return where_sharded(state_is_initial, y.astype(dtype), stored.astype(dtype))
-
-    def decode_difference(
-        self, y: Array, stored: Array, state_is_initial: Flag
-    ) -> Array:
-        """The value of z − y, in `compute_dtype`."""
-        z = self.decode_z(y, stored, state_is_initial)
-        return z - y.astype(z.dtype)
-
-    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z_{k+1}, in a dtype, beside the params y_{k+1}."""
-        return round_to(z, dtype, seed)
-
     def step(
         self,
         y: Array,
@@ -121,6 +93,34 @@ class ZCodec:
         u = round_update(wide_u, y, seed)
         return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
 
+    def wrap(self, tree: PyTree) -> PyTree:
+        """The field `z` of a state, from the tree of stored arrays."""
+        return tree
+
+    def init(self, y: Any, dtype: Any) -> Array:
+        """What is stored of z_0 = y_0: an array of its own, sharded like y."""
+        return jnp.array(y, dtype=dtype, copy=True)
+
+    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
+        """The value of z, in `compute_dtype`.
+
+        In the initial state it is y, which may have been replaced since `init`, as by
+        pretrained params.
+        """
+        dtype = compute_dtype(y, stored)
+        return where_sharded(state_is_initial, y.astype(dtype), stored.astype(dtype))
+
+    def decode_difference(
+        self, y: Array, stored: Array, state_is_initial: Flag
+    ) -> Array:
+        """The value of z − y, in `compute_dtype`."""
+        z = self.decode_z(y, stored, state_is_initial)
+        return z - y.astype(z.dtype)
+
+    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z_{k+1}, in a dtype, beside the params y_{k+1}."""
+        return round_to(z, dtype, seed)
+
 
 @dataclasses.dataclass(frozen=True)
 class DifferenceCodec:
@@ -135,27 +135,6 @@ class DifferenceCodec:
     description: str
     scale: float
     stores_difference = True
-
-    def wrap(self, tree: PyTree) -> PyTree:
-        return self.node_type(tree)
-
-    def init(self, y: Any, dtype: Any) -> Array:
-        return shard_like(jnp.zeros_like(y, dtype=dtype), y)
-
-    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
-        d = self.decode_difference(y, stored, state_is_initial)
-        return y.astype(d.dtype) + d
-
-    def decode_difference(
-        self, y: Array, stored: Array, state_is_initial: Flag
-    ) -> Array:
-        # The initial state stores 0, so the flag is not needed.
-        return self.scale * stored.astype(compute_dtype(y, stored))
-
-    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
-        # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
-        scaled = (z - next_y.astype(z.dtype)) / self.scale
-        return round_to(scaled, dtype, seed, saturate=True)
 
     def step(
         self,
@@ -184,12 +163,34 @@ class DifferenceCodec:
         if yz.delta_y is not None:
             wide_u = wide_u - yz.delta_y * wide_g
         # Params take the low bits of each random word, and z − y takes the high ones.
-        # Bfloat16 needs 16 of 32 and float8 20, so params and a float8 z share four.
+        # Bfloat16 needs 16 of 32 and float8 20. The four bits that both then use are
+        # the lowest of z, worth 2^-16 of its ulp.
         u = round_update(wide_u, y, seed, use_low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(d.dtype) + d
         return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
+
+    def wrap(self, tree: PyTree) -> PyTree:
+        return self.node_type(tree)
+
+    def init(self, y: Any, dtype: Any) -> Array:
+        return shard_like(jnp.zeros_like(y, dtype=dtype), y)
+
+    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
+        d = self.decode_difference(y, stored, state_is_initial)
+        return y.astype(d.dtype) + d
+
+    def decode_difference(
+        self, y: Array, stored: Array, state_is_initial: Flag
+    ) -> Array:
+        # The initial state stores 0, so the flag is not needed.
+        return self.scale * stored.astype(compute_dtype(y, stored))
+
+    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+        # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
+        scaled = (z - next_y.astype(z.dtype)) / self.scale
+        return round_to(scaled, dtype, seed, saturate=True)
 
 
 @jax.custom_jvp

@@ -14,14 +14,14 @@ from ._trees import Scalar, zero_where
 class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
+        z_k     ← x_k + r (z_k − x_k)                        if there is an r
         z_{k+1} = z_k − η g_k
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    At δ = 0 this is the paper's step if μ_y is 1, else generalized primal averaging.
-    Only `spa_from_sgdm` sets δ, for Nesterov momentum, and r. With an r, z_k is first
-    replaced by x_k + r (z_k − x_k), which needs y to be x. r is 1 unless
-    hyper-parameters changed in a way that the last step could not foresee.
+    Without r and δ this is the paper's step if μ_y is 1, else generalized primal
+    averaging. Only `spa_from_sgdm` sets the two: δ for Nesterov momentum, and r, which
+    is 1 unless hyper-parameters changed in a way that the last step could not foresee.
 
     The next state keeps η, c, w and μ_y. `next_w` is in none of these lines: it says
     which momentum x − z stands for in the next state, m = (x − z)/w. `spa_from_sgdm`
@@ -37,7 +37,7 @@ class XZCoefficients(NamedTuple):
     next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
     next_mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
     delta: Scalar | None = None  # None: 0
-    r: Scalar | None = None  # None: 1. Only where next_mu_y is None, so that y is x
+    r: Scalar | None = None  # None: 1. It needs next_mu_y to be None: y to be x
 
 
 class YZCoefficients(NamedTuple):

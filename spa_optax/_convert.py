@@ -315,8 +315,8 @@ def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
 
 def _momentum_tree(node: Any) -> PyTree:
     """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
-    # `stored_tree` returns a momentum of Optax unchanged.
-    return stored_tree(getattr(node, CONVERTED_FIELDS[type(node)]))
+    tree = getattr(node, CONVERTED_FIELDS[type(node)])
+    return stored_tree(tree) if isinstance(node, SPAState) else tree
 
 
 def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:

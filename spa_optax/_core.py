@@ -111,7 +111,7 @@ def _step(
     """One step: y_{k+1} − y_k, and the next state.
 
     `eliminate_x` gives the coefficients for y and z, and `_step_arrays` takes the step
-    with them. What is between the two is for XLA alone.
+    with them.
     """
     next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
     next_scalars = {

@@ -1,5 +1,8 @@
 """The nodes of a state, wrappers among them, and how they are copied into another.
 
+A node here is the state of one transform; `find_nodes` of `_trees.py` finds any node of
+a tree.
+
 Momentum is not copied but translated, by `convert`.
 """
 

@@ -182,7 +182,7 @@ def stagewise(
     boundaries = _as_boundaries(boundaries, divisor, step_divisor)
     log_divisor, log_step = math.log(divisor), math.log(step_divisor or divisor)
 
-    def log_decay(k):
+    def log_decay_at(k):
         """log(η/η_k): each stage that has begun adds log(s) a step."""
         total = jnp.zeros([], float)
         for b in boundaries:
@@ -191,10 +191,10 @@ def stagewise(
         return total
 
     def eta_at(k):
-        return jnp.asarray(learning_rate, float) * jnp.exp(-log_decay(k))
+        return jnp.asarray(learning_rate, float) * jnp.exp(-log_decay_at(k))
 
     def c_at(k):
-        c, log_ratio = jnp.asarray(averaging, float), log_decay(k + 1)
+        c, log_ratio = jnp.asarray(averaging, float), log_decay_at(k + 1)
         if averaging_mode == "scale":
             return jnp.minimum(c * jnp.exp(log_ratio), 1)
         if averaging_mode == "balance":
