@@ -50,8 +50,9 @@ def check_update(
     check_state_fits(state, params)
     _check_stored_z(state.z, params, state_dtype)
     check_same_tree("updates", updates, "params", params)
+    with_gradient = arrays_by_path(updates).keys()
     for name, tree in (("state.z", stored_tree(state.z)), ("params", params)):
-        unmatched = arrays_by_path(updates).keys() - arrays_by_path(tree).keys()
+        unmatched = with_gradient - arrays_by_path(tree).keys()
         if unmatched:
             path = min(unmatched) or "its root"
             raise ValueError(

@@ -10,10 +10,11 @@ The step is a method of the codec because the two round in different orders: `ZC
 moves z and subtracts y, and `DifferenceCodec` makes u before it forms z.
 
 The params are y: messages and states say params, equations say y. Likewise Optax's
-updates are g on the way in, and u on the way out. The field `z` of a
-state, here `z_field`, is a tree of z itself, or a node with a tree of differences. The
-type of the node says which. So a cast of the state, as when a checkpoint is restored
-into another dtype, cannot change what its numbers mean.
+updates are g on the way in, and u on the way out.
+
+The field `z` of a state, here `z_field`, is a tree of z itself, or a node with a tree
+of differences. The type of the node says which. So a cast of the state, as when a
+checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
 import dataclasses
@@ -91,7 +92,7 @@ class ZCodec:
         # One seed serves both. At most one of y and z has fewer bits than a step
         # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
-        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
+        return ArrayStep(u, round_to(z, stored.dtype, seed))
 
     def wrap(self, tree: PyTree) -> PyTree:
         """The field `z` of a state, from the tree of stored arrays."""

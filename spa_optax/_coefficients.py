@@ -47,8 +47,8 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `delta_y` or `r` is None, its term is left out of the program. A
-    `delta_y` of 0 keeps its term, for XLA, and changes no finite value.
+    If `delta_y` or `r` is None, its term is left out of the program. A `delta_y` of 0
+    keeps its term, for XLA, and changes no finite value.
     """
 
     eta: Scalar

@@ -61,15 +61,16 @@ def evaluate_sgdm(
     alpha_at = _arguments.as_schedule("learning_rate", learning_rate)
     beta_at = _arguments.as_schedule("momentum", momentum)
 
-    def a_at(k):
-        return alpha_at(k) * beta_at(k) if nesterov else alpha_at(k)
+    def values_at(k):
+        alpha, beta = alpha_at(k), beta_at(k)
+        return alpha, beta, alpha * beta if nesterov else alpha
 
-    a, beta = a_at(count), beta_at(count)
+    alpha, beta, a = values_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
         next_resting_w, has_all_terms = _next_resting_w_of_schedules(
-            a_at, beta_at, count, momentum, horizon
+            values_at, count, momentum, horizon
         )
     else:
         next_resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
@@ -79,7 +80,7 @@ def evaluate_sgdm(
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     return SGDMValues(
-        alpha=alpha_at(count),
+        alpha=alpha,
         beta=beta,
         a=a,
         next_resting_w=next_resting_w,
@@ -90,23 +91,27 @@ def evaluate_sgdm(
 
 
 def _next_resting_w_of_schedules(
-    a_at: Callable[[Array], Array],
-    beta_at: Callable[[Array], Array],
+    values_at: Callable[[Array], tuple[Array, Array, Array]],
     count: Count,
     momentum: optax.ScalarOrSchedule,
     horizon: int,
 ) -> tuple[Scalar, Flag]:
-    """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
+    """The resting w_{k+1}, and whether terms past the horizon have no weight in it.
+
+    `values_at` returns α, β and a.
+    """
 
     def count_after(num_steps):
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    a, betas = _valid_a_and_beta(jax.vmap(a_at)(counts), jax.vmap(beta_at)(counts))
+    _, betas, a = jax.vmap(values_at)(counts)
+    a, betas = _valid_a_and_beta(a, betas)
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     end = count_after(jnp.asarray(horizon, count.dtype))
-    tail = _resting_w_of_constants(*_valid_a_and_beta(a_at(end), beta_at(end)))
+    _, end_beta, end_a = values_at(end)
+    tail = _resting_w_of_constants(*_valid_a_and_beta(end_a, end_beta))
     if _arguments.is_static_number(momentum):
         # Powers in float64, of β rounded as in `betas`.
         beta = np.asarray(momentum, betas.dtype).astype(float)

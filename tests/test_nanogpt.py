@@ -2,6 +2,7 @@
 every row."""
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -148,18 +149,19 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its
     loss."""
     out = tmp_path / "runs"
-    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seeds", "0"]
+    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seeds", "0", "1"]
     arguments += ["--settings", "momentum=0.8,0.9", "rate=0.1"]
     arguments += ["--steps", "40", "--json", str(out)]
     text = language_model.main(arguments)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     ends = {
-        (r["optimizer"], r["settings"]["momentum"]): r["curve"][-1] for r in records
+        (r["optimizer"], r["settings"]["momentum"], r["seed"]): r["curve"][-1]
+        for r in records
     }
-    assert len(ends) == 2 * 2
-    for momentum in (0.8, 0.9):
-        found = ends["spa_from_sgdm", momentum]
-        expected = ends["SGD+M", momentum]
+    assert len(ends) == 2 * 2 * 2
+    for momentum, seed in itertools.product((0.8, 0.9), (0, 1)):
+        found = ends["spa_from_sgdm", momentum, seed]
+        expected = ends["SGD+M", momentum, seed]
         assert found["step"] == 40
         for name in ("weights", "EMA 0.99", language_model.SCHEDULE_FREE):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
@@ -169,7 +171,7 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
         for line in text.splitlines()[2:]
     ]
     assert rows == [
-        [name, "8.0", f"rate=0.1 momentum={momentum}", "1"]
+        [name, "8.0", f"rate=0.1 momentum={momentum}", "2"]
         for name in ("SGD+M", "spa_from_sgdm")
         for momentum in (0.8, 0.9)
     ]
