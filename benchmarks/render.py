@@ -84,16 +84,15 @@ IN_SHORT = {
 }
 # Rivals there that were not fine-tuned, each with its place and its bytes.
 ONLY_TRAINED = [
-    (1, "12", "AdamW", "`optax.adamw(…, b1=0.7)`, float32 params"),
-    (2, "12", "NAdamW", "`optax.adamw(…, nesterov=True)`, float32 params"),
+    (1, "12", "NAdamW", "`optax.adamw(…, nesterov=True)`, float32 params"),
     (
-        5,
+        4,
         "8",
         "NAdamW, bfloat16 m",
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`",
     ),
     (
-        8,
+        7,
         "3",
         "factored NAdamW, 8-bit m",
         "8-bit Nesterov momentum, factored second moment (in our benchmarks only)",

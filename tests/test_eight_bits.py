@@ -120,7 +120,7 @@ def added(v: float, u: Any) -> Any:
 def variances(
     dtype: Any, eta: float, c: float, ulp: float | None
 ) -> tuple[float, float]:
-    """R of docs/background.md for normal d, and the variance that rounding adds."""
+    """κ² E d² of docs/background.md for normal d, and what rounding adds."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
     tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).scale
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
