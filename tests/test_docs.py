@@ -201,18 +201,15 @@ def test_muon_trains_kernels_alone() -> None:
 
 @pytest.mark.slow
 @standard_promotion
-def test_fine_tuning() -> None:
-    """Params of any container freeze, and a group starts anew."""
+def test_labels() -> None:
+    """Params of any container get labels."""
     page, _ = run_blocks("docs/groups.md")
-    params, label = page["params"], page["label"]
-    counts = optax.tree.get_all_with_path(page["state"], "count")
-    assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
-    assert {int(count) for path, count in counts if path[1].key == "trunk"} == {1}
+    params, labels = page["params"], page["labels"]
     head, trunk = (nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2))
     of_nnx = nnx.state(nnx.Dict(head=head, trunk=trunk), nnx.Param)
     for tree in (params, freeze(params), of_nnx):
-        assert set(jax.tree.leaves(label(tree))) == {"head", "trunk"}
-        assert jax.tree.structure(label(tree)) == jax.tree.structure(tree)
+        assert set(jax.tree.leaves(labels(tree))) == {"head", "trunk"}
+        assert jax.tree.structure(labels(tree)) == jax.tree.structure(tree)
 
 
 @pytest.mark.slow
