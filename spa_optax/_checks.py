@@ -209,12 +209,12 @@ def check_same_tree(
             f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
             f"leaf at {path or 'its root'}"
         )
-    nodes = jax.tree.structure(tree, is_leaf=is_none)
-    other_nodes = jax.tree.structure(like, is_leaf=is_none)
-    if same_nodes and nodes != other_nodes:
+    structure = jax.tree.structure(tree, is_leaf=is_none)
+    other_structure = jax.tree.structure(like, is_leaf=is_none)
+    if same_nodes and structure != other_structure:
         raise ValueError(
-            f"`{name}` must have the structure of `{like_name}`, {other_nodes}, got "
-            f"{nodes}"
+            f"`{name}` must have the structure of `{like_name}`, {other_structure}, "
+            f"got {structure}"
         )
     for path, leaf in leaves.items():
         other = others[path]

@@ -71,9 +71,9 @@ class ZCodec:
     ) -> ArrayStep:
         """One step of y and z. Without a g both stay.
 
-        z ← y + r (z − y)
-        z ← z − η g
-        y ← y + c_y (z − y) − δ_y g
+            z ← y + r (z − y)
+            z ← z − η g
+            y ← y + c_y (z − y) − δ_y g
 
         The second and third lines are the paper's, where y is x, c_y is c, and there is
         no δ_y.
@@ -146,12 +146,14 @@ class DifferenceCodec:
         state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The same step, of y and d = z − y. u is made of d itself.
+        """The same step, of y and d = z − y.
 
-        d ← r d
-        d ← d − η g
-        u = c_y d − δ_y g            rounded so that y + u has the dtype of y
-        d ← (y + d) − (y + u)        keeps what rounding took
+            d ← r d
+            d ← d − η g
+            u = c_y d − δ_y g            rounded so that y + u has the dtype of y
+            d ← (y + d) − (y + u)        keeps what rounding took
+
+        u is made of d itself.
         """
         if g is None:
             return ArrayStep(None, stored)

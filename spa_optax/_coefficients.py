@@ -27,17 +27,18 @@ class XZCoefficients(NamedTuple):
     which momentum x − z stands for in the next state, m = (x − z)/w. `spa_from_sgdm`
     and `convert` compute with it.
 
-    If `delta` or `r` is None, its term is left out of the program. `next_mu_y=None`
-    claims that y is x before and after the step (`error_if_x_wrong`). Once z differs
-    from y, η, c and w must not all be 0 (`is_initial`).
+    None means: of `next_w`, that `fill_next_w` computes it; of `next_mu_y`, that y is x
+    before and after the step, which `error_if_x_wrong` checks; of `delta` and `r`, that
+    the program has no such term. `r` needs y to be x. Once z differs from y, η, c and w
+    must not all be 0 (`is_initial`).
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}, the averaging of this step
-    next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
-    next_mu_y: Scalar | None = None  # of y_{k+1}. None: 1 before and after the step
-    delta: Scalar | None = None  # None: 0
-    r: Scalar | None = None  # None: 1. It needs next_mu_y to be None: y to be x
+    next_w: Scalar | None = None  # w_{k+1}
+    next_mu_y: Scalar | None = None  # the μ_y of y_{k+1}
+    delta: Scalar | None = None
+    r: Scalar | None = None
 
 
 class YZCoefficients(NamedTuple):

@@ -2,9 +2,9 @@
 
 A state is a tree of nodes, the states of Optax's transforms and of this package's.
 `convert` finds the node with the momentum in both states, reads it from the old one and
-writes it into the new one. Between the two the run is an `SPAState`, called `decoded`,
-whose z is a dict of z itself, by path. Counters count on from k. All other nodes are
-copied by type and shape.
+writes it into the new one. Between the two there are the scalars of an `SPAState`, and
+z itself, by path. Counters count on from k. All other nodes are copied by type and
+shape.
 """
 
 from typing import Any, NamedTuple
@@ -165,7 +165,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
-        written = write(new, read(old, run), run)
+        written = write(new, *read(old, run), run)
         # `copy_into` finds nodes by type. So the written one joins the old nodes, in
         # place of the momentum that it was made of.
         old_nodes = _replace_momentum(old_nodes, old, written)
@@ -328,7 +328,7 @@ def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
 
 
 def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w of step k − 1, and no divisors: x − z = w m."""
+    """η, c and w for the `SPAState`, those of step k − 1; no divisors: x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -343,14 +343,14 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
 
 
 def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w of step k, and the divisors: x − z = w m / divisor.
+    """η, c and w for the `SPAState`, and the divisors: x − z = w m / divisor.
 
-    divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
+        divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
-    Without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
+    Unlike those of SGD they are of step k, so that the next step has AdamW's momentum:
+    without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
     and that of `spa_adamw` by −c (x − z). With c = 1 − β₁ and w = η (1 − c) both are
-    the same. ν is that of step k − 1, and so is its bias. The state keeps these
-    scalars in place of those of step k − 1, so that its next step has AdamW's momentum.
+    the same. ν is that of step k − 1, and so is its bias.
     """
     k, adamw = run.count, run.hyperparams
     if not isinstance(adamw, AdamWHyperparams):
@@ -385,23 +385,23 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> SPAState:
-    """The old state, with z decoded, by path."""
+def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
+    """The old state, and z itself."""
     codec, stored_by_path = codec_of(old.z), arrays_by_path(stored_tree(old.z))
     state_is_initial = is_initial(old)
     z = {
         path: codec.decode_z(y, stored_by_path[path], state_is_initial)
         for path, y in run.y.items()
     }
-    return old._replace(z=z)
+    return old, z
 
 
-def _write_spa(new: SPAState, decoded: SPAState, run: Run) -> SPAState:
+def _write_spa(new: SPAState, old: SPAState, z: ArraysByPath, run: Run) -> SPAState:
     """The new state: z, encoded beside the new params, and the other fields."""
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
-    for path in stored_by_path.keys() & decoded.z.keys():
+    for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.encode(decoded.z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.encode(z[path], y, dtype, seed=None)
         limit = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored_by_path[path].astype(compute_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -409,12 +409,12 @@ def _write_spa(new: SPAState, decoded: SPAState, run: Run) -> SPAState:
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    z = replace_leaves(new.z, list(stored_by_path.values()))
-    return SPAState(*map(replace_leaves, new, decoded._replace(z=z)))
+    z_field = replace_leaves(new.z, list(stored_by_path.values()))
+    return SPAState(*map(replace_leaves, new, old._replace(z=z_field)))
 
 
-def _read_optax(old: Any, run: Run) -> SPAState:
-    """The old state of Optax as one of the family: z = x − w · m / divisor, by path."""
+def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
+    """The scalars of an `SPAState`, and z itself: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
     read_scalars = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
     eta, c, w, divisors = read_scalars(run)
@@ -428,22 +428,22 @@ def _read_optax(old: Any, run: Run) -> SPAState:
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, z, eta, c, w, mu_y=jnp.ones([]))
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
 
 
-def _write_optax(new: Any, decoded: SPAState, run: Run) -> Any:
+def _write_optax(new: Any, old: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
         *_, w, divisors = _scalars_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = as_scalar(decoded.w), {}
+        w, divisors = as_scalar(old.w), {}
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
-        dtype = compute_dtype(x, decoded.z[path])
-        x_minus_z = x.astype(dtype) - decoded.z[path].astype(dtype)
+        dtype = compute_dtype(x, z[path])
+        x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
     tree = replace_leaves(_momentum_tree(new), list(m.values()))
     if not is_adamw:

@@ -100,7 +100,8 @@ def float8_momentum(
     def update_fn(updates, state, params=None, **extra):
         check_state_type("state", state, Float8MomentumState)
         u, base_state = tx.update(updates, _dequantize(state), params, **extra)
-        # Float32 momentum made u float32. Optax's own has the dtype of the params.
+        # The base saw momentum in float32, so u is in float32, too. With its own
+        # momentum u would have the dtype of the params.
         u = jax.tree.map(
             cast, u, updates if params is None else params, is_leaf=is_none
         )

@@ -36,7 +36,8 @@ CONVERTED_FIELDS: dict[type, str] = {
     optax.TraceState: "trace",
 }
 # The fields of wrappers that hold other states. Their other fields, such as injected
-# hyper-parameters and gauges, are those of `into`.
+# hyper-parameters and gauges, are those of `into`. `GuardParamsState` is left out, as a
+# guard is for a few steps only.
 INNER_FIELDS: dict[type, tuple[str, ...]] = {
     optax.MaskedState: ("inner_state",),
     optax.PartitionState: ("inner_states",),

@@ -113,7 +113,7 @@ def _next_resting_w_of_schedules(
     _, end_beta, end_a = values_at(end)
     tail = _resting_w_of_constants(*_valid_a_and_beta(end_a, end_beta))
     if _arguments.is_static_number(momentum):
-        # Powers in float64, of β rounded as in `betas`.
+        # Powers of β in float64: a product of rounded numbers collects their errors.
         beta = np.asarray(momentum, betas.dtype).astype(float)
         products = jnp.asarray(beta ** np.arange(1, horizon + 1), betas.dtype)
     else:

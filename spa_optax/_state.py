@@ -16,8 +16,8 @@ class SPAState(NamedTuple):
 
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
-    The next step depends on z, w, μ_y and the count. `eta` and `c` are kept to be read,
-    and to tell the initial state.
+    A step computes with z, μ_y and the count, and that of `spa_from_sgdm` also with w.
+    Of `eta`, `c` and `w` every step reads whether all are 0 (`is_initial`).
     """
 
     count: Count  # k, the number of steps taken
@@ -32,7 +32,7 @@ def is_initial(state: SPAState) -> Flag:
     """Whether η, c and w are all 0, as `init` makes them. Then z is read as y.
 
     The count does not tell, since users set it to shift a schedule. A step with η = 0
-    moves nothing, but ends this if its c or w is above 0.
+    moves nothing, but its state is initial only if c and w are 0, too.
     """
     eta, c, w = map(as_scalar, (state.eta, state.c, state.w))
     return (eta == 0) & (c == 0) & (w == 0)

@@ -185,7 +185,7 @@ def _step_terms(
     They say whether the first two are finite, and whether ‖Δx_k‖² is 0 or within the
     rounding error.
 
-    ‖Δx_k‖² = c²‖e_k‖² − 2 c b ⟨g_k, e_k⟩ + b²‖g_k‖²
+        ‖Δx_k‖² = c²‖e_k‖² − 2 c b ⟨g_k, e_k⟩ + b²‖g_k‖²
     """
     sums, eta, c, delta, _ = measured
     denominator = eta**2 * c

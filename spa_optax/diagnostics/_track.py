@@ -264,9 +264,8 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, leaf: as_scalar(leaf), init_gauge(), state.gauge)
     means = gauge.means
-    cross_error = jnp.maximum(
-        gauge.cross_error, jnp.finfo(jnp.float32).tiny
-    )  # it is 0 while z is x
+    # It is 0 while z is x.
+    cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise_term / means.gradient_term
     if find_nodes(state.inner_state, MOMENTUM_STATES):
