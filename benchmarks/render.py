@@ -95,7 +95,7 @@ ONLY_TRAINED = [
         7,
         "3",
         "factored NAdamW, 8-bit m",
-        "8-bit Nesterov momentum, factored second moment (in our benchmarks only)",
+        "8-bit Nesterov momentum, factored second moment",
     ),
 ]
 # Losses in the text of pages, each with its page, optimizer and settings.
@@ -285,7 +285,7 @@ def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
         if trained_name in trained:
             to_pretrain = f"{trained[trained_name][0]['bytes']:.0f}"
             if to_pretrain != num_bytes:
-                num_bytes += f" ({to_pretrain} in pretraining)"
+                num_bytes += f" to {to_pretrain}"
         rows.append([num_bytes, f"{mean_accuracy(runs):.3f}", loss, text])
     for place, num_bytes, name, text in ONLY_TRAINED:
         rows.insert(place, [num_bytes, "–", f"{mean_loss(trained[name]):.3f}", text])

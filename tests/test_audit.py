@@ -301,9 +301,7 @@ def test_the_reports_of_the_docs() -> None:
     pages = [folder / name for name in ("momentum.md", "paper.md")]
     docs = "".join(page.read_text(encoding="utf-8") for page in pages)
     for audit in (
-        theory.audit(*stagewise(10.0, 0.1, [200]), 400),
         theory.audit(step_at(200, 1.0, 0.1), 0.1, 400),
-        theory.audit(1.0, 0.0033, 300),
         theory.audit_sgdm(0.1, step_at(500, 0.5, 0.99), 1_000),
     ):
         assert f"> {verdict(audit)}\n" in docs

@@ -1,4 +1,4 @@
-"""The table of bytes in docs/start.md, recomputed from states."""
+"""The table of bytes in docs/memory.md, recomputed from states."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 
-PAGE = Path(__file__).parent.parent / "docs/start.md"
+PAGE = Path(__file__).parent.parent / "docs/memory.md"
 KEY = jax.random.key(0)
 RATE = 1e-3
 # What the code of the table may name. The page says of which a key is left out there.
