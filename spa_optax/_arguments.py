@@ -18,8 +18,9 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
-# Types of values. A number is of Python or NumPy; a scalar may also be of JAX.
-NUMBER, SCALAR = "a number", "a scalar"
+# Types of values, each wider than the one before, as messages have them.
+NUMBER = "a number"  # of Python or NumPy
+SCALAR = "a scalar"  # or of JAX, perhaps traced
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # The counts at which a schedule is sampled for a check.
@@ -35,7 +36,7 @@ class Requirement(NamedTuple):
     # Gets float(value) if `value_type` is set, else the value. A TypeError, ValueError
     # or OverflowError refuses the value; a traced scalar passes.
     predicate: Callable[[Any], Any]
-    # One of the constants above: a scalar type, worded for messages. "": any value.
+    # One of the types above. "": any value.
     value_type: str = ""
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
@@ -114,7 +115,7 @@ def _integer(least: int) -> Requirement:
 
 def one_of(*choices: Any) -> Requirement:
     """The requirement for an argument with a few values."""
-    return Requirement(f"one of {choices}", lambda v: v in choices)
+    return Requirement(f"one of {choices}", lambda value: value in choices)
 
 
 def _is_state_dtype(value: Any) -> bool:
@@ -129,31 +130,38 @@ def _is_state_dtype(value: Any) -> bool:
 
 
 NOT_NEGATIVE = Requirement(
-    "finite and >= 0", lambda v: 0 <= v < inf, SCALAR_OR_SCHEDULE
+    "finite and >= 0", lambda value: 0 <= value < inf, SCALAR_OR_SCHEDULE
 )
-FRACTION = Requirement("in [0, 1]", lambda v: 0 <= v <= 1, SCALAR_OR_SCHEDULE)
+FRACTION = Requirement("in [0, 1]", lambda value: 0 <= value <= 1, SCALAR_OR_SCHEDULE)
 # Above 0 in float32, too.
 POSITIVE_FRACTION = Requirement(
-    "in (0, 1]", lambda v: v <= 1 and np.float32(v) > 0, SCALAR_OR_SCHEDULE
+    "in (0, 1]", lambda value: value <= 1 and np.float32(value) > 0, SCALAR_OR_SCHEDULE
 )
-FRACTION_BELOW_1 = Requirement("in [0, 1)", lambda v: 0 <= v < 1, SCALAR_OR_SCHEDULE)
+FRACTION_BELOW_1 = Requirement(
+    "in [0, 1)", lambda value: 0 <= value < 1, SCALAR_OR_SCHEDULE
+)
 B2 = Requirement(
-    "in [0, 1) as float32", lambda v: 0 <= v < 1 - 2**-25, SCALAR, needs_32_bits=True
+    "in [0, 1) as float32",
+    lambda value: 0 <= value < 1 - 2**-25,
+    SCALAR,
+    needs_32_bits=True,
 )
-ABOVE_1 = Requirement("finite and > 1", lambda v: 1 < v < inf, NUMBER)
+ABOVE_1 = Requirement("finite and > 1", lambda value: 1 < value < inf, NUMBER)
 NOT_NEGATIVE_INTEGER = _integer(0)
 POSITIVE_INTEGER = _integer(1)
 BOOLEAN = Requirement(
-    "True or False", lambda v: np.asarray(v).dtype == bool and np.ndim(v) == 0
+    "True or False",
+    lambda value: np.asarray(value).dtype == bool and np.ndim(value) == 0,
 )
 STATE_DTYPE = Requirement(
     "float8_e4m3fn, bfloat16, float32 or float64", _is_state_dtype
 )
 KEY = Requirement(
-    "one key of `jax.random`", lambda v: jax.eval_shape(jax.random.bits, v).shape == ()
+    "one key of `jax.random`",
+    lambda value: jax.eval_shape(jax.random.bits, value).shape == (),
 )
 TRANSFORMATION = Requirement(
-    "a gradient transformation", lambda v: isinstance(v, GradientTransformation)
+    "a gradient transformation", lambda value: isinstance(value, GradientTransformation)
 )
 
 
@@ -209,7 +217,7 @@ def sample(hyperparam: Any, counts: np.ndarray) -> np.ndarray:
 
 
 def check_averaging(averaging: Any) -> None:
-    """Checks an averaging, and warns of one that is probably meant as a momentum."""
+    """Raises ValueError unless in [0, 1]; warns where it looks like a momentum."""
     FRACTION.check(averaging=averaging)
     if is_static_number(averaging) and 0.8 <= averaging < 1:
         momentum = 1 - averaging
@@ -221,7 +229,7 @@ def check_averaging(averaging: Any) -> None:
 
 
 def check_interpolation(interpolation: Any) -> None:
-    """Checks an interpolation, also that a schedule begins above 0 and stays there.
+    """Raises ValueError unless in (0, 1], or a schedule begins above 0 and stays there.
 
     Past the end of a run it may fall to anything.
     """

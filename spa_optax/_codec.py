@@ -2,9 +2,9 @@
 
 Two codecs, with the same methods, make the step of `YZCoefficients` on what they store.
 `ZCodec` stores z, as in the paper. It serves where all params and the state have 32
-bits or more: there a difference would only add rounding. In every other case
-`DifferenceCodec` stores d = z − y, the difference from the params y. It keeps digits
-that a narrow z would lose, and it follows params that something else moves.
+bits or more: there storing a difference would only add a rounding error. In every other
+case `DifferenceCodec` stores d = z − y, the difference from the params y. It keeps
+digits that a narrow z would lose, and it follows params that something else moves.
 
 The step is a method of the codec because the two round in different orders: `ZCodec`
 moves z and subtracts y, and `DifferenceCodec` makes u before it forms z.
@@ -34,7 +34,7 @@ class ArrayStep(NamedTuple):
     """The result of a step for one array: its update, and what is stored of z."""
 
     u: Array | None  # y_{k+1} − y_k, in the params' dtype
-    stored: Array | None  # what is stored of z_{k+1}
+    next_stored: Array | None  # what is stored of z_{k+1}
 
 
 class ZMinusParams(NamedTuple):

@@ -6,39 +6,37 @@ the paper counts it, and w and μ_y likewise.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from ._trees import Scalar, zero_where
+from ._trees import Flag, Scalar
 
 
 class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
-        z_k     ← x_k + r (z_k − x_k)                        if there is an r
         z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k)
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    Without r and δ this is the paper's step if μ_y is 1, else generalized primal
-    averaging. Only `spa_from_sgdm` sets the two: δ for Nesterov momentum, and r, which
-    is 1 unless hyper-parameters changed in a way that the last step could not foresee.
+    This is the paper's step if μ_y is 1, else generalized primal averaging. Only
+    `spa_from_sgdm` adds to it. With Nesterov momentum x_{k+1} also loses δ g_k. Where
+    hyper-parameters changed in a way that the last step could not foresee, z_k becomes
+    x_k + r (z_k − x_k) first, which needs y to be x.
 
     The next state keeps η, c, w and μ_y. `next_w` is in none of these lines: it says
     which momentum x − z stands for in the next state, m = (x − z)/w. `spa_from_sgdm`
     and `convert` compute with it.
 
-    None means: of `next_w`, that `fill_next_w` computes it; of `next_mu_y`, that y is x
-    before and after the step, which `error_if_x_wrong` checks; of `delta` and `r`, that
-    the program has no such term. `r` needs y to be x. Once z differs from y, η, c and w
-    must not all be 0 (`is_initial`).
+    Once z differs from y, η, c and w must not all be 0 (`is_initial`).
     """
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}, the averaging of this step
-    next_w: Scalar | None = None  # w_{k+1}
-    next_mu_y: Scalar | None = None  # the μ_y of y_{k+1}
-    delta: Scalar | None = None
-    r: Scalar | None = None
+    next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
+    next_mu_y: Scalar | None = None  # of y_{k+1}. None: y is x before and after
+    delta: Scalar | None = None  # δ_k. None: no such term
+    r: Scalar | None = None  # None: 1, and no such term
 
 
 class YZCoefficients(NamedTuple):
@@ -48,8 +46,7 @@ class YZCoefficients(NamedTuple):
         z ← z − η g
         y ← y + c_y (z − y) − δ_y g
 
-    If `delta_y` or `r` is None, its term is left out of the program. A `delta_y` of 0
-    keeps its term, for XLA, and changes no finite value.
+    If `delta_y` or `r` is None, its term is left out of the program.
     """
 
     eta: Scalar
@@ -117,3 +114,12 @@ def _relative_change(old: Scalar, new: Scalar) -> Scalar:
     # lost. A divisor of 1 begins x anew at y.
     divisor = jnp.where(old > 0, old, 1).astype(new.dtype)
     return zero_where(new.astype(old.dtype) == old, new / divisor - 1)
+
+
+def zero_where(condition: Flag, value: Scalar) -> Scalar:
+    """A value, but exactly 0 where a condition holds.
+
+    Its derivative stays, so that one can differentiate with respect to
+    hyper-parameters.
+    """
+    return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)

@@ -1,10 +1,9 @@
 """Moves a run in the middle: from one optimizer's state into another's.
 
-A state is a tree of nodes, the states of Optax's transforms and of this package's.
-`convert` finds the node with the momentum in both states, reads it from the old one and
-writes it into the new one. Between the two there are the scalars of an `SPAState`, and
-z itself, by path. Counters count on from k. All other nodes are copied by type and
-shape.
+A state holds those of many transforms, of Optax and of this package. `convert` finds
+the one with the momentum in both runs, reads it in the old run and writes it in the new
+one. Between the two there are an `SPAState` without its z, and z itself, by path.
+Counters count on from k. All other states are copied by type and shape.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +17,12 @@ from jaxtyping import Array, ArrayLike, PyTree
 from . import _arguments
 from ._checks import check_not_batched, check_paths, check_same_tree
 from ._codec import codec_of, stored_tree
-from ._nodes import (
+from ._convert_states import (
     CONVERTED_FIELDS,
     ScaleByRmsWithCountState,
     copy_into,
-    filter_nodes,
-    list_nodes,
+    filter_states,
+    list_states,
     steps_taken,
 )
 from ._schedules import SGDMHyperparams
@@ -148,28 +147,28 @@ def convert(
     new_params = params if new_params is None else new_params
     _check_arguments(hyperparams, averaging, old_state, params, into, new_params, count)
     check_same_tree("new_params", new_params, "params", params, same_nodes=False)
-    old_nodes, new_nodes = list_nodes(old_state), list_nodes(into)
-    pair = _find_pair(old_nodes, new_nodes, params)
-    k = steps_taken(old_nodes, count)
+    old_states, new_states = list_states(old_state), list_states(into)
+    pair = _find_pair(old_states, new_states, params)
+    k = steps_taken(old_states, count)
     if pair is not None:
         old, new = pair
-        optax_nodes = new_nodes if isinstance(old, SPAState) else old_nodes
-        _check_injected(optax_nodes, hyperparams)
+        optax_states = new_states if isinstance(old, SPAState) else old_states
+        _check_injected(optax_states, hyperparams)
         run = Run(
             count=k,
             y=_inexact_params(old, arrays_by_path(params)),
             new_params=arrays_by_path(new_params),
-            nu=_find_nu(old, new, old_nodes, new_nodes),
+            nu=_find_nu(old, new, old_states, new_states),
             hyperparams=hyperparams,
             averaging=averaging,
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
         written = write(new, *read(old, run), run)
-        # `copy_into` finds nodes by type. So the written one joins the old nodes, in
+        # `copy_into` finds states by type. So the written one joins the old states, in
         # place of the momentum that it was made of.
-        old_nodes = _replace_momentum(old_nodes, old, written)
-    return copy_arrays(copy_into(into, old_nodes, k))
+        old_states = _replace_momentum(old_states, old, written)
+    return copy_arrays(copy_into(into, old_states, k))
 
 
 def _check_arguments(
@@ -197,14 +196,14 @@ def _check_arguments(
 
 
 def _check_injected(
-    nodes: list[Any], hyperparams: SGDMHyperparams | AdamWHyperparams | None
+    states: list[Any], hyperparams: SGDMHyperparams | AdamWHyperparams | None
 ) -> None:
     """Raises ValueError if a state injects other numbers than `hyperparams` has."""
     given = {} if hyperparams is None else hyperparams._asdict()
     injecting = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    for node in filter_nodes(nodes, injecting):
-        for name in given.keys() & node.hyperparams.keys():
-            value, injected = given[name], node.hyperparams[name]
+    for state in filter_states(states, injecting):
+        for name in given.keys() & state.hyperparams.keys():
+            value, injected = given[name], state.hyperparams[name]
             if callable(value) or jnp.shape(injected):
                 continue
             # The state has rounded it to a dtype of its own.
@@ -218,24 +217,24 @@ def _check_injected(
 
 
 def _find_pair(
-    old_nodes: list[Any], new_nodes: list[Any], params: PyTree
+    old_states: list[Any], new_states: list[Any], params: PyTree
 ) -> tuple[Any, Any] | None:
-    """The old and the new node of a momentum, or None if neither is of the family.
+    """The states with the momentum, or None if neither is of the family.
 
     Raises ValueError unless the first can become the second.
     """
-    if not filter_nodes(old_nodes + new_nodes, SPAState):
+    if not filter_states(old_states + new_states, SPAState):
         return None
-    averaging_states = filter_nodes(old_nodes, PrimalAveragingState)
-    if len(averaging_states) != len(filter_nodes(new_nodes, PrimalAveragingState)):
+    averaging_states = filter_states(old_states, PrimalAveragingState)
+    if len(averaging_states) != len(filter_states(new_states, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
             "`tx.init(params)._replace(base_state=old_state)`. To end it go on with "
             "`eval_params(old_state, params)` and `old_state.base_state`."
         )
-    old = _find_momentum("old_state", old_nodes, new_nodes, params)
-    new = _find_momentum("into", new_nodes, old_nodes, params)
+    old = _find_momentum("old_state", old_states, new_states, params)
+    new = _find_momentum("into", new_states, old_states, params)
     missing = (
         arrays_by_path(_momentum_tree(new)).keys()
         - arrays_by_path(_momentum_tree(old)).keys()
@@ -254,21 +253,21 @@ def _find_pair(
 
 
 def _find_momentum(
-    name: str, nodes: list[Any], other_nodes: list[Any], params: PyTree
+    name: str, states: list[Any], other_states: list[Any], params: PyTree
 ) -> Any:
-    """The node to translate: of the first type of `CONVERTED_FIELDS` among the nodes.
+    """The state to translate, of the first type of `CONVERTED_FIELDS` that there is.
 
     A type of Optax's that both states hold equally often is skipped. It belongs to a
     part that both share, so it is copied.
     """
-    for node_type in CONVERTED_FIELDS:
-        found = filter_nodes(nodes, node_type)
-        num_others = len(filter_nodes(other_nodes, node_type))
-        if node_type is not SPAState and len(found) == num_others:
+    for state_type in CONVERTED_FIELDS:
+        found = filter_states(states, state_type)
+        num_others = len(filter_states(other_states, state_type))
+        if state_type is not SPAState and len(found) == num_others:
             continue
         if len(found) > 1:
             raise ValueError(
-                f"`{name}` must hold one `{node_type.__name__}`, got {len(found)}. "
+                f"`{name}` must hold one `{state_type.__name__}`, got {len(found)}. "
                 "Convert each group of `optax.partition` by itself: "
                 "`state.inner_states[label]`"
             )
@@ -279,56 +278,56 @@ def _find_momentum(
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
-        f"{node_type_names(tuple(nodes))}"
+        f"{node_type_names(tuple(states))}"
     )
 
 
 def _find_nu(
-    old: Any, new: Any, old_nodes: list[Any], new_nodes: list[Any]
+    old: Any, new: Any, old_states: list[Any], new_states: list[Any]
 ) -> ArraysByPath:
     """Adam's ν as it is stored, if the run goes from or to AdamW."""
     if optax.ScaleByAdamState not in (type(old), type(new)):
         return {}
-    spa_nodes = old_nodes if isinstance(old, SPAState) else new_nodes
-    found = filter_nodes(spa_nodes, ScaleByRmsWithCountState)
+    spa_states = old_states if isinstance(old, SPAState) else new_states
+    found = filter_states(spa_states, ScaleByRmsWithCountState)
     if len(found) != 1:
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{node_type_names(tuple(spa_nodes))}"
+            f"{node_type_names(tuple(spa_states))}"
         )
     return arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
 
-def _replace_momentum(nodes: list[Any], old: Any, written: Any) -> list[Any]:
-    """The old nodes with the momentum, and AdamW's ν, as the new state holds them."""
-    nodes = [node for node in nodes if node is not old]
-    # AdamW keeps ν beside its momentum, and `spa_adamw` in a node of its own.
+def _replace_momentum(states: list[Any], old: Any, written: Any) -> list[Any]:
+    """The old states with the momentum, and AdamW's ν, as the new state holds them."""
+    states = [state for state in states if state is not old]
+    # AdamW keeps ν beside its momentum, and `spa_adamw` in a state of its own.
     if isinstance(old, optax.ScaleByAdamState):
-        nodes.append(ScaleByRmsWithCountState(count=old.count, nu=old.nu))
+        states.append(ScaleByRmsWithCountState(count=old.count, nu=old.nu))
     if isinstance(written, optax.ScaleByAdamState):
-        nodes = [
-            node for node in nodes if not isinstance(node, ScaleByRmsWithCountState)
+        states = [
+            state for state in states if not isinstance(state, ScaleByRmsWithCountState)
         ]
-    return [*nodes, written]
+    return [*states, written]
 
 
-def _momentum_tree(node: Any) -> PyTree:
-    """The momentum of a node, by parameter; of an `SPAState` what it stores of z."""
-    tree = getattr(node, CONVERTED_FIELDS[type(node)])
-    return stored_tree(tree) if isinstance(node, SPAState) else tree
+def _momentum_tree(state: Any) -> PyTree:
+    """The momentum of a state, by parameter; of an `SPAState` what it stores of z."""
+    tree = getattr(state, CONVERTED_FIELDS[type(state)])
+    return stored_tree(tree) if isinstance(state, SPAState) else tree
 
 
-def _inexact_params(node: Any, params: ArraysByPath) -> ArraysByPath:
-    """The params that have a momentum in a node, in 32 bits or more."""
-    found = {path: params[path] for path in arrays_by_path(_momentum_tree(node))}
+def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
+    """The params that have a momentum in a state, in 32 bits or more."""
+    found = {path: params[path] for path in arrays_by_path(_momentum_tree(state))}
     return {
         path: y.astype(compute_dtype(y)) for path, y in found.items() if is_inexact(y)
     }
 
 
-def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w for the `SPAState`, those of step k − 1; no divisors: x − z = w m."""
+def _scales_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
+    """η, c and w of step k − 1, and no divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -342,8 +341,8 @@ def _scalars_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
     return eta, c, w, {}
 
 
-def _scalars_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w for the `SPAState`, and the divisors: x − z = w m / divisor.
+def _scales_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
+    """η, c and w of step k, and the divisors: x − z = w m / divisor.
 
         divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
@@ -414,10 +413,10 @@ def _write_spa(new: SPAState, old: SPAState, z: ArraysByPath, run: Run) -> SPASt
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """The scalars of an `SPAState`, and z itself: z = x − w · m / divisor."""
+    """An `SPAState` without its z, and z itself: z = x − w · m / divisor."""
     is_sgdm = isinstance(old, optax.TraceState)
-    read_scalars = _scalars_of_sgdm if is_sgdm else _scalars_of_adamw
-    eta, c, w, divisors = read_scalars(run)
+    scales_of = _scales_of_sgdm if is_sgdm else _scales_of_adamw
+    eta, c, w, divisors = scales_of(run)
     m, z = arrays_by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
@@ -435,7 +434,7 @@ def _write_optax(new: Any, old: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        *_, w, divisors = _scalars_of_adamw(run)
+        *_, w, divisors = _scales_of_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
         w, divisors = as_scalar(old.w), {}
     m = arrays_by_path(_momentum_tree(new))

@@ -29,7 +29,7 @@ from ._trees import (
 )
 from ._xla import hide_from_xla
 
-Rule = Callable[[SPAState], XZCoefficients]
+Rule = Callable[[SPAState], XZCoefficients]  # from the state before a step
 
 
 def spa_from_rule(
@@ -120,25 +120,27 @@ def _step(
         "w": xz.next_w,
         "mu_y": next_mu_y,
     }
-    state_is_initial = is_initial(state)
     yz = eliminate_x(xz, state.mu_y)
-
-    # For XLA alone: no finite value changes.
     if rounding_key is not None and yz.delta_y is None:
-        # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
-        # if the program has the term δ_y g, be it 0 (benchmarks/compiled.py).
-        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+        yz = _add_delta_y(yz)
     (yz, state_is_initial), next_scalars = hide_from_xla(
-        (yz, state_is_initial), next_scalars
+        (yz, is_initial(state)), next_scalars
+    )
+    u, next_z = _step_arrays(updates, state, params, yz, state_is_initial, rounding_key)
+    return u, SPAState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        z=next_z,
+        **as_dtype(next_scalars, state.w.dtype),
     )
 
-    u, z_field = _step_arrays(
-        updates, state, params, yz, state_is_initial, rounding_key
-    )
-    next_count = jnp.asarray(optax.safe_increment(state.count))
-    return u, SPAState(
-        count=next_count, z=z_field, **as_dtype(next_scalars, state.w.dtype)
-    )
+
+def _add_delta_y(yz: YZCoefficients) -> YZCoefficients:
+    """The coefficients with a δ_y of 0, which moves nothing.
+
+    XLA for TPU v7x fuses a step that rounds at random with Adam's direction only if the
+    program has the term δ_y g (benchmarks/compiled.py).
+    """
+    return yz._replace(delta_y=jnp.zeros_like(yz.eta))
 
 
 def _step_arrays(
@@ -163,7 +165,7 @@ def _step_arrays(
 
     steps = jax.tree.map(step_leaf, params, old_stored, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
-    next_stored = jax.tree.map(lambda step: step.stored, steps, is_leaf=_is_step)
+    next_stored = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
     return u, codec.wrap(next_stored)
 
 

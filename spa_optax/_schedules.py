@@ -76,8 +76,8 @@ def hyperparams_from_sgdm(
         return eta_and_c(sgdm, sgdm.next_resting_w)
 
     return SPAHyperparams(
-        learning_rate=vectorize(lambda k: eta_and_c_at(k)[0]),
-        averaging=vectorize(lambda k: eta_and_c_at(k)[1]),
+        learning_rate=as_vectorized(lambda k: eta_and_c_at(k)[0]),
+        averaging=as_vectorized(lambda k: eta_and_c_at(k)[1]),
     )
 
 
@@ -122,7 +122,9 @@ def hyperparams_to_sgdm(
         ratio = jnp.where((last_eta == 0) | (c == 1), 0, last_eta / eta)
         return jnp.where(k == 0, 1, ratio) * (1 - c)
 
-    return SGDMHyperparams(vectorize(lambda k: eta_at(k) * c_at(k)), vectorize(beta_at))
+    return SGDMHyperparams(
+        as_vectorized(lambda k: eta_at(k) * c_at(k)), as_vectorized(beta_at)
+    )
 
 
 def stagewise(
@@ -201,7 +203,7 @@ def stagewise(
             return c / (c + (1 - c) * jnp.exp(-log_ratio))
         return c
 
-    return SPAHyperparams(vectorize(eta_at), vectorize(c_at))
+    return SPAHyperparams(as_vectorized(eta_at), as_vectorized(c_at))
 
 
 def _as_boundaries(
@@ -289,7 +291,7 @@ def schedule_free_averaging(
         # Afterwards each step adds the same weight.
         return 1 / (in_table + jnp.maximum(k - warmup_steps, 0).astype(float))
 
-    return vectorize(c_at)
+    return as_vectorized(c_at)
 
 
 def _rates_of_warmup(
@@ -319,7 +321,7 @@ def _rates_of_warmup(
     return first
 
 
-def vectorize(at: Callable[[Array], Array]) -> optax.Schedule:
+def as_vectorized(at: Callable[[Array], Array]) -> optax.Schedule:
     """A schedule of a count, or of an array of counts.
 
     Counts are int32, as in states, so that values are the same there.

@@ -29,8 +29,8 @@ import optax
 from jaxtyping import Array
 
 from . import _arguments
-from ._coefficients import XZCoefficients
-from ._trees import Count, Flag, Scalar, zero_where
+from ._coefficients import XZCoefficients, zero_where
+from ._trees import Count, Flag, Scalar
 
 
 class SGDMValues(NamedTuple):

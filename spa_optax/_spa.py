@@ -41,10 +41,8 @@ def spa(
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
 
-    Under `jax.jit` the random bits of a `rounding_key` do not depend on the sharding.
-    Optimizers in `optax.partition`, replicas under `jax.vmap` and shards in
-    `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into the key,
-    but never along an axis on which params are replicated.
+    Under `optax.inject_hyperparams` put `state_dtype` and `rounding_key` into
+    `static_args`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
@@ -55,14 +53,17 @@ def spa(
         A gradient moves y at once by 1 − μ_y (1 − c) of η g. Recovering x multiplies
         the rounding error of y by 1/μ_y.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
-        that of the params, but float32 for params of 16 bits. In 8 bits z − params is
-        clipped at 1.75: use 8 only for steps like Adam's, at rates of 2e-5 or more, and
-        with a c that does not end below 0.0125. To change it in mid-run use `convert`.
-        Under `optax.inject_hyperparams` put it and `rounding_key` into `static_args`.
+        that of the params, but float32 for params of 16 bits. To change it in mid-run
+        use `convert`. Float8 is for steps like Adam's, at rates of 2e-5 or more:
+        z − params is clipped at 1.75. It needs a `rounding_key`, and a c that does not
+        end below 0.0125.
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
         than a step computes in, are rounded up or down at random, so that the mean is
         right. Without it they are rounded to nearest, as complex numbers always are,
-        and a warning is given. A z in 8 bits needs a key.
+        and a warning is given. Under `jax.jit` the random bits do not depend on the
+        sharding. Optimizers in `optax.partition`, replicas under `jax.vmap` and shards
+        in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into
+        the key, but never along an axis on which params are replicated.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps

@@ -40,7 +40,7 @@ def map_inexact(function: Callable[..., Any], tree: PyTree, *trees: PyTree) -> P
 
 
 def fill_none(tree: PyTree, otherwise: PyTree) -> PyTree:
-    """A tree, with its None leaves taken from another; None where that has None."""
+    """A tree whose None leaves are taken from `otherwise`; None where that has None."""
 
     def choose(leaf, other):
         return other if leaf is None or other is None else leaf
@@ -52,15 +52,6 @@ def as_scalar(value: PyTree) -> Array:
     """A scalar of a state as an array."""
     (leaf,) = jax.tree.leaves(value)  # Flax nnx keeps it in a variable
     return jnp.asarray(leaf)
-
-
-def zero_where(condition: Flag, value: Scalar) -> Scalar:
-    """A value, but exactly 0 where a condition holds.
-
-    Its derivative stays, so that one can differentiate with respect to
-    hyper-parameters.
-    """
-    return value - jnp.where(condition, jax.lax.stop_gradient(value), 0)
 
 
 def copy_arrays(state: PyTree) -> PyTree:
@@ -88,14 +79,15 @@ def replace_nodes(
         return function(node) if isinstance(node, node_types) else node
 
     return jax.tree.map(
-        replace_node, state, is_leaf=lambda n: isinstance(n, node_types)
+        replace_node, state, is_leaf=lambda node: isinstance(node, node_types)
     )
 
 
 def node_type_names(state: PyTree) -> str:
     """The names of the outermost nodes of a state that are not plain tuples."""
     nodes = jax.tree.leaves(
-        state, is_leaf=lambda n: hasattr(n, "_fields") or not isinstance(n, tuple)
+        state,
+        is_leaf=lambda node: hasattr(node, "_fields") or not isinstance(node, tuple),
     )
     return ", ".join(sorted({type(node).__name__ for node in nodes})) or "none"
 

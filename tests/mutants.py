@@ -52,7 +52,7 @@ TESTS = {
     "xla": [*CORE, "memory", "scale"],
     "schedules": ["schedules", "methods", "checks"],
     "convert": ["convert"],
-    "nodes": ["convert"],
+    "convert_states": ["convert"],
     "optax_states": ["wrappers", "eight_bits"],
 }
 # Operators that replace each other. Another would only raise.

@@ -30,7 +30,7 @@ from optax import ScalarOrSchedule
 
 from spa_optax import _arguments
 from spa_optax._arguments import as_schedule
-from spa_optax._schedules import SPAHyperparams, vectorize
+from spa_optax._schedules import SPAHyperparams, as_vectorized
 from spa_optax._xla import is_known_true
 
 Reals = Float[Array, "..."]
@@ -287,5 +287,5 @@ def momentum_drop(
         )
 
     return SPAHyperparams(
-        vectorize(eta_at if hold == "eta" else eta_for_alpha), vectorize(c)
+        as_vectorized(eta_at if hold == "eta" else eta_for_alpha), as_vectorized(c)
     )

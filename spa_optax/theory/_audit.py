@@ -256,15 +256,15 @@ def _find_jumps(audited: Audit) -> list[Finding]:
     effective_signs[effective_signs == alpha_signs] = 0  # one event
     alpha_signs[is_spike | np.roll(is_spike, 1)] = 0
     found = [
-        _find_jump("rise", "α", audited.alpha, alpha_signs > 0),
-        _find_jump("rise", name, effective, effective_signs > 0),
-        _find_jump("drop", "α", audited.alpha, alpha_signs < 0),
-        _find_jump("drop", name, effective, effective_signs < 0),
+        _describe_jump("rise", "α", audited.alpha, alpha_signs > 0),
+        _describe_jump("rise", name, effective, effective_signs > 0),
+        _describe_jump("drop", "α", audited.alpha, alpha_signs < 0),
+        _describe_jump("drop", name, effective, effective_signs < 0),
     ]
     return [*filter(None, found)]
 
 
-def _find_jump(
+def _describe_jump(
     kind: Literal["rise", "drop"], name: str, values: Values, mask: StepMask
 ) -> Finding | None:
     """The jumps of one quantity, if there are any."""

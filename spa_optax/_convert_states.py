@@ -1,9 +1,7 @@
-"""The nodes of a state, wrappers among them, and how they are copied into another.
+"""The states of transforms inside a state, and how `convert` copies them.
 
-A node here is the state of one transform; `find_nodes` of `_trees.py` finds any node of
-a tree.
-
-Momentum is not copied but translated, by `convert`.
+Momentum is not copied but translated. What wrappers must know of Optax's states is in
+`_optax_states.py`.
 """
 
 from collections.abc import Callable
@@ -63,54 +61,58 @@ COUNT_FIELDS: dict[type, str] = {
 }
 
 
-def _map_nodes(function: Callable[[Any], Any], state: PyTree) -> PyTree:
-    """A state with a function of each node. A wrapper comes after its inner states.
+def _map_states(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """A tree with a function of each state. A wrapper comes after its inner states.
 
     The function sees a wrapper with None in place of its inner states.
     """
 
-    def map_node(node):
-        fields = INNER_FIELDS.get(type(node), ())
-        inner = {field: _map_nodes(function, getattr(node, field)) for field in fields}
+    def map_state(state):
+        fields = INNER_FIELDS.get(type(state), ())
+        inner = {
+            field: _map_states(function, getattr(state, field)) for field in fields
+        }
         if not inner:
-            return function(node)
-        without_inner = node._replace(**dict.fromkeys(fields))
+            return function(state)
+        without_inner = state._replace(**dict.fromkeys(fields))
         return function(without_inner)._replace(**inner)
 
-    return jax.tree.map(map_node, state, is_leaf=lambda node: hasattr(node, "_fields"))
+    return jax.tree.map(map_state, tree, is_leaf=lambda leaf: hasattr(leaf, "_fields"))
 
 
-def list_nodes(state: PyTree) -> list[Any]:
-    """The nodes of a state, wrappers among them."""
-    nodes: list[Any] = []
+def list_states(tree: PyTree) -> list[Any]:
+    """The states in a tree, wrappers among them."""
+    states: list[Any] = []
 
-    def collect(node):
-        nodes.append(node)
-        return node
+    def collect(state):
+        states.append(state)
+        return state
 
-    _map_nodes(collect, state)
-    return nodes
-
-
-def filter_nodes(nodes: list[Any], node_type: Any) -> list[Any]:
-    """The nodes of a type. `find_nodes` would also look into unknown wrappers."""
-    return [node for node in nodes if isinstance(node, node_type)]
+    _map_states(collect, tree)
+    return states
 
 
-def _is_schedule_state(node: Any) -> bool:
-    """Whether a node is the state of a schedule of Optax, which is a count alone."""
-    return getattr(node, "_fields", ()) == ("count",)
+def filter_states(states: list[Any], state_type: Any) -> list[Any]:
+    """The states of a type. `find_nodes` would also look into unknown wrappers."""
+    return [state for state in states if isinstance(state, state_type)]
 
 
-def _count_field(node: Any) -> str | None:
+def _is_schedule_state(state: Any) -> bool:
+    """Whether a state is the state of a schedule of Optax, which is a count alone."""
+    return getattr(state, "_fields", ()) == ("count",)
+
+
+def _count_field(state: Any) -> str | None:
     """The field that counts the steps taken."""
-    return "count" if _is_schedule_state(node) else COUNT_FIELDS.get(type(node))
+    return "count" if _is_schedule_state(state) else COUNT_FIELDS.get(type(state))
 
 
-def steps_taken(nodes: list[Any], count: object) -> Array:
+def steps_taken(states: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
     _arguments.NOT_NEGATIVE_INTEGER.optional().check(count=count)
-    counts = [getattr(node, field) for node in nodes if (field := _count_field(node))]
+    counts = [
+        getattr(state, field) for state in states if (field := _count_field(state))
+    ]
     if count is not None:
         counts.append(count)
     check_not_batched("old_state", counts)
@@ -121,8 +123,8 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
             f"must be the same, got {values or None}. Pass `count=k` if `old_state` "
             "has none."
         )
-    for node in filter_nodes(nodes, optax.MultiStepsState):
-        mini_step = as_scalar(node.mini_step)
+    for state in filter_states(states, optax.MultiStepsState):
+        mini_step = as_scalar(state.mini_step)
         if mini_step > 0:
             raise ValueError(
                 "`old_state` must not hold accumulated gradients, which would be lost, "
@@ -131,46 +133,46 @@ def steps_taken(nodes: list[Any], count: object) -> Array:
     return jnp.asarray(values[0], jnp.int32)
 
 
-def copy_into(into: PyTree, old_nodes: list[Any], k: Array) -> PyTree:
-    """A state with the arrays of old nodes of the same types, and the count k."""
-    remaining = list(filter(_is_copied, old_nodes))
+def copy_into(into: PyTree, old_states: list[Any], k: Array) -> PyTree:
+    """A state with the arrays of old states of the same types, and the count k."""
+    remaining = list(filter(_is_copied, old_states))
 
-    def fill(node):
-        if _is_copied(node):
-            return _pop_match(remaining, node)
-        field = _count_field(node)
+    def fill(state):
+        if _is_copied(state):
+            return _pop_match(remaining, state)
+        field = _count_field(state)
         if field is None:
-            return node
-        return node._replace(**{field: replace_leaves(getattr(node, field), k)})
+            return state
+        return state._replace(**{field: replace_leaves(getattr(state, field), k)})
 
-    state = _map_nodes(fill, into)
+    filled = _map_states(fill, into)
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
             f"for its {node_type_names(tuple(remaining))}. Build it from an optimizer "
             "with the same chain."
         )
-    return state
+    return filled
 
 
-def _is_copied(node: Any) -> bool:
-    """Whether a node has arrays, and is neither a wrapper nor a schedule's count."""
-    if _is_schedule_state(node) or type(node) in INNER_FIELDS:
+def _is_copied(state: Any) -> bool:
+    """Whether a state has arrays, and is neither a wrapper nor a schedule's count."""
+    if _is_schedule_state(state) or type(state) in INNER_FIELDS:
         return False
-    return bool(_shapes(node))
+    return bool(_shapes(state))
 
 
-def _shapes(node: Any) -> dict[str, tuple[int, ...]]:
-    return {path: np.shape(leaf) for path, leaf in arrays_by_path(node).items()}
+def _shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    return {path: np.shape(leaf) for path, leaf in arrays_by_path(state).items()}
 
 
-def _pop_match(old_nodes: list[Any], new: Any) -> Any:
-    """Removes from old nodes the first that fits a new one, which gets its arrays."""
+def _pop_match(old_states: list[Any], new: Any) -> Any:
+    """Removes from old states the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
-    for i, node in enumerate(old_nodes):
-        is_same_type = type(node) is type(new) or not hasattr(new, "_fields")
-        if is_same_type and shapes.items() <= _shapes(node).items():
-            leaves = arrays_by_path(old_nodes.pop(i))
+    for i, state in enumerate(old_states):
+        is_same_type = type(state) is type(new) or not hasattr(new, "_fields")
+        if is_same_type and shapes.items() <= _shapes(state).items():
+            leaves = arrays_by_path(old_states.pop(i))
             return replace_leaves(new, [leaves[path] for path in shapes])
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
