@@ -39,7 +39,8 @@ def spa_adamw(
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
-      averaging: c_{k+1} = 1 − b1 in [0, 1], a scalar or a schedule of the count k.
+      averaging: c_{k+1} in [0, 1], which is 1 − b1 of `optax.adamw`, a scalar or a
+        schedule of the count k.
       interpolation: μ_y in (0, 1], as for `spa`. Below 1 evaluate and save
         `eval_params`.
       b2: β₂ in [0, 1), of the second moment.

@@ -1,4 +1,7 @@
-"""Checks of params, states and updates: that they fit each other, and keep x right."""
+"""Checks in `init` and `update`: that trees fit each other, and that x stays right.
+
+Arguments of factories are checked by `_arguments.py`.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,9 @@ bits or more: there storing a difference would only add a rounding error. In eve
 case `DifferenceCodec` stores d = z − y, the difference from the params y. It keeps
 digits that a narrow z would lose, and it follows params that something else moves.
 
-The step is a method of the codec because the two round in different orders: `ZCodec`
-moves z and subtracts y, and `DifferenceCodec` makes u before it forms z.
+The step is a method of the codec because the two round in different orders. `ZCodec`
+makes u of z − y, which has the rounding error of z. `DifferenceCodec` makes u of d,
+before adding y rounds it.
 
 The params are y: messages and states say params, equations say y. Likewise Optax's
 updates are g on the way in, and u on the way out.
@@ -153,7 +154,7 @@ class DifferenceCodec:
             u = c_y d − δ_y g            rounded so that y + u has the dtype of y
             d ← (y + d) − (y + u)        keeps what rounding took
 
-        u is made of d itself.
+        u comes from d, not from z − y: adding y would round d first.
         """
         if g is None:
             return ArrayStep(None, stored)

@@ -30,7 +30,6 @@ from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_initial
 from ._trees import (
     Count,
-    Scalar,
     arrays_by_path,
     as_scalar,
     compute_dtype,
@@ -52,7 +51,7 @@ class AdamWHyperparams(NamedTuple):
 
 
 ArraysByPath = dict[str, Array]  # an array for each parameter, by its path
-REQUIREMENTS = {
+REQUIREMENTS = {  # of each field of `hyperparams`
     "learning_rate": _arguments.NOT_NEGATIVE,
     "momentum": _arguments.FRACTION_BELOW_1,
     "nesterov": _arguments.BOOLEAN,
@@ -326,8 +325,8 @@ def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
     }
 
 
-def _scales_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w of step k − 1, and no divisors, since x − z = w m."""
+def _translate_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
+    """The `SPAState` of step k − 1 without its z. No divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -338,11 +337,11 @@ def _scales_of_sgdm(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
     w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return eta, c, w, {}
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), {}
 
 
-def _scales_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
-    """η, c and w of step k, and the divisors: x − z = w m / divisor.
+def _translate_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
+    """The `SPAState` of step k without its z, and the divisors: x − z = w m / divisor.
 
         divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
@@ -376,7 +375,8 @@ def _scales_of_adamw(run: Run) -> tuple[Scalar, Scalar, Scalar, ArraysByPath]:
         return c.astype(nu.dtype) * size
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    return eta, c, eta * (1 - c), divisors
+    w = eta * (1 - c)
+    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), divisors
 
 
 def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -414,29 +414,32 @@ def _write_spa(new: SPAState, old: SPAState, z: ArraysByPath, run: Run) -> SPASt
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     """An `SPAState` without its z, and z itself: z = x − w · m / divisor."""
-    is_sgdm = isinstance(old, optax.TraceState)
-    scales_of = _scales_of_sgdm if is_sgdm else _scales_of_adamw
-    eta, c, w, divisors = scales_of(run)
+    translate = (
+        _translate_sgdm if isinstance(old, optax.TraceState) else _translate_adamw
+    )
+    state, divisors = translate(run)
     m, z = arrays_by_path(_momentum_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
-        z[path] = x - w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
+        z[path] = x - state.w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
     if run.count == 0:
         if any(jnp.any(leaf != 0) for leaf in m.values()):
             raise ValueError(
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
-        eta = c = w = jnp.zeros([])  # as `init` makes them
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), z
+        # As `init` makes them.
+        state = state._replace(**dict.fromkeys(("eta", "c", "w"), jnp.zeros([])))
+    return state, z
 
 
 def _write_optax(new: Any, old: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        *_, w, divisors = _scales_of_adamw(run)
+        old, divisors = _translate_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
-        w, divisors = as_scalar(old.w), {}
+        divisors = {}
+    w = as_scalar(old.w)
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

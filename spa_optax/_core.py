@@ -113,23 +113,24 @@ def _step(
     `eliminate_x` gives the coefficients for y and z, and `_step_arrays` takes the step
     with them.
     """
-    next_mu_y = jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y
+    yz = eliminate_x(xz, state.mu_y)
+    if rounding_key is not None and yz.delta_y is None:
+        yz = _add_delta_y(yz)
     next_scalars = {
         "eta": xz.eta,
         "c": xz.c,
         "w": xz.next_w,
-        "mu_y": next_mu_y,
+        "mu_y": jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y,
     }
-    yz = eliminate_x(xz, state.mu_y)
-    if rounding_key is not None and yz.delta_y is None:
-        yz = _add_delta_y(yz)
     (yz, state_is_initial), next_scalars = hide_from_xla(
         (yz, is_initial(state)), next_scalars
     )
-    u, next_z = _step_arrays(updates, state, params, yz, state_is_initial, rounding_key)
+    u, next_z_field = _step_arrays(
+        updates, state, params, yz, state_is_initial, rounding_key
+    )
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=next_z,
+        z=next_z_field,
         **as_dtype(next_scalars, state.w.dtype),
     )
 

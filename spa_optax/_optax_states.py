@@ -1,8 +1,9 @@
 """What this package must know of Optax's states, by their types.
 
 A new state of Optax that averages, skips steps, moves params or has momentum belongs
-in a table here, for wrappers, `eval_params` and `track_momentum`. A wrapper refuses
-states of its own beside these. What `convert` must know is in `_nodes.py`.
+in a table here, for wrappers, `eval_params` and `track_momentum`. A wrapper adds the
+states of this package that it refuses. What `convert` must know is in
+`_convert_states.py`.
 """
 
 from typing import Any, Protocol, runtime_checkable

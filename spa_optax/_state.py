@@ -17,7 +17,7 @@ class SPAState(NamedTuple):
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
     A step computes with z, μ_y and the count, and that of `spa_from_sgdm` also with w.
-    Of `eta`, `c` and `w` every step reads whether all are 0 (`is_initial`).
+    `eta` and `c` record the last step; only `is_initial` reads them.
     """
 
     count: Count  # k, the number of steps taken

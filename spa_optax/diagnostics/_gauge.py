@@ -66,14 +66,14 @@ class Gauge(NamedTuple):
     of Σ χ_k².
     """
 
-    last_iterate_term: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if it does not count
+    last_iterate_term: Scalar  # ‖Δx‖²/(η² c) of the last step; 0 if not measured
     last_noise_term: Scalar  # v/(η² c) of the last step
     p: Scalar  # p_k; −1 before the first step
     cross_sum: Scalar  # Σ χ_k, with weights that fall
     cross_error: Scalar  # √(Σ χ_k²), with the same weights
     means: Means
     num_steps: Count
-    num_measured: Count  # steps that count in the averages
+    num_measured: Count  # steps in the averages
     num_not_finite: Count  # consecutive steps up to the last one
 
 
