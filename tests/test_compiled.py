@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import long
 from test_optax_contract import FACTORIES
 
 from spa_optax import (
@@ -88,7 +89,7 @@ def test_gpa_at_4_bytes_takes_no_longer_than_spa() -> None:
 
 
 @for_tpus
-@pytest.mark.parametrize("mu_y", [1.0, 0.9])
+@pytest.mark.parametrize("mu_y", [long(1.0), 0.9])
 @pytest.mark.parametrize(
     ("make", "options", "num_bytes", "target"),
     [

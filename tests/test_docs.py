@@ -21,7 +21,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
-from helpers import quick, run
+from helpers import long, quick, run
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 from nbclient import NotebookClient
@@ -90,7 +90,9 @@ def test_code_for_trainers_is_what_their_scripts_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=str)
+@pytest.mark.parametrize(
+    "path", [long(path) if path.stem == "four_bytes" else path for path in NOTEBOOKS]
+)
 def test_notebooks(path: Path) -> None:
     """They run, and print what they are stored with, except for digits."""
     stored, notebook = (nbformat.read(path, as_version=4) for _ in range(2))

@@ -15,6 +15,7 @@ from helpers import (
     mean_of_all,
     relative_difference,
     run,
+    slow,
     table,
     trajectory,
     x64,
@@ -108,7 +109,13 @@ SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {  # Optax's, and ours
 }
 
 
-@pytest.mark.parametrize(("reference", "tx"), SCHEDULE_FREE.values(), ids=SCHEDULE_FREE)
+@pytest.mark.parametrize(
+    ("reference", "tx"),
+    [
+        (slow if name == "muon" else pytest.param)(*pair, id=name)
+        for name, pair in SCHEDULE_FREE.items()
+    ],
+)
 def test_schedule_free(reference: Any, tx: Any) -> None:
     """At a constant rate every weight is the same, whatever their power of the rate."""
     with x64():

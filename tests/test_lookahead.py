@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import lenient, run, sgdm, table, trained, x64
+from helpers import lenient, long, run, sgdm, table, trained, x64
 
 from spa_optax import spa, spa_from_sgdm
 
@@ -88,7 +88,9 @@ def test_rates_past_the_end_count_as_0_ahead(end: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize(
+    "nesterov", [long(False, id="heavy ball"), pytest.param(True, id="nesterov")]
+)
 def test_gradients_through_the_learning_rate(nesterov: bool) -> None:
     """Meta-learning differentiates through rates, as through `optax.sgd`."""
 

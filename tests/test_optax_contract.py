@@ -149,7 +149,7 @@ ROUNDED = {
     name: Transform(
         partial(stochastic_rounding, base, KEY),
         quick=name in ("adamw", "muon"),
-        long=name == "sgd",
+        long=name in ("sgd", "float8_sgd", "adafactor"),
         linear=False,
         has_z=False,
         takes_none=name == "sgd",
@@ -253,11 +253,13 @@ def test_state_dtype(it: Transform) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        partial(spa, learning_rate=0.1, averaging=0.1),
+        slow(partial(spa, learning_rate=0.1, averaging=0.1)),
         partial(spa, learning_rate=0.1, averaging=0.1, interpolation=0.9),
         partial(spa_from_sgdm, learning_rate=0.01, momentum=0.9),
-        partial(spa_adamw, learning_rate=0.1, averaging=0.1, b2=0.9),
-        partial(primal_averaging, optax.sgd(0.1), averaging=0.1, interpolation=0.9),
+        slow(partial(spa_adamw, learning_rate=0.1, averaging=0.1, b2=0.9)),
+        slow(
+            partial(primal_averaging, optax.sgd(0.1), averaging=0.1, interpolation=0.9)
+        ),
     ],
 )
 def test_hyperparameters_that_are_schedules_injected_or_traced(make: Any) -> None:

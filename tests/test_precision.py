@@ -226,7 +226,7 @@ def make_8_bit_m(key: Any = KEY) -> Any:
 
 
 every_member = pytest.mark.parametrize(
-    "make", [make_gpa, make_8_bit_z, long(make_8_bit_m)]
+    "make", [long(make_gpa), make_8_bit_z, long(make_8_bit_m)]
 )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import x64
+from helpers import long, x64
 
 from spa_optax import spa_adamw
 
@@ -83,7 +83,7 @@ def factored_root(row: jax.Array, column: jax.Array, i: int, j: int) -> jax.Arra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("b2", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("b2", [long(0.0), 0.9, 0.999])
 def test_factored_is_adafactors_formula(b2: float) -> None:
     """With β = β₂ (1 − β₂^k) / (1 − β₂^(k+1)), which needs no bias correction.
 

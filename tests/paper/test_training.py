@@ -36,7 +36,7 @@ class Kept(nnx.Module):
         # 11.17 and 23.51 million, as usually quoted; and torchvision's.
         (PREACT_RESNETS["resnet18"], 10, 32, 11_172_170, (4, 4, 512)),
         long(PREACT_RESNETS["resnet50"], 10, 32, 23_513_162, (4, 4, 2_048)),
-        (
+        long(
             partial(RESNETS["resnet50"], num_classes=1_000),
             1_000,
             224,
