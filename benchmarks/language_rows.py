@@ -273,6 +273,9 @@ ROWS |= {
         BF16,
     ),
     "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
+    "Adafactor with momentum, bfloat16 params": in_bfloat16(
+        "Adafactor with momentum", rounded(adafactor, dtype_momentum=BF16)
+    ),
 }
 for name, make in (("AdamW", adamw), ("Muon", muon)):
     ROWS |= {

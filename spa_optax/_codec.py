@@ -13,8 +13,8 @@ before adding y rounds it.
 The params are y: messages and states say params, equations say y. Likewise Optax's
 updates are g on the way in, and u on the way out.
 
-The field `z` of a state, here `z_field`, is a tree of z itself, or a node with a tree
-of differences. The type of the node says which. So a cast of the state, as when a
+The field `z` of a state is a tree of z itself, or a node with a tree of differences.
+The type of the node says which. So a cast of the state, as when a
 checkpoint is restored into another dtype, cannot change what its numbers mean.
 """
 
@@ -263,11 +263,11 @@ def init_z(params: PyTree, state_dtype: Any) -> PyTree:
     """The field `z` of a new state, for z_0 = y_0."""
     codec = choose_codec(params, state_dtype)
 
-    def start(y):
+    def init_leaf(y):
         if isinstance(y, jax.ShapeDtypeStruct):  # no value yet: the first step takes it
             y = jnp.zeros(y.shape, y.dtype)
         if not is_inexact(y):
             return jnp.array(y)  # keeps the place in the tree; nothing reads its value
         return codec.init(y, z_dtype(y, state_dtype))
 
-    return codec.wrap(jax.tree.map(start, params))
+    return codec.wrap(jax.tree.map(init_leaf, params))

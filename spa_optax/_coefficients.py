@@ -24,9 +24,8 @@ class XZCoefficients(NamedTuple):
     hyper-parameters changed in a way that the last step could not foresee, z_k becomes
     x_k + r (z_k − x_k) first, which needs y to be x.
 
-    The next state keeps η, c, w and μ_y. `next_w` is in none of these lines: it says
-    which momentum x − z stands for in the next state, m = (x − z)/w. `spa_from_sgdm`
-    and `convert` compute with it.
+    The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
+    w of the next state, where m = (x − z)/w; `spa_from_sgdm` and `convert` read it.
 
     Once z differs from y, η, c and w must not all be 0 (`is_initial`).
     """

@@ -163,6 +163,7 @@ def convert(
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
         write = _write_spa if isinstance(new, SPAState) else _write_optax
+        # Momentum of Optax becomes that of an `SPAState`, without its z.
         written = write(new, *read(old, run), run)
         # `copy_into` finds states by type. So the written one joins the old states, in
         # place of the momentum that it was made of.
@@ -395,7 +396,9 @@ def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
     return old, z
 
 
-def _write_spa(new: SPAState, old: SPAState, z: ArraysByPath, run: Run) -> SPAState:
+def _write_spa(
+    new: SPAState, spa_state: SPAState, z: ArraysByPath, run: Run
+) -> SPAState:
     """The new state: z, encoded beside the new params, and the other fields."""
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
     for path in stored_by_path.keys() & z.keys():
@@ -409,7 +412,7 @@ def _write_spa(new: SPAState, old: SPAState, z: ArraysByPath, run: Run) -> SPASt
                 f"{path or 'its root'}"
             )
     z_field = replace_leaves(new.z, list(stored_by_path.values()))
-    return SPAState(*map(replace_leaves, new, old._replace(z=z_field)))
+    return SPAState(*map(replace_leaves, new, spa_state._replace(z=z_field)))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
@@ -432,14 +435,14 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     return state, z
 
 
-def _write_optax(new: Any, old: SPAState, z: ArraysByPath, run: Run) -> Any:
+def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     if is_adamw:
-        old, divisors = _translate_adamw(run)
+        spa_state, divisors = _translate_adamw(run)
     else:  # the state's w need not be that of `spa_from_sgdm`
         divisors = {}
-    w = as_scalar(old.w)
+    w = as_scalar(spa_state.w)
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

@@ -92,6 +92,7 @@ def spa_from_rule(
         check_update(updates, state, params, state_dtype)
         warn_of_missing_key(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
+        # w moves nothing: it says which momentum the next x − z stands for.
         xz = fill_next_w(rule(state), state.w)
         xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:
@@ -114,14 +115,15 @@ def _step(
     with them.
     """
     yz = eliminate_x(xz, state.mu_y)
-    if rounding_key is not None and yz.delta_y is None:
-        yz = _add_delta_y(yz)
     next_scalars = {
         "eta": xz.eta,
         "c": xz.c,
         "w": xz.next_w,
         "mu_y": jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y,
     }
+    # Down to `_step_arrays` this is for XLA alone: no number changes.
+    if rounding_key is not None and yz.delta_y is None:
+        yz = _add_delta_y(yz)
     (yz, state_is_initial), next_scalars = hide_from_xla(
         (yz, is_initial(state)), next_scalars
     )

@@ -131,16 +131,16 @@ REFUSALS_AT_Z: Refusals = {
 }
 
 
-def check_base(state: PyTree, refusals: Refusals) -> None:
+def check_base(base_state: PyTree, refusals: Refusals) -> None:
     """Raises ValueError where the state of a base holds what is refused."""
     for node_type, message in refusals.items():
-        for node in find_nodes(state, node_type):
+        for node in find_nodes(base_state, node_type):
             raise ValueError(message.format(type(node).__name__))
 
 
-def check_sam_is_opaque(state: PyTree) -> None:
+def check_sam_is_opaque(base_state: PyTree) -> None:
     """Raises ValueError where the state of a base holds a SAM that is not opaque."""
-    for node in find_nodes(state, contrib.SAMState):
+    for node in find_nodes(base_state, contrib.SAMState):
         if not is_opaque_sam(node):
             raise ValueError(
                 "`base` must not move the params aside, got a `SAMState`. Set "

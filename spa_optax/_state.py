@@ -21,10 +21,12 @@ class SPAState(NamedTuple):
     """
 
     count: Count  # k, the number of steps taken
-    z: PyTree[Array]  # z_k, or a node with z_k − y_k
+    # In the code this is `z_field`, an array in it is `stored`, and `z` is what a codec
+    # has decoded.
+    z: PyTree[Array]  # z_k itself, or a node with z_k − y_k or 256 (z_k − y_k)
     eta: Scalar  # η_{k−1}, of the last step
     c: Scalar  # c_k, of the last step
-    w: Scalar  # w_k, the scale of momentum: m_k = (x_k − z_k) / w_k
+    w: Scalar  # w_k, which relates z to momentum: m_k = (x_k − z_k) / w_k
     mu_y: Scalar  # μ_y, of y_k
 
 

@@ -54,32 +54,32 @@ def as_scalar(value: PyTree) -> Array:
     return jnp.asarray(leaf)
 
 
-def copy_arrays(state: PyTree) -> PyTree:
-    """A state that shares no buffer with another, so that both can be donated."""
+def copy_arrays(tree: PyTree) -> PyTree:
+    """A tree that shares no buffer with another, so that both can be donated."""
     return jax.tree.map(
-        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state
+        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree
     )
 
 
-def find_nodes(state: PyTree, node_types: Any) -> list[Any]:
-    """The nodes of a type, or of some types, anywhere in a state."""
+def find_nodes(tree: PyTree, node_types: Any) -> list[Any]:
+    """The nodes of a type, or of some types, anywhere in a tree."""
 
     def is_wanted(node):
         return isinstance(node, node_types)
 
-    return list(filter(is_wanted, jax.tree.leaves(state, is_leaf=is_wanted)))
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
 
 
 def replace_nodes(
-    state: PyTree, node_types: Any, function: Callable[[Any], Any]
+    tree: PyTree, node_types: Any, function: Callable[[Any], Any]
 ) -> PyTree:
-    """A state with the nodes of a type, or of some types, replaced."""
+    """A tree with the nodes of a type, or of some types, replaced."""
 
     def replace_node(node):
         return function(node) if isinstance(node, node_types) else node
 
     return jax.tree.map(
-        replace_node, state, is_leaf=lambda node: isinstance(node, node_types)
+        replace_node, tree, is_leaf=lambda node: isinstance(node, node_types)
     )
 
 

@@ -190,16 +190,16 @@ def _step_terms(
     sums, eta, c, delta, _ = measured
     denominator = eta**2 * c
     b = c * eta + delta
-    cross_term = -2 * c * b * sums.inner_product
-    square = c**2 * sums.sq_distance + cross_term + b**2 * sums.sq_gradient
+    cross = -2 * c * b * sums.inner_product
+    square = c**2 * sums.sq_distance + cross + b**2 * sums.sq_gradient
     square = jnp.maximum(square, 0)
-    noise_term = c**2 * p + b**2 * sums.sq_gradient
     is_negligible = (denominator <= 0) | (square < jnp.finfo(jnp.float32).tiny)
     is_negligible |= c**2 * sums.sq_rounding > 0.1 * square
     divisor = jnp.where(denominator > 0, denominator, 1)
-    iterate_term, noise_term = square / divisor, noise_term / divisor
+    iterate_term = square / divisor
+    noise_term = (c**2 * p + b**2 * sums.sq_gradient) / divisor
     is_finite = jnp.isfinite(iterate_term) & jnp.isfinite(noise_term)
-    return (iterate_term, noise_term, cross_term / divisor), is_finite, is_negligible
+    return (iterate_term, noise_term, cross / divisor), is_finite, is_negligible
 
 
 def _update_means(gauge: Gauge, sums: Sums, sums_are_finite: Flag, decay: Any) -> Means:
