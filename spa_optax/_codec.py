@@ -14,8 +14,8 @@ The params are y: messages and states say params, equations say y. Likewise Opta
 updates are g on the way in, and u on the way out.
 
 The field `z` of a state is a tree of z itself, or a node with a tree of differences.
-The type of the node says which. So a cast of the state, as when a
-checkpoint is restored into another dtype, cannot change what its numbers mean.
+The type of the node says which. So a cast of the state, as when a checkpoint is
+restored into another dtype, cannot change what its numbers mean.
 """
 
 import dataclasses
