@@ -28,6 +28,10 @@ DEFAULT_B1 = "AdamW, b1 = 0.9"
 # What users type for a row, in docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
+    "Adafactor with momentum, bfloat16 params": (
+        "stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
+        "key)"
+    ),
     "spa_adamw, 8-bit z": "spa_adamw(…, state_dtype=float8_e4m3fn)",
     "spa_adamw, bfloat16 z": "spa_adamw(…, state_dtype=bfloat16)",
     "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
@@ -92,7 +96,14 @@ ONLY_TRAINED = [
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`",
     ),
     (
-        7,
+        6,
+        "4",
+        "Adafactor with momentum, bfloat16 params",
+        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), "
+        "key)`",
+    ),
+    (
+        8,
         "3",
         "factored NAdamW, 8-bit m",
         "8-bit Nesterov momentum, factored second moment",

