@@ -25,6 +25,7 @@ from language_rows import ADAMW, LADDERS
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
+ADAFACTOR = {"rate": 4e-3, "momentum": 0.9}
 # What users type for a row, in docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
@@ -117,6 +118,10 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("docs/results.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
     ("docs/results.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
+    *(
+        (page, "Adafactor with momentum, bfloat16 params", ADAFACTOR)
+        for page in ("README.md", "docs/memory.md", "docs/compared.md")
+    ),
     ("docs/memory.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/memory.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
     ("docs/compared.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),

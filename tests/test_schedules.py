@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from formulas import forward_recursion
-from helpers import optimized, table, x64
+from helpers import long, optimized, table, x64
 
 from spa_optax import (
     SGDMHyperparams,
@@ -170,7 +170,7 @@ def test_numbers_in_numbers_out() -> None:
 @pytest.mark.parametrize(
     "hyperparams",
     [
-        hyperparams_from_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.9),
+        long(hyperparams_from_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.9)),
         hyperparams_from_sgdm(0.1, lambda k: jnp.where(k < 5, 0.9, 0.5)),
         hyperparams_to_sgdm(lambda k: jnp.where(k < 5, 0.1, 0.01), 0.1),
         hyperparams_to_sgdm(1.0, lambda k: jnp.where(k < 5, 0.1, 0.5)),

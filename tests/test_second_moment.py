@@ -46,7 +46,7 @@ def without_bias(nu: Any, b2: float, num_steps: jax.Array) -> Any:
     return jax.tree.map(lambda nu: nu / bias, nu)
 
 
-@pytest.mark.parametrize("b2", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("b2", [long(0.0), 0.9, 0.999])
 def test_full_is_adams_formula_to_the_bit(b2: float) -> None:
     """ν ← β₂ ν + (1 − β₂) g², d = g / (√(ν / (1 − β₂^(k+1))) + ε)."""
     eps, grads = 1e-3, gradients()

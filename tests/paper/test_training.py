@@ -63,7 +63,7 @@ def test_sizes(
 
 
 @pytest.mark.usefixtures("_small_networks")
-@pytest.mark.parametrize("of", ["cifar10", "imagenet"])
+@pytest.mark.parametrize("of", ["cifar10", long("imagenet")])
 def test_evaluation(of: str, tree: Path) -> None:
     """Against the model itself, on a set that no batch divides."""
     if of == "cifar10":
