@@ -307,6 +307,20 @@ def test_the_reports_of_the_docs() -> None:
         assert f"> {verdict(audit)}\n" in docs
 
 
+def test_verdicts_on_an_eta_and_c_of_ones_own() -> None:
+    c_rises_first = theory.audit(*stagewise(10.0, 0.1, [200]), 400)
+    assert verdict(c_rises_first) == (
+        "α spikes from 1 to 10 at step 199, as in Figure 1(e): c rises a step before η "
+        "falls. Let η fall by less than c per step (the `step_divisor` of "
+        "`stagewise`), or give the recipe as SGD+M, to `spa_from_sgdm`."
+    )
+    too_long = theory.audit(1.0, 0.0033, 300)
+    assert verdict(too_long) == (
+        "Averages over 1/c steps are too long for 300: x ends with 37 % of x_0. With a "
+        "constant c of 0.017 it would be less than 1 %."
+    )
+
+
 # The hyper-parameters below a jump by a factor, and above it.
 PAIRS: dict[str, tuple[Any, Any]] = {
     "α": (theory.audit_sgdm, lambda f: ((0.1 / f, 0.9), (0.1, 0.9))),

@@ -203,8 +203,8 @@ def test_muon_trains_kernels_alone() -> None:
 
 @pytest.mark.slow
 @standard_promotion
-def test_labels() -> None:
-    """Params of any container get labels."""
+def test_groups() -> None:
+    """Params of any container get labels, and a group starts anew."""
     page, _ = run_blocks("docs/groups.md")
     params, labels = page["params"], page["labels"]
     head, trunk = (nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2))
@@ -212,6 +212,14 @@ def test_labels() -> None:
     for tree in (params, freeze(params), of_nnx):
         assert set(jax.tree.leaves(labels(tree))) == {"head", "trunk"}
         assert jax.tree.structure(labels(tree)) == jax.tree.structure(tree)
+    groups = page["groups"]
+    grads = jax.tree.map(jnp.ones_like, params)
+    _, state = groups.update(grads, page["state"], params)
+    new = groups.init(params).inner_states["head"]
+    state = state._replace(inner_states={**state.inner_states, "head": new})
+    counts = optax.tree.get_all_with_path(state, "count")
+    assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
+    assert {int(count) for path, count in counts if path[1].key == "trunk"} == {1}
 
 
 @pytest.mark.slow
