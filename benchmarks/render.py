@@ -37,7 +37,6 @@ TYPED = {
     "spa_adamw, bfloat16 z": "spa_adamw(…, state_dtype=bfloat16)",
     "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
-    "AdamW, companded moments": "AdamW with FlashOptim's 8-bit moments",
     "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
     "NAdamW, bfloat16 m": (
         "stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)"
@@ -46,10 +45,7 @@ TYPED = {
     "AdamW": "optax.adamw(…)",
     DEFAULT_B1: "optax.adamw(…)",
     "NAdamW": "optax.adamw(…, nesterov=True)",
-    "spa_adamw": "spa_adamw(…)",
     "Muon, 8-bit m": "stochastic_rounding(float8_momentum(muon, key), key)",
-    "Muon, 8-bit m, linear": "Muon with the linear 8-bit codes of 8-bit Muon",
-    "Muon averaged, 8-bit m and z": "primal_averaging(float8_momentum(muon, key), …)",
     "Muon": "optax.contrib.muon(…)",
     "Muon averaged": "primal_averaging(muon, …)",
     "AdamW averaged": "primal_averaging(optax.adamw(…), …)",
@@ -57,11 +53,9 @@ TYPED = {
 FINE_TUNED = {
     "float32": "optax.adamw(…), float32 params",
     "bfloat16": "optax.adamw(…), bfloat16 params",
-    "bfloat16, low half": "AdamW on params split into halves (Split-SGD)",
     "stochastic_rounding": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
     "z in bfloat16": "spa_adamw(…, state_dtype=bfloat16)",
     "z in float8": "spa_adamw(…, state_dtype=float8_e4m3fn)",
-    "Lion, stochastic_rounding": "stochastic_rounding(optax.lion(…), key)",
     "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
 }
 # The rows of fidelity.py in benchmarks/README.md.
@@ -72,60 +66,54 @@ CLOSE = {
     "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
     fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
 }
-# The rows of README.md: each with its names in both tables above.
-IN_SHORT = {
-    "`optax.adamw`, float32 params": ("float32", DEFAULT_B1),
-    "`optax.adamw`, bfloat16 params": ("bfloat16", "AdamW, rounded to nearest"),
-    "`stochastic_rounding(optax.adamw(…, mu_dtype=jnp.bfloat16), key)`": (
-        "stochastic_rounding",
-        "AdamW, bfloat16 m",
-    ),
-    "`spa_adamw`, z in bfloat16": ("z in bfloat16", "spa_adamw, bfloat16 z"),
-    "`spa_adamw`, z in float8": ("z in float8", "spa_adamw, 8-bit z"),
-    "`stochastic_rounding(optax.adafactor(…), key)`": (
-        "Adafactor, stochastic_rounding",
-        "Adafactor, bfloat16 params",
-    ),
+# The rows of averages in docs/results.md, with what users type.
+AVERAGED = {
+    "AdamW": "`optax.adamw(…)`, b1 = 0.7",
+    "AdamW averaged": "the same in `primal_averaging`, c = 0.00625",
+    "NAdamW": "`optax.adamw(…, nesterov=True)`",
+    "spa_adamw": "`spa_adamw(…)`, c = 0.1",
+    "Muon": "`optax.contrib.muon(…)`",
+    "Muon averaged": "the same in `primal_averaging`, c = 0.003",
 }
-# Rivals there that were not fine-tuned, each with its place and its bytes.
-ONLY_TRAINED = [
-    (1, "12", "NAdamW", "`optax.adamw(…, nesterov=True)`, float32 params"),
-    (
-        4,
-        "8",
-        "NAdamW, bfloat16 m",
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`",
+# The rows of README.md.
+IN_SHORT = {
+    "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
+    DEFAULT_B1: "`optax.adamw(…)`, float32 params",
+    "NAdamW, bfloat16 m": (
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`"
     ),
-    (
-        6,
-        "4",
-        "Adafactor with momentum, bfloat16 params",
-        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), "
-        "key)`",
+    "AdamW, rounded to nearest": "`optax.adamw(…)`",
+    "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9)`, z in bfloat16",
+    "Adafactor with momentum, bfloat16 params": (
+        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), key)`"
     ),
-    (
-        8,
-        "3",
-        "factored NAdamW, 8-bit m",
-        "8-bit Nesterov momentum, factored second moment",
+    "spa_adamw, 8-bit z": "`spa_adamw(…, interpolation=0.9)`, z in float8",
+    "factored NAdamW, 8-bit m": (
+        "8-bit Nesterov momentum and a factored second moment (not in the package)"
     ),
-]
+    "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
+}
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
-    ("docs/results.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     *(
         (page, "Adafactor with momentum, bfloat16 params", ADAFACTOR)
-        for page in ("README.md", "docs/memory.md", "docs/compared.md")
+        for page in ("README.md", "docs/compared.md")
     ),
-    ("docs/memory.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/memory.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
     ("docs/compared.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
+]
+# Accuracies there, each with its page, row and learning rate.
+QUOTED_ACCURACIES = [
+    ("README.md", "float32", 1e-4),
+    ("README.md", "z in float8", 1e-4),
+    ("README.md", "z in bfloat16", 1e-4),
+    ("README.md", "Adafactor, stochastic_rounding", 1e-4),
+    ("docs/compared.md", "Adafactor, stochastic_rounding", 1e-4),
 ]
 SOURCE = "python benchmarks/render.py"
 Record = dict[str, Any]
@@ -276,37 +264,33 @@ def of_pretraining(records: list[Record]) -> str:
     return common.markdown(header, rows)
 
 
+def of_averages(records: list[Record]) -> str:
+    """The losses of params, of an EMA of them, and of x, in docs/results.md."""
+    rows, of_row = [], pretrained(records)
+    for name, text in AVERAGED.items():
+        ends = [run["curve"][-1] for run in of_row[name]]
+        losses = [
+            f"{statistics.mean(end[point] for end in ends):.3f}"
+            if all(point in end for end in ends)
+            else ""
+            for point in ("weights", "EMA 0.99", "x")
+        ]
+        rows.append([text, *losses])
+    return common.markdown(["optimizer", "params", "EMA of them", "x"], rows)
+
+
 def fine_tuned(records: list[Record]) -> list[Record]:
     """The runs on SST-2 of 150 steps."""
     return [r for r in records if (r["task"], r["steps"]) == ("sst2", 150)]
 
 
-def in_short(fine_tuning: list[Record], pretraining: list[Record]) -> str:
-    """The table of README.md: bytes, accuracy at the best rate, and loss.
-
-    The best rate is that of the highest accuracy, of those with five seeds.
-    """
-    of_row = groups(fine_tuned(fine_tuning), "row")
-    trained = pretrained(pretraining)
-    rows = []
-    for text, (tuned_name, trained_name) in IN_SHORT.items():
-        by_rate = groups(of_row[tuned_name], "rate").values()
-        runs = max((r for r in by_rate if len(r) >= 5), key=mean_accuracy)
-        loss = "–"
-        if trained_name in trained:
-            loss = f"{mean_loss(trained[trained_name]):.3f}"
-            mu_y = trained[trained_name][0]["settings"].get("mu_y", 1)
-            loss += f" (`interpolation={mu_y}`)" if mu_y != 1 else ""
-        num_bytes = f"{runs[0]['bytes']:.0f}"
-        if trained_name in trained:
-            to_pretrain = f"{trained[trained_name][0]['bytes']:.0f}"
-            if to_pretrain != num_bytes:
-                num_bytes += f" to {to_pretrain}"
-        rows.append([num_bytes, f"{mean_accuracy(runs):.3f}", loss, text])
-    for place, num_bytes, name, text in ONLY_TRAINED:
-        rows.insert(place, [num_bytes, "–", f"{mean_loss(trained[name]):.3f}", text])
-    header = ["bytes", "fine-tuning: accuracy", "pretraining: loss", "optimizer"]
-    return common.markdown(header, rows)
+def in_short(records: list[Record]) -> str:
+    """The table of README.md."""
+    of_row, rows = pretrained(records), []
+    for name, text in IN_SHORT.items():
+        runs = of_row[name]
+        rows.append([f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}", text])
+    return common.markdown(["bytes", "loss", "optimizer"], rows)
 
 
 def mean_accuracy(runs: list[Record]) -> float:
@@ -353,19 +337,25 @@ def of_closeness(records: list[Record]) -> str:
 
 def typed(text: str) -> str:
     """As code, where it is code."""
-    return f"`{text}`" if "(…" in text and " (" not in text else text
+    return f"`{text}`" if "(" in text else text
 
 
 def missing_quotes() -> list[str]:
-    """Losses of QUOTED that do not stand in their page."""
-    result = []
+    """What of QUOTED and QUOTED_ACCURACIES does not stand in its page."""
+    numbers = []
     records = read("language_model.jsonl")
     for page, optimizer, settings in QUOTED:
-        runs = of_others(records, optimizer, settings)
-        loss = f"{mean_loss(runs):.3f}"
-        if loss not in (ROOT / page).read_text():
-            result.append(f"{page} lacks the loss {loss} of {optimizer}")
-    return result
+        loss = mean_loss(of_others(records, optimizer, settings))
+        numbers.append((page, optimizer, f"{loss:.3f}"))
+    records = fine_tuned(read("finetune.jsonl"))
+    for page, name, rate in QUOTED_ACCURACIES:
+        runs = [r for r in records if (r["row"], r["rate"]) == (name, rate)]
+        numbers.append((page, name, f"{mean_accuracy(runs):.3f}"))
+    return [
+        f"{page} lacks the {number} of {name}"
+        for page, name, number in numbers
+        if number not in (ROOT / page).read_text()
+    ]
 
 
 def guides() -> dict[Path, str]:
@@ -375,9 +365,10 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
+            "averages": of_averages(pretraining),
         },
         "benchmarks/README.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
-        "README.md": {"in short": in_short(fine_tuning, pretraining)},
+        "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
     for page, of_page in tables.items():
