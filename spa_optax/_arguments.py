@@ -36,8 +36,7 @@ class Requirement(NamedTuple):
     # Gets float(value) if `value_type` is set, else the value. A TypeError, ValueError
     # or OverflowError refuses the value; a traced scalar passes.
     predicate: Callable[[Any], Any]
-    # One of the types above. "": any value.
-    value_type: str = ""
+    value_type: str | None = None  # one of the types above. None: any value
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
 
@@ -77,17 +76,14 @@ class Requirement(NamedTuple):
             return bool(self.value_type) and isinstance(value, Tracer)
 
 
-def _describe(value: Any, value_type: str) -> str:
+def _describe(value: Any, value_type: str | None) -> str:
     """A value in a message, with what to do if it is one that users often pass."""
-    if isinstance(value, int) and value.bit_length() > 100:
-        # Python may not print so many digits.
-        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
     if isinstance(value, tuple) and value_type == SCALAR_OR_SCHEDULE:
         return "a tuple: unpack hyper-parameters, as in `spa(*stagewise(...))`"
     if isinstance(value, jax.Array) and value.shape == ():
-        if value_type in ("", NUMBER):
+        if value_type in (None, NUMBER):
             return f"{value!r}: in `optax.inject_hyperparams`, name it in `static_args`"
         if value.itemsize <= 2:
             return (

@@ -15,7 +15,8 @@ updates are g on the way in, and u on the way out.
 
 The field `z` of a state is a tree of z itself, or a node with a tree of differences.
 The type of the node says which. So a cast of the state, as when a checkpoint is
-restored into another dtype, cannot change what its numbers mean.
+restored into another dtype, cannot change what its numbers mean. In the code `z_field`
+is the field, `stored` is one array in it, and z and d are decoded values.
 """
 
 import dataclasses
@@ -70,15 +71,7 @@ class ZCodec:
         state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """One step of y and z. Without a g both stay.
-
-            z ← y + r (z − y)
-            z ← z − η g
-            y ← y + c_y (z − y) − δ_y g
-
-        The second and third lines are the paper's, where y is x, c_y is c, and there is
-        no δ_y.
-        """
+        """The step of `YZCoefficients`. Without a g y and z stay."""
         z = self.decode_z(y, stored, state_is_initial)
         if g is None:
             # Stored anew: in the initial state z is y, which may have been replaced.
@@ -87,9 +80,7 @@ class ZCodec:
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        wide_u = yz.c_y * (z - wide_y)
-        if yz.delta_y is not None:
-            wide_u = wide_u - yz.delta_y * wide_g
+        wide_u = yz.u(z - wide_y, wide_g)
         # One seed serves both. At most one of y and z has fewer bits than a step
         # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
@@ -149,12 +140,8 @@ class DifferenceCodec:
     ) -> ArrayStep:
         """The same step, of y and d = z − y.
 
-            d ← r d
-            d ← d − η g
-            u = c_y d − δ_y g            rounded so that y + u has the dtype of y
-            d ← (y + d) − (y + u)        keeps what rounding took
-
-        u comes from d, not from z − y: adding y would round d first.
+        u is rounded so that y + u has the dtype of y. Then d ← (y + d) − (y + u), which
+        keeps what rounding took.
         """
         if g is None:
             return ArrayStep(None, stored)
@@ -163,9 +150,7 @@ class DifferenceCodec:
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * wide_g
-        wide_u = yz.c_y * d
-        if yz.delta_y is not None:
-            wide_u = wide_u - yz.delta_y * wide_g
+        wide_u = yz.u(d, wide_g)
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20. The four bits that both then use are
         # the lowest of z, worth 2^-16 of its ulp.

@@ -1,13 +1,15 @@
 """The coefficients of a step: of x and z, as a rule returns it, and of y and z.
 
-Step k leads from index k to k + 1. It uses η_k, δ_k and r_k, but c of index k + 1, as
-the paper counts it, and w and μ_y likewise.
+Step k leads from index k to k + 1. η_k and c_{k+1}, as the paper counts them, belong to
+the step, and the next state records them. w and μ_y belong to a point: the state has
+those of index k, and the rule gives `next_w` and `next_mu_y`.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ._trees import Flag, Scalar
 
@@ -19,10 +21,10 @@ class XZCoefficients(NamedTuple):
         x_{k+1} = x_k + c (z_{k+1} − x_k)
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
 
-    This is the paper's step if μ_y is 1, else generalized primal averaging. Only
-    `spa_from_sgdm` adds to it. With Nesterov momentum x_{k+1} also loses δ g_k. Where
-    hyper-parameters changed in a way that the last step could not foresee, z_k becomes
-    x_k + r (z_k − x_k) first, which needs y to be x.
+    This is the paper's step if μ_y is 1, else generalized primal averaging, which names
+    μ_y so. Only `spa_from_sgdm` adds to it. With Nesterov momentum x_{k+1} also loses
+    δ g_k. Where hyper-parameters changed in a way that the last step could not foresee,
+    z_k becomes x_k + r (z_k − x_k) first, which needs y to be x.
 
     The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
     w of the next state, where m = (x − z)/w; `spa_from_sgdm` and `convert` read it.
@@ -53,9 +55,17 @@ class YZCoefficients(NamedTuple):
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
+    def u(self, d: Array, g: Array) -> Array:
+        """The update of y: c_y d − δ_y g, where d is z − y after the step of z."""
+        u = self.c_y * d
+        return u if self.delta_y is None else u - self.delta_y * g
+
 
 def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
     """The coefficients with w_{k+1}, which is (1 − c) η unless the rule gives one.
+
+    w is the scale in x − z = w m, where m is the momentum of SGD. The step fixes x − z,
+    and w_{k+1} says which m that is:
 
         x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
 

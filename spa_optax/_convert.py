@@ -25,7 +25,7 @@ from ._convert_states import (
     list_states,
     steps_taken,
 )
-from ._schedules import SGDMHyperparams
+from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_initial
 from ._trees import (
@@ -39,16 +39,6 @@ from ._trees import (
     replace_leaves,
 )
 from ._wrappers import PrimalAveragingState
-
-
-class AdamWHyperparams(NamedTuple):
-    """Hyper-parameters of `optax.adamw`, for `convert`."""
-
-    learning_rate: optax.ScalarOrSchedule  # η_k at count k
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
-
 
 ArraysByPath = dict[str, Array]  # an array for each parameter, by its path
 REQUIREMENTS = {  # of each field of `hyperparams`
@@ -438,11 +428,9 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
 def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
-    if is_adamw:
-        spa_state, divisors = _translate_adamw(run)
-    else:  # the state's w need not be that of `spa_from_sgdm`
-        divisors = {}
-    w = as_scalar(spa_state.w)
+    # The w of the state itself need not be that of `spa_from_sgdm`.
+    of_m, divisors = _translate_adamw(run) if is_adamw else (spa_state, {})
+    w = as_scalar(of_m.w)
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

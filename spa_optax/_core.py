@@ -92,7 +92,7 @@ def spa_from_rule(
         check_update(updates, state, params, state_dtype)
         warn_of_missing_key(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        # w moves nothing: it says which momentum the next x − z stands for.
+        # next_w moves nothing in this step. It labels the next state.
         xz = fill_next_w(rule(state), state.w)
         xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:

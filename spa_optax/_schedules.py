@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from . import _arguments
 from ._sgdm import eta_and_c, evaluate_sgdm
@@ -27,6 +27,15 @@ class SGDMHyperparams(NamedTuple):
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
     nesterov: bool = False
+
+
+class AdamWHyperparams(NamedTuple):
+    """Hyper-parameters of `optax.adamw`, for `convert`."""
+
+    learning_rate: optax.ScalarOrSchedule  # η_k at count k
+    b1: ArrayLike = 0.9
+    b2: ArrayLike = 0.999
+    eps: ArrayLike = 1e-8
 
 
 def hyperparams_from_sgdm(

@@ -1,4 +1,4 @@
-"""The two members of the family: `spa` and `spa_from_sgdm`."""
+"""The members of the family: `spa` and `spa_from_sgdm`."""
 
 import optax
 from jaxtyping import DTypeLike, PRNGKeyArray

@@ -21,8 +21,6 @@ class SPAState(NamedTuple):
     """
 
     count: Count  # k, the number of steps taken
-    # In the code this is `z_field`, an array in it is `stored`, and `z` is what a codec
-    # has decoded.
     z: PyTree[Array]  # z_k itself, or a node with z_k − y_k or 256 (z_k − y_k)
     eta: Scalar  # η_{k−1}, of the last step
     c: Scalar  # c_k, of the last step

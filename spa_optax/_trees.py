@@ -100,12 +100,11 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 def arrays_by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves that are not None, in order, by their paths; numbers as arrays."""
-
-    def as_array(leaf):
-        return jnp.asarray(leaf) if is_array_like(leaf) else leaf
-
-    leaves = leaves_by_path(tree)
-    return {path: as_array(leaf) for path, leaf in leaves.items() if leaf is not None}
+    return {
+        path: jnp.asarray(leaf) if is_array_like(leaf) else leaf
+        for path, leaf in leaves_by_path(tree).items()
+        if leaf is not None
+    }
 
 
 def replace_leaves(node: PyTree, leaves: PyTree) -> PyTree:

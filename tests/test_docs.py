@@ -164,7 +164,8 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """Though `nnx.clone` shares arrays with the model."""
     page, _ = run_blocks("docs/averages.md")
-    model, batch = page["Network"](nnx.Rngs(0)), jnp.ones((8, 3))
+    rngs, batch = nnx.Rngs(0), jnp.ones((8, 3))
+    model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit(donate_argnums=(0, 1))

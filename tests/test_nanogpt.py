@@ -144,6 +144,7 @@ def test_with_the_low_half_params_are_float32(dtype: Any, off: float) -> None:
         np.testing.assert_allclose(rivals.join(x, low), wide, rtol=1e-6, atol=20 * off)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_language_model(tmp_path: Path, small: Any) -> None:
     """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its

@@ -64,6 +64,7 @@ def test_other_ways_to_run_the_same() -> None:
             assert_apart_by_rounding(*parts, at_most=1e-3)
 
 
+@pytest.mark.long
 def test_command_line(data_options: list[str], tmp_path: Path, capsys: Any) -> None:
     arguments = [
         *paper.CIFAR10,
