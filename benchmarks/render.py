@@ -87,6 +87,10 @@ IN_SHORT = {
     "Adafactor with momentum, bfloat16 params": (
         "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), key)`"
     ),
+    "Muon, 8-bit m": (
+        "`stochastic_rounding(float8_momentum(optax.contrib.muon(…), key), key)`, "
+        "kernels only"
+    ),
     "spa_adamw, 8-bit z": "`spa_adamw(…, interpolation=0.9)`, z in float8",
     "factored NAdamW, 8-bit m": (
         "8-bit Nesterov momentum and a factored second moment (not in the package)"

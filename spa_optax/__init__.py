@@ -2,10 +2,11 @@
 
 from . import diagnostics, theory
 from ._adamw import spa_adamw
-from ._convert import AdamWHyperparams, convert
+from ._convert import convert
 from ._float8_momentum import float8_momentum
 from ._params import eval_params, shift_z
 from ._schedules import (
+    AdamWHyperparams,
     SGDMHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,

@@ -18,7 +18,8 @@ from jax.core import Tracer
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
-# Types of values, each wider than the one before, as messages have them.
+# The kinds of value that an argument may have, in the words of messages. Each allows
+# what the one before it does.
 NUMBER = "a number"  # of Python or NumPy
 SCALAR = "a scalar"  # or of JAX, perhaps traced
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"

@@ -18,16 +18,16 @@ class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
         z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k)
-        y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}            the params
+        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}            the params
 
-    This is the paper's step if μ_y is 1, else generalized primal averaging, which names
-    μ_y so. Only `spa_from_sgdm` adds to it. With Nesterov momentum x_{k+1} also loses
-    δ g_k. Where hyper-parameters changed in a way that the last step could not foresee,
-    z_k becomes x_k + r (z_k − x_k) first, which needs y to be x.
+    With δ = 0 and μ' = 1 this is the paper's step. A μ' below 1, which is the next μ_y,
+    makes it generalized primal averaging. Only `spa_from_sgdm` has δ, for Nesterov
+    momentum, and r: where hyper-parameters changed in a way that the last step could
+    not foresee, z_k becomes x_k + r (z_k − x_k) first, which needs y to be x.
 
     The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
-    w of the next state, where m = (x − z)/w; `spa_from_sgdm` and `convert` read it.
+    w of the next state, where m = (x − z)/w.
 
     Once z differs from y, η, c and w must not all be 0 (`is_initial`).
     """
@@ -35,7 +35,7 @@ class XZCoefficients(NamedTuple):
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}, the averaging of this step
     next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
-    next_mu_y: Scalar | None = None  # of y_{k+1}. None: y is x before and after
+    next_mu_y: Scalar | None = None  # μ', of y_{k+1}. None: y is x before and after
     delta: Scalar | None = None  # δ_k. None: no such term
     r: Scalar | None = None  # None: 1, and no such term
 

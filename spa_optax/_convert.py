@@ -366,7 +366,7 @@ def _translate_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
         return c.astype(nu.dtype) * size
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    w = eta * (1 - c)
+    w = eta * (1 - c)  # as in `fill_next_w`
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), divisors
 
 
@@ -428,9 +428,10 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
 def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> Any:
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
-    # The w of the state itself need not be that of `spa_from_sgdm`.
-    of_m, divisors = _translate_adamw(run) if is_adamw else (spa_state, {})
-    w = as_scalar(of_m.w)
+    divisors = {}
+    if is_adamw:  # the scale of its m follows from its hyper-parameters
+        spa_state, divisors = _translate_adamw(run)
+    w = as_scalar(spa_state.w)
     m = arrays_by_path(_momentum_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():

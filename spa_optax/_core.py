@@ -92,7 +92,6 @@ def spa_from_rule(
         check_update(updates, state, params, state_dtype)
         warn_of_missing_key(params, state.z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
-        # next_w moves nothing in this step. It labels the next state.
         xz = fill_next_w(rule(state), state.w)
         xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:
@@ -121,11 +120,8 @@ def _step(
         "w": xz.next_w,
         "mu_y": jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y,
     }
-    # Down to `_step_arrays` this is for XLA alone: no number changes.
-    if rounding_key is not None and yz.delta_y is None:
-        yz = _add_delta_y(yz)
-    (yz, state_is_initial), next_scalars = hide_from_xla(
-        (yz, is_initial(state)), next_scalars
+    yz, state_is_initial, next_scalars = _for_xla(
+        yz, is_initial(state), next_scalars, rounding_key
     )
     u, next_z_field = _step_arrays(
         updates, state, params, yz, state_is_initial, rounding_key
@@ -137,13 +133,19 @@ def _step(
     )
 
 
-def _add_delta_y(yz: YZCoefficients) -> YZCoefficients:
-    """The coefficients with a δ_y of 0, which moves nothing.
-
-    XLA for TPU v7x fuses a step that rounds at random with Adam's direction only if the
-    program has the term δ_y g (benchmarks/compiled.py).
-    """
-    return yz._replace(delta_y=jnp.zeros_like(yz.eta))
+def _for_xla(
+    yz: YZCoefficients,
+    state_is_initial: Flag,
+    next_scalars: PyTree,
+    rounding_key: PRNGKeyArray | None,
+) -> tuple[YZCoefficients, Flag, PyTree]:
+    """The same numbers, in the form that XLA compiles best."""
+    if rounding_key is not None and yz.delta_y is None:
+        # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
+        # if the program has the term δ_y g (benchmarks/compiled.py).
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
+    hidden, next_scalars = hide_from_xla((yz, state_is_initial), next_scalars)
+    return *hidden, next_scalars
 
 
 def _step_arrays(
@@ -155,8 +157,8 @@ def _step_arrays(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, PyTree]:
     """One step of every array: y_{k+1} − y_k, and the field `z` of the next state."""
-    codec, old_stored = codec_of(state.z), stored_tree(state.z)
-    seeds = seeds_like(rounding_key, state.count, old_stored, FOR_PARAMS_AND_Z)
+    codec, tree = codec_of(state.z), stored_tree(state.z)
+    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
 
     def step_leaf(y, stored, g, seed):
         if stored is None:  # not trained
@@ -166,10 +168,10 @@ def _step_arrays(
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
 
-    steps = jax.tree.map(step_leaf, params, old_stored, updates, seeds, is_leaf=is_none)
+    steps = jax.tree.map(step_leaf, params, tree, updates, seeds, is_leaf=is_none)
     u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
-    next_stored = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(next_stored)
+    tree = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
+    return u, codec.wrap(tree)
 
 
 def _is_step(node: Any) -> bool:

@@ -63,9 +63,9 @@ def evaluate_sgdm(
 
     def values_at(k):
         alpha, beta = alpha_at(k), beta_at(k)
-        return alpha, beta, alpha * beta if nesterov else alpha
+        return alpha, alpha * beta if nesterov else alpha, beta
 
-    alpha, beta, a = values_at(count)
+    alpha, a, beta = values_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
@@ -98,7 +98,7 @@ def _next_resting_w_of_schedules(
 ) -> tuple[Scalar, Flag]:
     """The resting w_{k+1}, and whether terms past the horizon have no weight in it.
 
-    `values_at` returns α, β and a.
+    `values_at` returns α, a and β.
     """
 
     def count_after(num_steps):
@@ -106,12 +106,10 @@ def _next_resting_w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    _, betas, a = jax.vmap(values_at)(counts)
-    a, betas = _valid_a_and_beta(a, betas)
+    a, betas = _valid_a_and_beta(*jax.vmap(values_at)(counts)[1:])
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     end = count_after(jnp.asarray(horizon, count.dtype))
-    _, end_beta, end_a = values_at(end)
-    tail = _resting_w_of_constants(*_valid_a_and_beta(end_a, end_beta))
+    tail = _resting_w_of_constants(*_valid_a_and_beta(*values_at(end)[1:]))
     if _arguments.is_static_number(momentum):
         # Powers of β in float64: a product of rounded numbers collects their errors.
         beta = np.asarray(momentum, betas.dtype).astype(float)

@@ -16,8 +16,9 @@ class SPAState(NamedTuple):
 
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
-    A step computes with z, μ_y and the count, and that of `spa_from_sgdm` also with w.
-    `eta` and `c` record the last step; only `is_initial` reads them.
+    A step computes with z, μ_y and the count. Every step carries w on, but only
+    `spa_from_sgdm` and `convert` move z by it. `eta` and `c` record the last step.
+    `is_initial` reads η, c and w.
     """
 
     count: Count  # k, the number of steps taken
