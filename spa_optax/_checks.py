@@ -1,4 +1,4 @@
-"""Checks in `init` and `update`: that trees fit each other, and that x stays right.
+"""Checks of states and params: that trees fit each other, and that x stays right.
 
 Arguments of factories are checked by `_arguments.py`.
 """

@@ -7,8 +7,8 @@ case `DifferenceCodec` stores d = z − y, the difference from the params y. It 
 digits that a narrow z would lose, and it follows params that something else moves.
 
 The step is a method of the codec because the two round in different orders. `ZCodec`
-makes u of z − y, which has the rounding error of z. `DifferenceCodec` makes u of d,
-before adding y rounds it.
+makes u of z − y, which has the rounding error of z. `DifferenceCodec` makes u of d, and
+stores z − (y + u) after u is rounded, so that d keeps what rounding took.
 
 The params are y: messages and states say params, equations say y. Likewise Optax's
 updates are g on the way in, and u on the way out.
@@ -80,7 +80,7 @@ class ZCodec:
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        wide_u = yz.u(z - wide_y, wide_g)
+        wide_u = yz.update(z - wide_y, wide_g)
         # One seed serves both. At most one of y and z has fewer bits than a step
         # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
@@ -110,8 +110,8 @@ class ZCodec:
         z = self.decode_z(y, stored, state_is_initial)
         return z - y.astype(z.dtype)
 
-    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
-        """What is stored of z_{k+1}, in a dtype, beside the params y_{k+1}."""
+    def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
+        """What is stored of z beside the params y, in a dtype."""
         return round_to(z, dtype, seed)
 
 
@@ -121,7 +121,7 @@ class DifferenceCodec:
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
     is y also if y was replaced. The methods are those of `ZCodec`, which documents
-    them. Only here does `encode` read `next_y`, and no method reads `state_is_initial`.
+    them. Only here does `encode` read y, and no method reads `state_is_initial`.
     """
 
     node_type: type
@@ -150,7 +150,7 @@ class DifferenceCodec:
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * wide_g
-        wide_u = yz.u(d, wide_g)
+        wide_u = yz.update(d, wide_g)
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20. The four bits that both then use are
         # the lowest of z, worth 2^-16 of its ulp.
@@ -158,7 +158,7 @@ class DifferenceCodec:
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(d.dtype) + d
-        return ArrayStep(u, self.encode(z, y + u, stored.dtype, seed))
+        return ArrayStep(u, self.encode(y + u, z, stored.dtype, seed))
 
     def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)
@@ -176,9 +176,9 @@ class DifferenceCodec:
         # The initial state stores 0, so the flag is not needed.
         return self.scale * stored.astype(compute_dtype(y, stored))
 
-    def encode(self, z: Array, next_y: Array, dtype: Any, seed: Seed | None) -> Array:
+    def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
         # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
-        scaled = (z - next_y.astype(z.dtype)) / self.scale
+        scaled = (z - y.astype(z.dtype)) / self.scale
         return round_to(scaled, dtype, seed, saturate=True)
 
 

@@ -17,14 +17,15 @@ from ._trees import Flag, Scalar
 class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
+        z_k ← x_k + r (z_k − x_k)                          r is mostly 1
         z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k          δ is mostly 0
         y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}            the params
 
-    With δ = 0 and μ' = 1 this is the paper's step. A μ' below 1, which is the next μ_y,
-    makes it generalized primal averaging. Only `spa_from_sgdm` has δ, for Nesterov
-    momentum, and r: where hyper-parameters changed in a way that the last step could
-    not foresee, z_k becomes x_k + r (z_k − x_k) first, which needs y to be x.
+    With r = 1, δ = 0 and μ' = 1 this is the paper's step. A μ' below 1 makes it
+    generalized primal averaging. Only `spa_from_sgdm` has δ, for Nesterov momentum, and
+    r, where hyper-parameters changed in a way that the last step could not foresee. r
+    needs y to be x.
 
     The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
     w of the next state, where m = (x − z)/w.
@@ -55,7 +56,7 @@ class YZCoefficients(NamedTuple):
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
-    def u(self, d: Array, g: Array) -> Array:
+    def update(self, d: Array, g: Array) -> Array:
         """The update of y: c_y d − δ_y g, where d is z − y after the step of z."""
         u = self.c_y * d
         return u if self.delta_y is None else u - self.delta_y * g

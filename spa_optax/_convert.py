@@ -223,11 +223,11 @@ def _find_pair(
             "`tx.init(params)._replace(base_state=old_state)`. To end it go on with "
             "`eval_params(old_state, params)` and `old_state.base_state`."
         )
-    old = _find_momentum("old_state", old_states, new_states, params)
-    new = _find_momentum("into", new_states, old_states, params)
+    old = _find_state("old_state", old_states, new_states, params)
+    new = _find_state("into", new_states, old_states, params)
     missing = (
-        arrays_by_path(_momentum_tree(new)).keys()
-        - arrays_by_path(_momentum_tree(old)).keys()
+        arrays_by_path(_converted_tree(new)).keys()
+        - arrays_by_path(_converted_tree(old)).keys()
     )
     if missing:
         raise ValueError(
@@ -242,7 +242,7 @@ def _find_pair(
     return old, new
 
 
-def _find_momentum(
+def _find_state(
     name: str, states: list[Any], other_states: list[Any], params: PyTree
 ) -> Any:
     """The state to translate, of the first type of `CONVERTED_FIELDS` that there is.
@@ -263,7 +263,7 @@ def _find_momentum(
             )
         if found:
             check_not_batched(name, found[0]._asdict().get("count", ()))
-            check_paths(name, [_momentum_tree(found[0])], params)
+            check_paths(name, [_converted_tree(found[0])], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
@@ -302,15 +302,15 @@ def _replace_momentum(states: list[Any], old: Any, written: Any) -> list[Any]:
     return [*states, written]
 
 
-def _momentum_tree(state: Any) -> PyTree:
-    """The momentum of a state, by parameter; of an `SPAState` what it stores of z."""
+def _converted_tree(state: Any) -> PyTree:
+    """Optax's momentum, by parameter, or what an `SPAState` stores of z."""
     tree = getattr(state, CONVERTED_FIELDS[type(state)])
     return stored_tree(tree) if isinstance(state, SPAState) else tree
 
 
 def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
     """The params that have a momentum in a state, in 32 bits or more."""
-    found = {path: params[path] for path in arrays_by_path(_momentum_tree(state))}
+    found = {path: params[path] for path in arrays_by_path(_converted_tree(state))}
     return {
         path: y.astype(compute_dtype(y)) for path, y in found.items() if is_inexact(y)
     }
@@ -393,7 +393,7 @@ def _write_spa(
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
     for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
-        stored_by_path[path] = codec.encode(z[path], y, dtype, seed=None)
+        stored_by_path[path] = codec.encode(y, z[path], dtype, seed=None)
         limit = float(jnp.finfo(dtype).max)
         is_at_limit = jnp.abs(stored_by_path[path].astype(compute_dtype(y))) >= limit
         if codec.stores_difference and jnp.any(is_at_limit):
@@ -411,7 +411,7 @@ def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
         _translate_sgdm if isinstance(old, optax.TraceState) else _translate_adamw
     )
     state, divisors = translate(run)
-    m, z = arrays_by_path(_momentum_tree(old)), {}
+    m, z = arrays_by_path(_converted_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
         z[path] = x - state.w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
@@ -432,14 +432,14 @@ def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> An
     if is_adamw:  # the scale of its m follows from its hyper-parameters
         spa_state, divisors = _translate_adamw(run)
     w = as_scalar(spa_state.w)
-    m = arrays_by_path(_momentum_tree(new))
+    m = arrays_by_path(_converted_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
         dtype = compute_dtype(x, z[path])
         x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
-    tree = replace_leaves(_momentum_tree(new), list(m.values()))
+    tree = replace_leaves(_converted_tree(new), list(m.values()))
     if not is_adamw:
         return optax.TraceState(tree)
     nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]

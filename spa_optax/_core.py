@@ -78,7 +78,8 @@ def spa_from_rule(
         z_field = init_z(params, state_dtype)
         warn_of_missing_key(params, z_field)
         dtype = scalar_dtype(params)
-        # All are separate arrays, so that all can be donated.
+        # All are separate arrays, so that all can be donated. With η = c = w = 0 it is
+        # the initial state (`is_initial`).
         return SPAState(
             count=jnp.zeros([], jnp.int32),
             z=z_field,
@@ -108,11 +109,7 @@ def _step(
     xz: XZCoefficients,
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
-    """One step: y_{k+1} − y_k, and the next state.
-
-    `eliminate_x` gives the coefficients for y and z, and `_step_arrays` takes the step
-    with them.
-    """
+    """One step of every array: y_{k+1} − y_k, and the next state."""
     yz = eliminate_x(xz, state.mu_y)
     next_scalars = {
         "eta": xz.eta,
@@ -123,12 +120,23 @@ def _step(
     yz, state_is_initial, next_scalars = _for_xla(
         yz, is_initial(state), next_scalars, rounding_key
     )
-    u, next_z_field = _step_arrays(
-        updates, state, params, yz, state_is_initial, rounding_key
-    )
+    codec, stored_z = codec_of(state.z), stored_tree(state.z)
+    seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
+
+    def step_leaf(y, stored, g, seed):
+        if stored is None:  # not trained
+            return ArrayStep(None, None)
+        if not is_inexact(y):  # integers stay
+            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
+        g = None if g is None else jnp.asarray(g)
+        return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
+
+    steps = jax.tree.map(step_leaf, params, stored_z, updates, seeds, is_leaf=is_none)
+    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
+    next_z = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
     return u, SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
-        z=next_z_field,
+        z=codec.wrap(next_z),
         **as_dtype(next_scalars, state.w.dtype),
     )
 
@@ -146,32 +154,6 @@ def _for_xla(
         yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     hidden, next_scalars = hide_from_xla((yz, state_is_initial), next_scalars)
     return *hidden, next_scalars
-
-
-def _step_arrays(
-    updates: PyTree,
-    state: SPAState,
-    params: PyTree,
-    yz: YZCoefficients,
-    state_is_initial: Flag,
-    rounding_key: PRNGKeyArray | None,
-) -> tuple[PyTree, PyTree]:
-    """One step of every array: y_{k+1} − y_k, and the field `z` of the next state."""
-    codec, tree = codec_of(state.z), stored_tree(state.z)
-    seeds = seeds_like(rounding_key, state.count, tree, FOR_PARAMS_AND_Z)
-
-    def step_leaf(y, stored, g, seed):
-        if stored is None:  # not trained
-            return ArrayStep(None, None)
-        if not is_inexact(y):  # integers stay
-            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
-        g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
-
-    steps = jax.tree.map(step_leaf, params, tree, updates, seeds, is_leaf=is_none)
-    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
-    tree = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
-    return u, codec.wrap(tree)
 
 
 def _is_step(node: Any) -> bool:

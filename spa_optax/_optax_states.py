@@ -71,8 +71,7 @@ AVERAGING_REFUSALS: Refusals = dict.fromkeys(
     (SPAState, AnyScheduleFreeState),
     "`base` must not average, got a `{}`. Average once, and pass `rounding_key` there.",
 )
-# Only `primal_averaging` refuses these.
-BASE_REFUSALS: Refusals = {
+PRIMAL_AVERAGING_REFUSALS: Refusals = {
     **dict.fromkeys(
         SKIPPING_STATES,
         "`base` must not skip updates, got a `{}`. Put that wrapper around this one.",
@@ -97,7 +96,7 @@ BASE_REFUSALS: Refusals = {
     ),
 }
 if hasattr(contrib, "MadgradState"):  # not in Optax 0.2.5
-    BASE_REFUSALS[contrib.MadgradState] = (
+    PRIMAL_AVERAGING_REFUSALS[contrib.MadgradState] = (
         "`base` must not average, got a `{}`. Use it alone."
     )
 # `primal_averaging(params_of_base="params")` also refuses what compares the params with

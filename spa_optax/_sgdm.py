@@ -61,16 +61,16 @@ def evaluate_sgdm(
     alpha_at = _arguments.as_schedule("learning_rate", learning_rate)
     beta_at = _arguments.as_schedule("momentum", momentum)
 
-    def values_at(k):
+    def a_and_beta_at(k):
         alpha, beta = alpha_at(k), beta_at(k)
-        return alpha, alpha * beta if nesterov else alpha, beta
+        return alpha * beta if nesterov else alpha, beta
 
-    alpha, a, beta = values_at(count)
+    alpha, (a, beta) = alpha_at(count), a_and_beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
         next_resting_w, has_all_terms = _next_resting_w_of_schedules(
-            values_at, count, momentum, horizon
+            a_and_beta_at, count, momentum, horizon
         )
     else:
         next_resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
@@ -91,25 +91,22 @@ def evaluate_sgdm(
 
 
 def _next_resting_w_of_schedules(
-    values_at: Callable[[Array], tuple[Array, Array, Array]],
+    a_and_beta_at: Callable[[Array], tuple[Array, Array]],
     count: Count,
     momentum: optax.ScalarOrSchedule,
     horizon: int,
 ) -> tuple[Scalar, Flag]:
-    """The resting w_{k+1}, and whether terms past the horizon have no weight in it.
-
-    `values_at` returns α, a and β.
-    """
+    """The resting w_{k+1}, and whether terms past the horizon have no weight in it."""
 
     def count_after(num_steps):
         # Counts keep their dtype, since schedules compute in it, and do not overflow.
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    a, betas = _valid_a_and_beta(*jax.vmap(values_at)(counts)[1:])
+    a, betas = _valid_a_and_beta(*jax.vmap(a_and_beta_at)(counts))
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     end = count_after(jnp.asarray(horizon, count.dtype))
-    tail = _resting_w_of_constants(*_valid_a_and_beta(*values_at(end)[1:]))
+    tail = _resting_w_of_constants(*_valid_a_and_beta(*a_and_beta_at(end)))
     if _arguments.is_static_number(momentum):
         # Powers of β in float64: a product of rounded numbers collects their errors.
         beta = np.asarray(momentum, betas.dtype).astype(float)

@@ -20,7 +20,7 @@ from ._checks import (
 from ._codec import codec_of, stored_tree
 from ._optax_states import (
     AVERAGING_REFUSALS,
-    BASE_REFUSALS,
+    PRIMAL_AVERAGING_REFUSALS,
     REFUSALS_AT_PARAMS,
     REFUSALS_AT_Z,
     check_base,
@@ -156,7 +156,7 @@ def primal_averaging(
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
     tx = in_float32(base)
-    refusals = AVERAGING_REFUSALS | BASE_REFUSALS
+    refusals = AVERAGING_REFUSALS | PRIMAL_AVERAGING_REFUSALS
     refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
     refusals[StochasticRoundingState] = (
         "`base` must not round, got a `{}`. Pass `rounding_key` instead."
