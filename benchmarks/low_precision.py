@@ -27,7 +27,12 @@ from paper.cifar_data import TRAIN, normalize, read
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from spa_optax import in_float32, spa_from_sgdm, stochastic_rounding
+from spa_optax import (
+    float8_momentum,
+    in_float32,
+    spa_from_sgdm,
+    stochastic_rounding,
+)
 
 mean_and_error, plus_minus = (
     common.command_line.mean_and_error,
@@ -124,6 +129,14 @@ SCHEMES = {
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, k: stochastic_rounding(sgd(a, b), k)
+    ),
+    "SGD+M, bfloat16 m, stochastic": Scheme(
+        BF16,
+        lambda a, b, k: stochastic_rounding(optax.sgd(a, b, accumulator_dtype=BF16), k),
+    ),
+    "SGD+M, 8-bit m, stochastic": Scheme(
+        BF16,
+        lambda a, b, k: stochastic_rounding(float8_momentum(optax.sgd(a, b), k), k),
     ),
     MASTER: Scheme(BF16, lambda a, b, key: with_master(sgd(a, b))),
     "SGD+M, bfloat16 m, Kahan": Scheme(

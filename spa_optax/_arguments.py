@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, DTypeLike, PRNGKeyArray
+from jaxtyping import Array
 from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 
 # The kinds of value that an argument may have, in the words of messages. Each allows
@@ -23,7 +23,6 @@ from optax import GradientTransformation, MultiSteps, ScalarOrSchedule
 NUMBER = "a number"  # of Python or NumPy
 SCALAR = "a scalar"  # or of JAX, perhaps traced
 SCALAR_OR_SCHEDULE = "a scalar or a schedule"
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 # The counts at which a schedule is sampled for a check.
 SAMPLE_COUNTS = np.append(
     np.arange(10**4), np.unique(np.geomspace(10**4, 10**7, 700).astype(int))
@@ -37,7 +36,7 @@ class Requirement(NamedTuple):
     # Gets float(value) if `value_type` is set, else the value. A TypeError, ValueError
     # or OverflowError refuses the value; a traced scalar passes.
     predicate: Callable[[Any], Any]
-    value_type: str | None = None  # one of the types above. None: any value
+    value_type: str | None = None  # one of the kinds above. None: any value
     may_be_none: bool = False
     needs_32_bits: bool = False  # refuses arrays of 16 bits: a b2 of 0.999 is 1 there
 
@@ -240,34 +239,6 @@ def check_interpolation(interpolation: Any) -> None:
         raise ValueError(
             "`interpolation` must be > 0 at every count, got "
             f"{values[k]:g} at {SAMPLE_COUNTS[k]}"
-        )
-
-
-def check_state_dtype(
-    state_dtype: DTypeLike | None,
-    rounding_key: PRNGKeyArray | None,
-    averaging: ScalarOrSchedule,
-) -> None:
-    """Raises ValueError unless a dtype of z fits the key and the averaging.
-
-    A longer average makes smaller steps of z − params, in 8 bits down to those of
-    rounding.
-    """
-    STATE_DTYPE.optional().check(state_dtype=state_dtype)
-    KEY.optional().check(rounding_key=rounding_key)
-    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
-        return
-    if rounding_key is None:
-        raise ValueError(
-            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
-        )
-    values = sample(averaging, SAMPLE_COUNTS)
-    last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
-    if np.any((last > 0) & (last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
-        raise ValueError(
-            "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
-            f"final value of {last[0]:.4g}. Use bfloat16."
         )
 
 

@@ -1,6 +1,6 @@
 """Checks of states and params: that trees fit each other, and that x stays right.
 
-Arguments of factories are checked by `_arguments.py`.
+Other arguments of factories are checked by `_arguments.py`.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+import optax
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
+from . import _arguments
 from ._codec import choose_codec, codec_of, stored_tree, z_dtype
 from ._coefficients import XZCoefficients
 from ._state import SPAState, is_initial
@@ -24,6 +26,55 @@ from ._trees import (
     leaves_by_path,
 )
 from ._xla import is_known_true
+
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
+
+
+def check_state_dtype(
+    state_dtype: DTypeLike | None,
+    rounding_key: PRNGKeyArray | None,
+    averaging: optax.ScalarOrSchedule,
+) -> None:
+    """Raises ValueError unless a dtype of z fits the key and the averaging.
+
+    A longer average makes smaller steps of z − params, in 8 bits down to those of
+    rounding.
+    """
+    _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    _arguments.KEY.optional().check(rounding_key=rounding_key)
+    if state_dtype is None or jnp.dtype(state_dtype).itemsize > 1:
+        return
+    if rounding_key is None:
+        raise ValueError(
+            "`rounding_key` must be given with a `state_dtype` of 8 bits, got None"
+        )
+    values = _arguments.sample(averaging, _arguments.SAMPLE_COUNTS)
+    last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
+    if np.any((last > 0) & (last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
+        raise ValueError(
+            "`averaging`, which is 1 − momentum, must stay >= "
+            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
+            f"final value of {last[0]:.4g}. Use bfloat16."
+        )
+
+
+def warn_of_missing_key(
+    params: PyTree,
+    z_field: PyTree,
+    rounding_key: PRNGKeyArray | None,
+    params_are_z: bool,
+) -> None:
+    """Warns if params or z have 16 bits or fewer, and there is no key to round them."""
+    if rounding_key is not None:
+        return
+    # A z of 32 bits that is the params is their master copy: no step is lost.
+    params_lose_steps = has_narrow_leaves(params) and not params_are_z
+    if has_narrow_leaves(z_field) or params_lose_steps:
+        _arguments.warn(
+            "`rounding_key` should be given, such as `jax.random.key(0)`: params "
+            "or z have 16 bits or fewer. Rounded to nearest they lose every step "
+            "below half an ulp."
+        )
 
 
 def check_params(params: PyTree) -> None:

@@ -80,7 +80,7 @@ class ZCodec:
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
         z = z - yz.eta * wide_g
-        wide_u = yz.update(z - wide_y, wide_g)
+        wide_u = yz.step_of_y(z - wide_y, wide_g)
         # One seed serves both. At most one of y and z has fewer bits than a step
         # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
@@ -150,7 +150,7 @@ class DifferenceCodec:
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * wide_g
-        wide_u = yz.update(d, wide_g)
+        wide_u = yz.step_of_y(d, wide_g)
         # Params take the low bits of each random word, and z − y takes the high ones.
         # Bfloat16 needs 16 of 32 and float8 20. The four bits that both then use are
         # the lowest of z, worth 2^-16 of its ulp.

@@ -20,7 +20,7 @@ class XZCoefficients(NamedTuple):
         z_k ← x_k + r (z_k − x_k)                          r is mostly 1
         z_{k+1} = z_k − η g_k
         x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k          δ is mostly 0
-        y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}            the params
+        y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}            the params; μ' is `next_mu_y`
 
     With r = 1, δ = 0 and μ' = 1 this is the paper's step. A μ' below 1 makes it
     generalized primal averaging. Only `spa_from_sgdm` has δ, for Nesterov momentum, and
@@ -30,7 +30,8 @@ class XZCoefficients(NamedTuple):
     The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
     w of the next state, where m = (x − z)/w.
 
-    Once z differs from y, η, c and w must not all be 0 (`is_initial`).
+    A step that leaves z apart from y must not have η = c = next_w = 0. The next step
+    would take its state for the initial one, and read z as y (`is_initial`).
     """
 
     eta: Scalar  # η_k
@@ -56,8 +57,8 @@ class YZCoefficients(NamedTuple):
     delta_y: Scalar | None  # None: 0
     r: Scalar | None  # None: 1
 
-    def update(self, d: Array, g: Array) -> Array:
-        """The update of y: c_y d − δ_y g, where d is z − y after the step of z."""
+    def step_of_y(self, d: Array, g: Array) -> Array:
+        """c_y d − δ_y g, where d is z − y after the step of z."""
         u = self.c_y * d
         return u if self.delta_y is None else u - self.delta_y * g
 

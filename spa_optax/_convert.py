@@ -52,7 +52,7 @@ REQUIREMENTS = {  # of each field of `hyperparams`
 
 
 class Run(NamedTuple):
-    """What is known of a run, apart from its momentum."""
+    """What reading the old momentum and writing the new one need beside it."""
 
     count: Count  # k
     y: ArraysByPath  # the params with momentum, in 32 bits or more
@@ -316,7 +316,7 @@ def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
     }
 
 
-def _translate_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
+def _spa_state_of_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
     """The `SPAState` of step k − 1 without its z. No divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
@@ -331,7 +331,7 @@ def _translate_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
     return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), {}
 
 
-def _translate_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
+def _spa_state_of_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
     """The `SPAState` of step k without its z, and the divisors: x − z = w m / divisor.
 
         divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
@@ -407,10 +407,8 @@ def _write_spa(
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     """An `SPAState` without its z, and z itself: z = x − w · m / divisor."""
-    translate = (
-        _translate_sgdm if isinstance(old, optax.TraceState) else _translate_adamw
-    )
-    state, divisors = translate(run)
+    is_sgdm = isinstance(old, optax.TraceState)
+    state, divisors = _spa_state_of_sgdm(run) if is_sgdm else _spa_state_of_adamw(run)
     m, z = arrays_by_path(_converted_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
@@ -429,8 +427,8 @@ def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> An
     """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
     is_adamw = isinstance(new, optax.ScaleByAdamState)
     divisors = {}
-    if is_adamw:  # the scale of its m follows from its hyper-parameters
-        spa_state, divisors = _translate_adamw(run)
+    if is_adamw:  # its hyper-parameters fix w, too, so that of the old run is not read
+        spa_state, divisors = _spa_state_of_adamw(run)
     w = as_scalar(spa_state.w)
     m = arrays_by_path(_converted_tree(new))
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))

@@ -14,7 +14,13 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
-from ._checks import check_params, check_update, error_if_x_wrong
+from ._checks import (
+    check_params,
+    check_state_dtype,
+    check_update,
+    error_if_x_wrong,
+    warn_of_missing_key,
+)
 from ._codec import ArrayStep, codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
@@ -22,7 +28,6 @@ from ._state import SPAState, is_initial
 from ._trees import (
     Flag,
     as_dtype,
-    has_narrow_leaves,
     is_inexact,
     is_none,
     scalar_dtype,
@@ -56,27 +61,14 @@ def spa_from_rule(
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
       (g, state, params, xz) before the step; `track_momentum` passes one.
     """
-    _arguments.check_state_dtype(state_dtype, rounding_key, nominal_averaging)
+    check_state_dtype(state_dtype, rounding_key, nominal_averaging)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
-    # With c = 1 params are z, and a z of 32 bits is their master copy: no step is lost.
     params_are_z = _arguments.is_always(nominal_averaging, 1)
-
-    def warn_of_missing_key(params, z_field):
-        if rounding_key is not None:
-            return
-        if has_narrow_leaves(z_field) or (
-            has_narrow_leaves(params) and not params_are_z
-        ):
-            _arguments.warn(
-                "`rounding_key` should be given, such as `jax.random.key(0)`: params "
-                "or z have 16 bits or fewer. Rounded to nearest they lose every step "
-                "below half an ulp."
-            )
 
     def init_fn(params):
         check_params(params)
         z_field = init_z(params, state_dtype)
-        warn_of_missing_key(params, z_field)
+        warn_of_missing_key(params, z_field, rounding_key, params_are_z)
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated. With η = c = w = 0 it is
         # the initial state (`is_initial`).
@@ -91,7 +83,7 @@ def spa_from_rule(
 
     def update_fn(updates, state, params=None, *, observe=None, **_):
         check_update(updates, state, params, state_dtype)
-        warn_of_missing_key(params, state.z)
+        warn_of_missing_key(params, state.z, rounding_key, params_are_z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = fill_next_w(rule(state), state.w)
         xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)

@@ -61,9 +61,10 @@ def spa(
         than a step computes in, are rounded up or down at random, so that the mean is
         right. Without it they are rounded to nearest, as complex numbers always are,
         and a warning is given. Under `jax.jit` the random bits do not depend on the
-        sharding. Optimizers in `optax.partition`, replicas under `jax.vmap` and shards
-        in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)` into
-        the key, but never along an axis on which params are replicated.
+        sharding. Groups of `optax.partition`, runs under `jax.vmap` and shards of
+        params in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)`
+        into the key for each axis that divides the params. Copies of the same params
+        need the same key.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps

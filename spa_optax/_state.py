@@ -16,9 +16,9 @@ class SPAState(NamedTuple):
 
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
-    A step computes with z, μ_y and the count. Every step carries w on, but only
-    `spa_from_sgdm` and `convert` move z by it. `eta` and `c` record the last step.
-    `is_initial` reads η, c and w.
+    A step of `spa` needs z, μ_y and the count. w says which momentum z stands for,
+    m = (x − z)/w: `spa_from_sgdm` rescales z − x by it, and `convert` reads m by it.
+    `eta` and `c` record the last step. In the initial state η, c and w are 0.
     """
 
     count: Count  # k, the number of steps taken

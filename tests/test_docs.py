@@ -182,9 +182,9 @@ def test_x_outlives_a_donated_step(tx: Any) -> None:
 @pytest.mark.slow
 @standard_promotion
 def test_muon_trains_kernels_alone() -> None:
-    """The function of the page needed two names, which a position embedding has not."""
+    """A position embedding has only one name."""
     page, _ = run_blocks("docs/muon.md")
-    kernels, name_rule = page["kernels"], page["name_rule"]
+    kernels, labels = page["kernels"], page["labels"]
     params = {
         "position": jnp.ones((4, 8)),
         "out": {"kernel": jnp.ones((2, 4, 8)), "bias": jnp.ones(8)},
@@ -196,9 +196,14 @@ def test_muon_trains_kernels_alone() -> None:
         "out": {"kernel": numbers((0, 1), (2,)), "bias": None},
         "layers": [{"kernel": numbers((0,), (1, 2))}],
     }
-    rules = jax.tree_util.tree_map_with_path(name_rule, params)
-    assert rules["position"] == name_rule((), params["position"]) == "adam"
-    assert rules["out"] == {"kernel": "muon", "bias": "adam"}
+    assert labels(params["position"]) == "adam"
+    assert labels(params) == {
+        "position": "adam",
+        "out": {"kernel": "muon", "bias": "adam"},
+        "layers": [{"kernel": "muon"}],
+    }
+    of_nnx = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    assert sorted(jax.tree.leaves(labels(of_nnx))) == ["adam", "muon"]
 
 
 @pytest.mark.slow

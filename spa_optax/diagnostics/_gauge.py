@@ -104,11 +104,11 @@ def measure(
     delta = jnp.zeros([]) if xz.delta is None else xz.delta
     values = xz.eta, xz.c, delta, r, state.mu_y
     eta, c, delta, r, mu_y = (jnp.asarray(value, jnp.float32) for value in values)
-    sums = _sums(g, params, state, factor=r / mu_y)
+    sums = _sums(g, state, params, factor=r / mu_y)
     return Measurement(sums, eta, c, delta, r)
 
 
-def _sums(g: PyTree, params: PyTree, state: SPAState, factor: Scalar) -> Sums:
+def _sums(g: PyTree, state: SPAState, params: PyTree, factor: Scalar) -> Sums:
     """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
     codec, state_is_initial = codec_of(state.z), is_initial(state)
 
