@@ -71,7 +71,13 @@ class ZCodec:
         state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The step of `YZCoefficients`. Without a g y and z stay."""
+        """The step of `YZCoefficients`. Without a g y and z stay.
+
+            z ← z − η g
+            y ← y + c_y (z − y) − δ_y g
+
+        If r is not None, z ← y + r (z − y) comes first.
+        """
         z = self.decode_z(y, stored, state_is_initial)
         if g is None:
             # Stored anew: in the initial state z is y, which may have been replaced.
@@ -140,8 +146,11 @@ class DifferenceCodec:
     ) -> ArrayStep:
         """The same step, of y and d = z − y.
 
-        u is rounded so that y + u has the dtype of y. Then d ← (y + d) − (y + u), which
-        keeps what rounding took.
+            d ← d − η g
+            u = c_y d − δ_y g            rounded so that y + u has the dtype of y
+            d ← (y + d) − (y + u)        keeps what rounding took
+
+        If r is not None, d ← r d comes first.
         """
         if g is None:
             return ArrayStep(None, stored)
