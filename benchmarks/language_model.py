@@ -156,17 +156,20 @@ def best(record: Record) -> float:
 
 
 def minus(
-    runs: list[Record], others: list[Record], of: Callable[[Record], float] = best
+    runs: list[Record],
+    others: list[Record],
+    of: Callable[[Record], float] = best,
+    digits: int = 4,
 ) -> str:
     """The mean difference of the same seeds, and its 95 % interval by Student's t."""
     of_seed = {record["seed"]: of(record) for record in others}
     both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
     if not both or runs is others:
         return ""
-    text = f"{statistics.mean(both):+.4f}"
+    text = f"{statistics.mean(both):+.{digits}f}"
     if len(both) > 1 and np.all(np.isfinite(both)):
         low, high = stats.ttest_1samp(both, 0).confidence_interval(0.95)
-        text += f" [{low:+.4f}, {high:+.4f}]"
+        text += f" [{low:+.{digits}f}, {high:+.{digits}f}]"
     return text.replace("-", "−")
 
 

@@ -28,35 +28,37 @@ DEFAULT_B1 = "AdamW, b1 = 0.9"
 ADAFACTOR = {"rate": 4e-3, "momentum": 0.9}
 # What users type for a row, in docs/results.md.
 TYPED = {
-    "Adafactor, bfloat16 params": "stochastic_rounding(optax.adafactor(…), key)",
+    "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
     "Adafactor with momentum, bfloat16 params": (
-        "stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
-        "key)"
+        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
+        "key)`"
     ),
-    "spa_adamw, 8-bit z": "spa_adamw(…, state_dtype=float8_e4m3fn)",
-    "spa_adamw, bfloat16 z": "spa_adamw(…, state_dtype=bfloat16)",
+    "spa_adamw, 8-bit z": (
+        "`spa_adamw(…, interpolation=0.9, state_dtype=float8_e4m3fn)`"
+    ),
+    "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
     "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
-    "AdamW, bfloat16 m": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
+    "AdamW, bfloat16 m": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
     "NAdamW, bfloat16 m": (
-        "stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)"
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
     ),
-    "AdamW, rounded to nearest": "optax.adamw(…), bfloat16 params",
-    "AdamW": "optax.adamw(…)",
-    DEFAULT_B1: "optax.adamw(…)",
-    "NAdamW": "optax.adamw(…, nesterov=True)",
-    "Muon, 8-bit m": "stochastic_rounding(float8_momentum(muon, key), key)",
-    "Muon": "optax.contrib.muon(…)",
-    "Muon averaged": "primal_averaging(muon, …)",
-    "AdamW averaged": "primal_averaging(optax.adamw(…), …)",
+    "AdamW, rounded to nearest": "`optax.adamw(…)`, bfloat16 params",
+    "AdamW": "`optax.adamw(…, b1=0.7)`",
+    DEFAULT_B1: "`optax.adamw(…)`",
+    "NAdamW": "`optax.adamw(…, nesterov=True)`",
+    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
+    "Muon": "`muon`",
+    "Muon averaged": "`primal_averaging(muon, 0.003125, 0.4)`",
+    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`",
 }
 FINE_TUNED = {
-    "float32": "optax.adamw(…), float32 params",
-    "bfloat16": "optax.adamw(…), bfloat16 params",
-    "stochastic_rounding": "stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)",
-    "z in bfloat16": "spa_adamw(…, state_dtype=bfloat16)",
-    "z in float8": "spa_adamw(…, state_dtype=float8_e4m3fn)",
-    "Adafactor, stochastic_rounding": "stochastic_rounding(optax.adafactor(…), key)",
+    "float32": "`optax.adamw(…)`, float32 params",
+    "bfloat16": "`optax.adamw(…)`",
+    "stochastic_rounding": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
+    "z in bfloat16": "`spa_adamw(…, state_dtype=bfloat16)`",
+    "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
+    "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
 # The rows of fidelity.py in benchmarks/README.md.
 CLOSE = {
@@ -260,11 +262,10 @@ def of_pretraining(records: list[Record]) -> str:
     known = [name for name in TYPED if name in of_row]
     for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
-        settings = language_model.in_words(runs[0]["settings"])
-        difference = language_model.minus(runs, of_row["AdamW"])
-        row = [f"{mean_loss(runs):.4f}", difference, f"{runs[0]['bytes']:.1f}"]
-        rows.append([*row, typed(TYPED[name]), settings])
-    header = ["loss", "− AdamW", "bytes", "optimizer", "settings"]
+        difference = language_model.minus(runs, of_row["AdamW"], digits=3)
+        row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
+        rows.append([*row, TYPED[name]])
+    header = ["loss", "− AdamW", "bytes", "optimizer"]
     return common.markdown(header, rows)
 
 
@@ -321,7 +322,7 @@ def of_fine_tuning(records: list[Record]) -> str:
             continue
         by_rate = groups(of_row, "rate")
         cells = [cell_of(by_rate.get(rate, [])) for rate in rates]
-        rows.append([f"{of_row[0]['bytes']:.1f}", *cells, typed(FINE_TUNED[name])])
+        rows.append([f"{of_row[0]['bytes']:.1f}", *cells, FINE_TUNED[name]])
     rows.sort(key=lambda row: -float(row[0]))
     header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]
     return common.markdown(["bytes", *header, "optimizer"], rows)
@@ -337,11 +338,6 @@ def of_closeness(records: list[Record]) -> str:
         means = [f"{distance:.2f}" for distance in curves[:, :, 1].mean(axis=0)]
         rows.append([f"{runs[0][name]['bytes']:.0f}", *means, text])
     return common.markdown(["bytes", *steps, "optimizer"], rows)
-
-
-def typed(text: str) -> str:
-    """As code, where it is code."""
-    return f"`{text}`" if "(" in text else text
 
 
 def missing_quotes() -> list[str]:
