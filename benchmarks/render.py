@@ -75,7 +75,7 @@ AVERAGED = {
     "NAdamW": "`optax.adamw(…, nesterov=True)`",
     "spa_adamw": "`spa_adamw(…)`, c = 0.1",
     "Muon": "`optax.contrib.muon(…)`",
-    "Muon averaged": "the same in `primal_averaging`, c = 0.003",
+    "Muon averaged": "the same in `primal_averaging`, c = 0.003125",
 }
 # The rows of README.md.
 IN_SHORT = {
