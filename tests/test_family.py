@@ -410,3 +410,21 @@ def test_eval_params_of_all_kinds_of_leaves() -> None:
             x_wide, expected, rtol=float(jnp.finfo(y[name].dtype).eps)
         )
     np.testing.assert_array_equal(x["integer"], params["integer"])
+
+
+def test_eval_params_checks_and_moves_more_than_the_first() -> None:
+    """The second array of a group, and the second group of a partition."""
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state = spa(0.1, interpolation=0.5).init(params)
+    with pytest.raises(ValueError, match=r"(?s)`opt_state`.*\(3,\).*'b'"):
+        eval_params(state, params | {"b": jnp.ones(4)})
+
+    groups = {"a": spa(0.1), "b": spa(0.1, averaging=0.5, interpolation=0.5)}
+    tx = optax.partition(groups, {"a": "a", "b": "b"})
+    updates, state = tx.update(params, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    x = eval_params(state, params)
+    np.testing.assert_array_equal(x["a"], params["a"])
+    # z is 1 − 0.1, x is halfway from 1 to z, and y halfway from x to z.
+    np.testing.assert_allclose(x["b"], 0.95, rtol=1e-6)
+    np.testing.assert_allclose(params["b"], 0.925, rtol=1e-6)
