@@ -78,6 +78,9 @@ class Requirement(NamedTuple):
 
 def _describe(value: Any, value_type: str | None) -> str:
     """A value in a message, with what to do if it is one that users often pass."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        # Python may not print so many digits.
+        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"
     if isinstance(value, tuple) and value_type == SCALAR_OR_SCHEDULE:

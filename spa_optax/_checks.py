@@ -68,8 +68,7 @@ def warn_of_missing_key(
     if rounding_key is not None:
         return
     # A z of 32 bits that is the params is their master copy: no step is lost.
-    params_lose_steps = has_narrow_leaves(params) and not params_are_z
-    if has_narrow_leaves(z_field) or params_lose_steps:
+    if has_narrow_leaves(z_field) or (has_narrow_leaves(params) and not params_are_z):
         _arguments.warn(
             "`rounding_key` should be given, such as `jax.random.key(0)`: params "
             "or z have 16 bits or fewer. Rounded to nearest they lose every step "

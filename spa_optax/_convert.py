@@ -407,8 +407,10 @@ def _write_spa(
 
 def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
     """An `SPAState` without its z, and z itself: z = x − w · m / divisor."""
-    is_sgdm = isinstance(old, optax.TraceState)
-    state, divisors = _spa_state_of_sgdm(run) if is_sgdm else _spa_state_of_adamw(run)
+    if isinstance(old, optax.TraceState):
+        state, divisors = _spa_state_of_sgdm(run)
+    else:
+        state, divisors = _spa_state_of_adamw(run)
     m, z = arrays_by_path(_converted_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)

@@ -65,7 +65,7 @@ def evaluate_sgdm(
         alpha, beta = alpha_at(k), beta_at(k)
         return alpha * beta if nesterov else alpha, beta
 
-    alpha, (a, beta) = alpha_at(count), a_and_beta_at(count)
+    a, beta = a_and_beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = _default_horizon(momentum)
@@ -80,7 +80,7 @@ def evaluate_sgdm(
     may_change = momentum_may_change or isinstance(learning_rate, jax.Array)
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     return SGDMValues(
-        alpha=alpha,
+        alpha=alpha_at(count),
         beta=beta,
         a=a,
         next_resting_w=next_resting_w,

@@ -53,7 +53,7 @@ NO_STATE_DTYPES = [
     jnp.float8_e5m2fnuz,
     jnp.ones(3),
 ]
-NO_COUNTS = [-1, True, 3.0, "3", jnp.ones(1, int), jnp.array(1.0), 2**31, 10**400]
+NO_COUNTS = [-1, True, 3.0, "3", jnp.ones(1, int), jnp.array(1.0), 2**31, 10**5_000]
 
 
 def call(function: Any, **arguments: Any) -> Any:
@@ -74,6 +74,13 @@ def call(function: Any, **arguments: Any) -> Any:
 
 def half(count: Any) -> float:
     return 0.5
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it. Python may not print an integer of many digits."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"{value.bit_length()} bits"
+    return repr(value)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +120,14 @@ def half(count: Any) -> float:
 )
 def test_bad_arguments(functions: Any, argument: str, bad: list[Any]) -> None:
     for function, value in itertools.product(functions, bad):
-        match = f"(?s)`{argument}`.*{re.escape(repr(value))}"
+        match = f"(?s)`{argument}`.*{re.escape(shown(value))}"
         with pytest.raises(ValueError, match=match):
             call(function, **{argument: value})
 
 
-@pytest.mark.parametrize("boundary", [0, 2.5, 10**400], ids=repr)
+@pytest.mark.parametrize("boundary", [0, 2.5, 10**5_000], ids=shown)
 def test_one_bad_boundary(boundary: Any) -> None:
-    with pytest.raises(ValueError, match=f"`boundaries`.*{boundary!r}"):
+    with pytest.raises(ValueError, match=f"`boundaries`.*{shown(boundary)}"):
         call(stagewise, boundaries=[boundary])
 
 
@@ -161,6 +168,7 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("function", "match"),
     [
+        (lambda: spa(10**400), "`learning_rate`.*1329 bits"),
         (
             lambda: call(spa, learning_rate=stagewise(1.0, 0.1, [5])),
             r"`learning_rate`.*`spa\(\*stagewise",
