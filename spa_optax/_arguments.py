@@ -59,8 +59,8 @@ class Requirement(NamedTuple):
                 )
 
     def _allows(self, value: Any) -> bool:
-        if value is None and self.may_be_none:
-            return True
+        if value is None:
+            return self.may_be_none
         if callable(value) and self.value_type == SCALAR_OR_SCHEDULE:
             return True
         if self.value_type and not _is_real_scalar(value):

@@ -198,8 +198,9 @@ def check_state_type(name: str, state: Any, expected: type) -> None:
 
 
 def check_spa_state(name: str, state: Any) -> None:
-    """Raises ValueError if a state is of another type, or was cast to 16 bits."""
+    """Raises ValueError if a state is of another type, batched, or cast to 16 bits."""
     check_state_type(name, state, SPAState)
+    check_not_batched(name, state.count, state.mu_y)
     for field in ("eta", "c", "w", "mu_y"):
         dtype = as_scalar(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):

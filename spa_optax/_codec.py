@@ -29,14 +29,11 @@ from jaxtyping import Array, PyTree
 from ._coefficients import YZCoefficients
 from ._rounding import Seed, round_to, round_update
 from ._trees import Flag, as_dtype, compute_dtype, has_narrow_leaves, is_inexact
-from ._xla import shard_like, where_sharded
+from ._xla import as_stored, shard_like, where_sharded
 
-
-class ArrayStep(NamedTuple):
-    """The result of a step for one array: its update, and what is stored of z."""
-
-    u: Array | None  # y_{k+1} − y_k, in the params' dtype
-    next_stored: Array | None  # what is stored of z_{k+1}
+# Of a step of one array: u = y_{k+1} − y_k, in the dtype of y, and what is stored of
+# z_{k+1}.
+ArrayStep = tuple[Array | None, Array]
 
 
 class ZMinusParams(NamedTuple):
@@ -71,7 +68,7 @@ class ZCodec:
         state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
-        """The step of `YZCoefficients`. Without a g y and z stay.
+        """The step of `YZCoefficients`. If g is None, y and z stay.
 
             z ← z − η g
             y ← y + c_y (z − y) − δ_y g
@@ -81,7 +78,7 @@ class ZCodec:
         z = self.decode_z(y, stored, state_is_initial)
         if g is None:
             # Stored anew: in the initial state z is y, which may have been replaced.
-            return ArrayStep(None, z.astype(stored.dtype))
+            return None, z.astype(stored.dtype)
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
             z = _rescale(wide_y, z, yz.r)
@@ -90,7 +87,7 @@ class ZCodec:
         # One seed serves both. At most one of y and z has fewer bits than a step
         # computes in, as float32 params beside a float64 z.
         u = round_update(wide_u, y, seed)
-        return ArrayStep(u, round_to(z, stored.dtype, seed))
+        return u, round_to(z, stored.dtype, seed)
 
     def wrap(self, tree: PyTree) -> PyTree:
         """The field `z` of a state, from the tree of stored arrays."""
@@ -153,7 +150,7 @@ class DifferenceCodec:
         If r is not None, d ← r d comes first.
         """
         if g is None:
-            return ArrayStep(None, stored)
+            return None, stored
         d = self.decode_difference(y, stored, state_is_initial)
         wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
@@ -167,7 +164,7 @@ class DifferenceCodec:
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
         z = y.astype(d.dtype) + d
-        return ArrayStep(u, self.encode(y + u, z, stored.dtype, seed))
+        return u, self.encode(as_stored(y + u), z, stored.dtype, seed)
 
     def wrap(self, tree: PyTree) -> PyTree:
         return self.node_type(tree)

@@ -96,8 +96,9 @@ def convert(
       into: the new optimizer's state from `init`. It may train fewer params, with
         others frozen.
       hyperparams: those of Optax's optimizer: `SGDMHyperparams` from `optax.sgd`, and
-        `AdamWHyperparams` from and to `optax.adamw`. It also says that a state of
-        Adam's type is AdamW's, since other optimizers have such states.
+        `AdamWHyperparams` from and to `optax.adamw`, whose `eps_root` must be 0. It
+        also says that a state of Adam's type is AdamW's, since other optimizers have
+        such states.
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
         k, from and to AdamW. None means 1 − b1.
       new_params: the params to go on with, if they are `params` in 16 bits. z keeps

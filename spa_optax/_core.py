@@ -6,7 +6,6 @@ The members of the family differ only in their rule, from the state to the
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,11 @@ from ._checks import (
     error_if_x_wrong,
     warn_of_missing_key,
 )
-from ._codec import ArrayStep, codec_of, init_z, stored_tree
+from ._codec import codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import SPAState, is_initial
 from ._trees import (
-    Flag,
     as_dtype,
     is_inexact,
     is_none,
@@ -52,8 +50,8 @@ def spa_from_rule(
       state_dtype: dtype of z, as for `spa`. It is checked here.
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       nominal_averaging: c, a scalar or a schedule, for checks alone: steps take c from
-        the rule. A z in 8 bits is refused if the last value of c is below 0.0125. At
-        a constant 1 there is no warning of a missing key.
+        the rule. A z in 8 bits is refused if c ends between 0 and 0.0125. At a constant
+        1 there is no warning of a missing key.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -102,51 +100,44 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step of every array: y_{k+1} − y_k, and the next state."""
-    yz = eliminate_x(xz, state.mu_y)
+    yz = _for_xla(eliminate_x(xz, state.mu_y), rounding_key)
     next_scalars = {
         "eta": xz.eta,
         "c": xz.c,
         "w": xz.next_w,
         "mu_y": jnp.ones_like(xz.eta) if xz.next_mu_y is None else xz.next_mu_y,
     }
-    yz, state_is_initial, next_scalars = _for_xla(
-        yz, is_initial(state), next_scalars, rounding_key
+    (yz, state_is_initial), next_scalars = hide_from_xla(
+        (yz, is_initial(state)), next_scalars
     )
     codec, stored_z = codec_of(state.z), stored_tree(state.z)
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_leaf(y, stored, g, seed):
         if stored is None:  # not trained
-            return ArrayStep(None, None)
+            return None, None
         if not is_inexact(y):  # integers stay
-            return ArrayStep(None if g is None else jnp.zeros_like(y), stored)
+            return None if g is None else jnp.zeros_like(y), stored
         g = None if g is None else jnp.asarray(g)
         return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
 
-    steps = jax.tree.map(step_leaf, params, stored_z, updates, seeds, is_leaf=is_none)
-    u = jax.tree.map(lambda step: step.u, steps, is_leaf=_is_step)
-    next_z = jax.tree.map(lambda step: step.next_stored, steps, is_leaf=_is_step)
-    return u, SPAState(
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    others = map(structure.flatten_up_to, (stored_z, updates, seeds))
+    steps = list(map(step_leaf, leaves, *others))
+    next_z = structure.unflatten(next_stored for _, next_stored in steps)
+    return structure.unflatten(u for u, _ in steps), SPAState(
         count=jnp.asarray(optax.safe_increment(state.count)),
         z=codec.wrap(next_z),
         **as_dtype(next_scalars, state.w.dtype),
     )
 
 
-def _for_xla(
-    yz: YZCoefficients,
-    state_is_initial: Flag,
-    next_scalars: PyTree,
-    rounding_key: PRNGKeyArray | None,
-) -> tuple[YZCoefficients, Flag, PyTree]:
-    """The same numbers, in the form that XLA compiles best."""
-    if rounding_key is not None and yz.delta_y is None:
-        # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
-        # if the program has the term δ_y g (benchmarks/compiled.py).
-        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
-    hidden, next_scalars = hide_from_xla((yz, state_is_initial), next_scalars)
-    return *hidden, next_scalars
+def _for_xla(yz: YZCoefficients, rounding_key: PRNGKeyArray | None) -> YZCoefficients:
+    """The same coefficients, with a δ_y of 0 where the step rounds at random.
 
-
-def _is_step(node: Any) -> bool:
-    return isinstance(node, ArrayStep)
+    XLA for TPU v7x fuses it with Adam's direction only if the program has the term
+    δ_y g (benchmarks/compiled.py).
+    """
+    if rounding_key is None or yz.delta_y is not None:
+        return yz
+    return yz._replace(delta_y=jnp.zeros_like(yz.eta))

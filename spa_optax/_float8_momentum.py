@@ -57,8 +57,8 @@ def float8_momentum(
       in place of m.
 
     Raises:
-      ValueError: in `init`, unless `base` holds such momentum, real and below 64 bits,
-        and does not average.
+      ValueError: if an argument is of the wrong kind; in `init`, unless `base` holds
+        such momentum, real and below 64 bits, and does not average.
 
     Examples:
       >>> import jax

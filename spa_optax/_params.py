@@ -6,7 +6,6 @@ import jax
 from jaxtyping import PyTree
 
 from ._checks import (
-    check_not_batched,
     check_paths,
     check_same_tree,
     check_spa_state,
@@ -44,13 +43,13 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       params: y_k, the current params of that run.
 
     Returns:
-      x_k, like `params`. Leaves of another optimizer, or of none, are returned
-      unchanged.
+      x_k, a tree like `params` of JAX arrays. Leaves of another optimizer, or of none,
+      keep their values.
 
     Raises:
       ValueError: if `opt_state` has no `SPAState` and no state of
-        `stochastic_rounding`, or a batch of states; if z does not fit `params`; or if
-        the state was cast.
+        `stochastic_rounding`, a batch of states, or one inside a wrapper that moves the
+        params; if z does not fit `params`; or if the state was cast.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -65,7 +64,6 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     leaves = arrays_by_path(params)
     _check_opt_state(opt_state, params)
     for state in find_nodes(opt_state, SPAState):
-        check_not_batched("opt_state", state.count, state.mu_y)
         mu_y = as_scalar(state.mu_y)
         if is_known_true(mu_y == 1):
             continue

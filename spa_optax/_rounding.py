@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree, UInt32
 
 from ._trees import compute_dtype
-from ._xla import split_seeds
+from ._xla import as_stored, split_seeds
 
 Seed = UInt32[Array, ""]  # of the random bits of one array
 # Folded into the key, so that params and z get other bits than momentum, also if both
@@ -66,7 +66,8 @@ def round_update(
     dtype = compute_dtype(u, y)
     if dtype == y.dtype:
         return u.astype(dtype)
-    return round_to(y.astype(dtype) + u.astype(dtype), y.dtype, seed, use_low_bits) - y
+    next_y = round_to(y.astype(dtype) + u.astype(dtype), y.dtype, seed, use_low_bits)
+    return as_stored(next_y - y)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

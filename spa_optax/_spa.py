@@ -41,8 +41,9 @@ def spa(
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
 
-    Under `optax.inject_hyperparams` put `state_dtype` and `rounding_key` into
-    `static_args`.
+    Under `optax.inject_hyperparams` put `state_dtype`, `rounding_key` and an
+    `interpolation` that stays into `static_args`. An injected one may change, so that
+    no update may be None.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
@@ -56,15 +57,15 @@ def spa(
         that of the params, but float32 for params of 16 bits. To change it in mid-run
         use `convert`. Float8 is for steps like Adam's, at rates of 2e-5 or more:
         z − params is clipped at 1.75. It needs a `rounding_key`, and a c that does not
-        end below 0.0125.
+        end between 0 and 0.0125.
       rounding_key: PRNG key. With it params and z, if they are stored in fewer bits
         than a step computes in, are rounded up or down at random, so that the mean is
         right. Without it they are rounded to nearest, as complex numbers always are,
-        and a warning is given. Under `jax.jit` the random bits do not depend on the
-        sharding. Groups of `optax.partition`, runs under `jax.vmap` and shards of
-        params in `jax.shard_map` need different keys: fold `jax.lax.axis_index(axis)`
-        into the key for each axis that divides the params. Copies of the same params
-        need the same key.
+        and a warning is given if they have 16 bits or fewer. Under `jax.jit` the random
+        bits do not depend on the sharding. Groups of `optax.partition`, runs under
+        `jax.vmap` and shards of params in `jax.shard_map` need different keys: fold
+        `jax.lax.axis_index(axis)` into the key for each axis that divides the params.
+        Copies of the same params need the same key.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps
@@ -146,7 +147,8 @@ def spa_from_sgdm(
     edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
     z need not be the resting point. Where the next β is 0, momentum is dropped. If
     z − x would be rescaled more than 2,896-fold, which is 1/√ε of float32, momentum
-    restarts from zero.
+    restarts from zero. A parameter whose update is None keeps its z. While w changes,
+    its momentum (x − z)/w then changes too.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is

@@ -211,7 +211,8 @@ def stochastic_rounding(
         y_{k+1} = y_k + u_k, rounded up or down at random, with y_k + u_k as the mean
 
     `base` runs in float32, as in `in_float32`. Wider params are trained as by `base`
-    alone.
+    alone. The update u_k is itself in the params' dtype. So the mean is off by a part
+    of an ulp where a step turns a param's sign or more than halves or doubles it.
 
     Args:
       base: a finished optimizer, as for `primal_averaging`.

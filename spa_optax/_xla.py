@@ -67,6 +67,17 @@ def split_seeds(seeds: Array, count: Array) -> list[Array]:
     return jax.lax.platform_dependent(seeds, cpu=on_cpu, default=list)
 
 
+def as_stored(array: Array) -> Array:
+    """A computed array with the numbers that its dtype stores.
+
+    XLA may compute bfloat16 in float32, and keep digits inside a kernel that are lost
+    where the array leaves it.
+    """
+    if array.dtype != jnp.bfloat16:
+        return array
+    return jax.lax.reduce_precision(array.astype(jnp.float32), 8, 7).astype(array.dtype)
+
+
 def where_sharded(
     predicate: Bool[Array, "..."], if_true: Array, if_false: Array
 ) -> Array:

@@ -448,3 +448,13 @@ def test_when_a_rounding_key_is_missed() -> None:
     difference = spa(0.1, 0.5, rounding_key=KEY).init(PARAMS16)
     with pytest.warns(UserWarning, match="`rounding_key` should be given"):
         wide.update(PARAMS16, state._replace(z=difference.z), PARAMS16)
+
+
+def test_a_batch_of_states_outside_vmap_is_refused() -> None:
+    """Else the scalars of the runs would meet the elements of the params."""
+    tx = spa(0.1, 0.1, 0.5)
+    params = jnp.ones((2, 2))  # of two runs
+    states = jax.vmap(tx.init)(params)
+    jax.vmap(tx.update)(params, states, params)
+    with pytest.raises(ValueError, match=r"`state`.*`jax\.vmap`"):
+        tx.update(params, states, params)

@@ -16,6 +16,7 @@ import pytest
 from flax import serialization
 from helpers import long, run, slow, spa_state, x64, z_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from spa_optax import (
     convert,
@@ -25,7 +26,7 @@ from spa_optax import (
     spa,
     spa_from_sgdm,
 )
-from spa_optax._codec import ZMinusParams, ZMinusParamsTimes256
+from spa_optax._codec import ZMinusParams, ZMinusParamsTimes256, stored_tree
 
 KEY = jax.random.key(0)
 E4M3 = jnp.float8_e4m3fn
@@ -215,6 +216,36 @@ def spacing(z: Any, y: Any, dtype: Any) -> Any:
     tiny = float(jnp.finfo(dtype).tiny) / 256
     size = np.maximum(np.abs(z - y.astype(jnp.float32)), tiny)
     return float(jnp.finfo(dtype).eps) * size
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "random"])
+@pytest.mark.parametrize("in_one_program", [True, False])
+@pytest.mark.parametrize(("scale", "interpolation"), [(0.0, 1.0), (0.02, 0.5)])
+@pytest.mark.filterwarnings("ignore:`rounding_key`")
+def test_z_keeps_what_compiled_params_lose(
+    scale: float, interpolation: float, in_one_program: bool, key: Any
+) -> None:
+    """Small params and long steps, whose update is not exact in bfloat16: float64."""
+    num_steps, rng = 30, np.random.default_rng(0)
+    tx = spa(2**-7, 0.1, interpolation, rounding_key=key)
+    y = jnp.asarray(scale * rng.standard_normal(1_000), jnp.bfloat16)
+    z, state = np.asarray(y, np.float64), tx.init(y)
+
+    def step(y: Array, state: Any, g: Array) -> Any:
+        u, state = tx.update(g, state, y)
+        return (optax.apply_updates(y, u), state) if in_one_program else (u, state)
+
+    compiled = jax.jit(step)
+    for _ in range(num_steps):
+        g = jnp.asarray(rng.standard_normal(1_000), jnp.bfloat16)
+        y_or_u, state = compiled(y, state, g)
+        y = y_or_u if in_one_program else optax.apply_updates(y, y_or_u)
+        z -= np.asarray(g, np.float64) * 2**-7
+    found = np.asarray(y, np.float64) + np.asarray(stored_tree(state.z), np.float64)
+    # A step rounds in float32 the product, d, y + d and the difference, each to half an
+    # ulp of at most 2 max |z|. An ulp of the params would be 2^16 times as much.
+    half_ulp = 2.0**-24 * 2 * np.abs(z).max()
+    np.testing.assert_allclose(found, z, rtol=0, atol=4 * num_steps * half_ulp)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
