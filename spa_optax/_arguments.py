@@ -79,7 +79,7 @@ class Requirement(NamedTuple):
 def _describe(value: Any, value_type: str | None) -> str:
     """A value in a message, with what to do if it is one that users often pass."""
     if isinstance(value, int) and value.bit_length() > 100:
-        # Python may not print so many digits.
+        # Python prints at most 4,300 digits, and a message should have fewer.
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, MultiSteps):
         return "`optax.MultiSteps`: put its `gradient_transformation()` around this"

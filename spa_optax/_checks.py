@@ -116,7 +116,7 @@ def check_update(
 def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
     found, expected = codec_of(z_field), choose_codec(params, state_dtype)
-    if found is not expected:
+    if found.description != expected.description:
         raise ValueError(
             f"`state.z` must hold {expected.description}, for the dtypes of `params` "
             f"and for `state_dtype={state_dtype}`, got {found.description}. Use "

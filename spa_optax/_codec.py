@@ -52,11 +52,17 @@ class ZMinusParamsTimes256(NamedTuple):
     z_minus_params_times_256: PyTree
 
 
+@dataclasses.dataclass(frozen=True)
 class ZCodec:
-    """The state stores z itself, where the params and z have 32 bits or more."""
+    """The state stores z itself, where the params and z have 32 bits or more.
 
+    In the initial state z is y, which may have been replaced since `init`, as by
+    pretrained params.
+    """
+
+    state_is_initial: Flag | bool
     description = "z itself"  # of what is stored, in messages
-    scale = 1.0  # the stored array times this is z, or z − y
+    unit = 1.0  # the stored array times this is z, or z − y
     stores_difference = False
 
     def step(
@@ -65,7 +71,6 @@ class ZCodec:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """The step of `YZCoefficients`. If g is None, y and z stay.
@@ -75,9 +80,8 @@ class ZCodec:
 
         If r is not None, z ← y + r (z − y) comes first.
         """
-        z = self.decode_z(y, stored, state_is_initial)
+        z = self.decode_z(y, stored)
         if g is None:
-            # Stored anew: in the initial state z is y, which may have been replaced.
             return None, z.astype(stored.dtype)
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
         if yz.r is not None:
@@ -97,20 +101,14 @@ class ZCodec:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
-        """The value of z, in `compute_dtype`.
+    def decode_z(self, y: Array, stored: Array) -> Array:
+        """The value of z, in `compute_dtype`."""
+        wide_y, z = as_dtype((y, stored), compute_dtype(y, stored))
+        return where_sharded(self.state_is_initial, wide_y, z)
 
-        In the initial state it is y, which may have been replaced since `init`, as by
-        pretrained params.
-        """
-        dtype = compute_dtype(y, stored)
-        return where_sharded(state_is_initial, y.astype(dtype), stored.astype(dtype))
-
-    def decode_difference(
-        self, y: Array, stored: Array, state_is_initial: Flag
-    ) -> Array:
+    def decode_difference(self, y: Array, stored: Array) -> Array:
         """The value of z − y, in `compute_dtype`."""
-        z = self.decode_z(y, stored, state_is_initial)
+        z = self.decode_z(y, stored)
         return z - y.astype(z.dtype)
 
     def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -120,16 +118,16 @@ class ZCodec:
 
 @dataclasses.dataclass(frozen=True)
 class DifferenceCodec:
-    """The state stores (z − y)/scale, clipped to the range of its dtype.
+    """The state stores (z − y)/unit, clipped to the range of its dtype.
 
     So z moves along if something else moves y. Before the first step it stores 0, and z
     is y also if y was replaced. The methods are those of `ZCodec`, which documents
-    them. Only here does `encode` read y, and no method reads `state_is_initial`.
+    them. Only here does `encode` read y.
     """
 
     node_type: type
     description: str
-    scale: float
+    unit: float
     stores_difference = True
 
     def step(
@@ -138,7 +136,6 @@ class DifferenceCodec:
         stored: Array,
         g: Array | None,
         yz: YZCoefficients,
-        state_is_initial: Flag,
         seed: Seed | None,
     ) -> ArrayStep:
         """The same step, of y and d = z − y.
@@ -151,15 +148,15 @@ class DifferenceCodec:
         """
         if g is None:
             return None, stored
-        d = self.decode_difference(y, stored, state_is_initial)
+        d = self.decode_difference(y, stored)
         wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d
         d = d - yz.eta * wide_g
         wide_u = yz.step_of_y(d, wide_g)
-        # Params take the low bits of each random word, and z − y takes the high ones.
-        # Bfloat16 needs 16 of 32 and float8 20. The four bits that both then use are
-        # the lowest of z, worth 2^-16 of its ulp.
+        # One random word of 32 bits serves both. Bfloat16 params use bits 0 to 15. A
+        # bfloat16 z − y uses bits 16 to 31, and one in float8 bits 12 to 31. The shared
+        # four shift z by at most 2^-16 of its ulp.
         u = round_update(wide_u, y, seed, use_low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).
@@ -172,20 +169,17 @@ class DifferenceCodec:
     def init(self, y: Any, dtype: Any) -> Array:
         return shard_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def decode_z(self, y: Array, stored: Array, state_is_initial: Flag) -> Array:
-        d = self.decode_difference(y, stored, state_is_initial)
+    def decode_z(self, y: Array, stored: Array) -> Array:
+        d = self.decode_difference(y, stored)
         return y.astype(d.dtype) + d
 
-    def decode_difference(
-        self, y: Array, stored: Array, state_is_initial: Flag
-    ) -> Array:
-        # The initial state stores 0, so the flag is not needed.
-        return self.scale * stored.astype(compute_dtype(y, stored))
+    def decode_difference(self, y: Array, stored: Array) -> Array:
+        return self.unit * stored.astype(compute_dtype(y, stored))
 
     def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
         # A NaN may be stored as a number. That is safe: where z is NaN, so is y.
-        scaled = (z - y.astype(z.dtype)) / self.scale
-        return round_to(scaled, dtype, seed, saturate=True)
+        in_units = (z - y.astype(z.dtype)) / self.unit
+        return round_to(in_units, dtype, seed, saturate=True)
 
 
 @jax.custom_jvp
@@ -205,10 +199,9 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return _rescale(*primals), tangent
 
 
-Z_CODEC = ZCodec()
-Z_MINUS_PARAMS_CODEC = DifferenceCodec(ZMinusParams, "z − params", scale=1.0)
+Z_MINUS_PARAMS_CODEC = DifferenceCodec(ZMinusParams, "z − params", unit=1.0)
 Z_MINUS_PARAMS_TIMES_256_CODEC = DifferenceCodec(
-    ZMinusParamsTimes256, "256 (z − params)", scale=2.0**-8
+    ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
 )
 
 
@@ -222,15 +215,15 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
         return Z_MINUS_PARAMS_TIMES_256_CODEC
     if num_bytes == 2 or has_narrow_leaves(params):
         return Z_MINUS_PARAMS_CODEC
-    return Z_CODEC
+    return ZCodec(state_is_initial=True)
 
 
-def codec_of(z_field: PyTree) -> Codec:
+def codec_of(z_field: PyTree, state_is_initial: Flag | bool = False) -> Codec:
     """The codec that a state was made with, by the type of its field `z`."""
     for codec in (Z_MINUS_PARAMS_CODEC, Z_MINUS_PARAMS_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec
-    return Z_CODEC
+    return ZCodec(state_is_initial)
 
 
 def stored_tree(z_field: PyTree) -> PyTree:

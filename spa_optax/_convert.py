@@ -378,12 +378,9 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
     """The old state, and z itself."""
-    codec, stored_by_path = codec_of(old.z), arrays_by_path(stored_tree(old.z))
-    state_is_initial = is_initial(old)
-    z = {
-        path: codec.decode_z(y, stored_by_path[path], state_is_initial)
-        for path, y in run.y.items()
-    }
+    codec = codec_of(old.z, is_initial(old))
+    stored_by_path = arrays_by_path(stored_tree(old.z))
+    z = {path: codec.decode_z(y, stored_by_path[path]) for path, y in run.y.items()}
     return old, z
 
 

@@ -1,4 +1,4 @@
-"""One step of the family, and `spa_from_rule`, which makes an optimizer of a rule.
+"""One step of the family, and `member_from_rule`, which makes an optimizer of a rule.
 
 The members of the family differ only in their rule, from the state to the
 `XZCoefficients` of a step. The recursion itself is written on one array, in
@@ -35,7 +35,7 @@ from ._xla import hide_from_xla
 Rule = Callable[[SPAState], XZCoefficients]  # from the state before a step
 
 
-def spa_from_rule(
+def member_from_rule(
     rule: Rule,
     state_dtype: DTypeLike | None,
     rounding_key: PRNGKeyArray | None,
@@ -110,7 +110,7 @@ def _step(
     (yz, state_is_initial), next_scalars = hide_from_xla(
         (yz, is_initial(state)), next_scalars
     )
-    codec, stored_z = codec_of(state.z), stored_tree(state.z)
+    codec, stored_z = codec_of(state.z, state_is_initial), stored_tree(state.z)
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_leaf(y, stored, g, seed):
@@ -119,7 +119,7 @@ def _step(
         if not is_inexact(y):  # integers stay
             return None if g is None else jnp.zeros_like(y), stored
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, state_is_initial, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, seed)
 
     leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
     others = map(structure.flatten_up_to, (stored_z, updates, seeds))

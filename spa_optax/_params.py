@@ -71,12 +71,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
-        codec, state_is_initial = codec_of(state.z), is_initial(state)
+        codec = codec_of(state.z, is_initial(state))
         for path, stored in arrays_by_path(stored_tree(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
-            d = codec.decode_difference(y, stored, state_is_initial)
+            d = codec.decode_difference(y, stored)
             x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             leaves[path] = x.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())

@@ -40,7 +40,7 @@ class SGDMValues(NamedTuple):
     beta: Scalar  # β_k
     a: Scalar  # a_k: α_k, or α_k β_k with Nesterov momentum
     next_resting_w: Scalar  # w_{k+1} with which z is where x comes to rest
-    is_foreseen: Flag | bool  # next_resting_w has all its terms, and none can change
+    is_foreseen: Flag | bool  # all later α and β are known, so next_resting_w is final
     next_beta_is_0: Flag | bool  # whether β_{k+1} is 0 for certain
     nesterov: bool
 

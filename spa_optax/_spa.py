@@ -6,7 +6,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from . import _arguments
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
-from ._core import spa_from_rule
+from ._core import member_from_rule
 from ._sgdm import evaluate_sgdm, sgdm_coefficients
 
 
@@ -106,7 +106,7 @@ def spa(
         next_mu_y = None if params_are_x else mu_y_at(k)
         return XZCoefficients(eta=eta_at(k), c=c_at(k), next_mu_y=next_mu_y)
 
-    return spa_from_rule(
+    return member_from_rule(
         rule,
         state_dtype,
         rounding_key,
@@ -207,7 +207,7 @@ def spa_from_sgdm(
         return 1 - beta_at(k)
 
     # c itself needs the look ahead. While α and β stay, it is 1 − β.
-    return spa_from_rule(
+    return member_from_rule(
         rule,
         state_dtype,
         rounding_key,

@@ -1,4 +1,4 @@
-"""The state of the family: of every optimizer that `spa_from_rule` makes."""
+"""The state of the family: of every optimizer that `member_from_rule` makes."""
 
 from typing import NamedTuple
 

@@ -195,10 +195,10 @@ def primal_averaging(
 def _current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
     check_state_fits(state, params)
-    codec, state_is_initial = codec_of(state.z), is_initial(state)
+    codec = codec_of(state.z, is_initial(state))
 
     def value(y, stored):
-        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_initial)
+        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored))
 
     return fill_none(map_inexact(value, params, stored_tree(state.z)), params)
 

@@ -79,7 +79,7 @@ def as_stored(array: Array) -> Array:
 
 
 def where_sharded(
-    predicate: Bool[Array, "..."], if_true: Array, if_false: Array
+    predicate: Bool[Array, "..."] | bool, if_true: Array, if_false: Array
 ) -> Array:
     """`jnp.where`; on a mesh with explicit axes the two shardings may differ."""
     if jax.typeof(if_true).sharding.spec != jax.typeof(if_false).sharding.spec:

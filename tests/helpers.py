@@ -145,9 +145,8 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    state_is_initial = jnp.array(False)
     return map_inexact(
-        lambda y, stored: codec_of(z).decode_z(y, stored, state_is_initial),
+        lambda y, stored: codec_of(z).decode_z(y, stored),
         params,
         stored_tree(z),
     )

@@ -14,7 +14,7 @@ from helpers import FLOAT8, FLOAT16, compiled_step, lenient, run, table, x64, z_
 
 from spa_optax import SPAState, eval_params, spa, spa_from_sgdm
 from spa_optax._coefficients import XZCoefficients
-from spa_optax._core import spa_from_rule
+from spa_optax._core import member_from_rule
 from spa_optax._state import is_initial
 
 COSINE = lenient(optax.cosine_decay_schedule(0.1, 100))
@@ -148,7 +148,7 @@ def test_all_terms_of_a_step() -> None:
             eta, c, mu_y, delta = rows[state.count]
             return XZCoefficients(eta, c, next_w=c, next_mu_y=mu_y, delta=delta)
 
-        tx = spa_from_rule(rule, None, None, nominal_averaging=0.1)
+        tx = member_from_rule(rule, None, None, nominal_averaging=0.1)
         params, state = run(tx, jnp.ones(5), list(jnp.asarray(gradients)))
         np.testing.assert_allclose(
             (params, eval_params(state, params)), (y, x), rtol=1e-12
@@ -159,7 +159,7 @@ def test_a_rule_that_rescales_while_the_params_are_not_x() -> None:
     def rule(state: SPAState) -> XZCoefficients:
         return XZCoefficients(*jnp.ones(4), r=jnp.float32(2.0))
 
-    tx = spa_from_rule(rule, None, None, nominal_averaging=0.1)
+    tx = member_from_rule(rule, None, None, nominal_averaging=0.1)
     with pytest.raises(ValueError, match=r"`r`.*`next_mu_y`"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 

@@ -122,7 +122,7 @@ def variances(
 ) -> tuple[float, float]:
     """κ² E d² of docs/background.md for normal d, and what rounding adds."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
-    tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).scale
+    tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).unit
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
     for _ in range(60):  # to the fixed point
         sq_d = (kept * (eta**2 + r) + p) / (1 - kept)

@@ -110,17 +110,17 @@ def measure(
 
 def _sums(g: PyTree, state: SPAState, params: PyTree, factor: Scalar) -> Sums:
     """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
-    codec, state_is_initial = codec_of(state.z), is_initial(state)
+    codec = codec_of(state.z, is_initial(state))
 
     def sum_array(y, stored, g):
         y = jnp.asarray(y)
-        d = codec.decode_difference(y, stored, state_is_initial)
+        d = codec.decode_difference(y, stored)
         e = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(e.dtype)
         # Errors of y and of what is stored; the larger stands for both.
         rounding = jnp.maximum(
             _rounding_error(y, e.dtype),
-            codec.scale * _rounding_error(stored, e.dtype),
+            codec.unit * _rounding_error(stored, e.dtype),
         )
         rounding = factor.astype(rounding.dtype) * rounding
         return Sums(
@@ -182,8 +182,8 @@ def _step_terms(
 ) -> tuple[tuple[Scalar, Scalar, Scalar], Flag, Flag]:
     """‖Δx_k‖², v_{k+1} and the cross term, each over η² c, and two flags.
 
-    They say whether the first two are finite, and whether ‖Δx_k‖² is 0 or within the
-    rounding error.
+    The flags say whether the first two terms are finite, and whether ‖Δx_k‖² is 0 or
+    within the rounding error.
 
         ‖Δx_k‖² = c²‖e_k‖² − 2 c b ⟨g_k, e_k⟩ + b²‖g_k‖²
     """

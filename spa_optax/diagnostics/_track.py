@@ -264,7 +264,7 @@ def momentum_report(opt_state: PyTree) -> MomentumReport:
     # Flax nnx keeps arrays in variables.
     gauge = jax.tree.map(lambda _, leaf: as_scalar(leaf), init_gauge(), state.gauge)
     means = gauge.means
-    # It is 0 while z is x.
+    # The error is 0 while z is x.
     cross_error = jnp.maximum(gauge.cross_error, jnp.finfo(jnp.float32).tiny)
     t = jnp.where(means.weight > 0, gauge.cross_sum / cross_error, jnp.nan)
     noise_level = means.noise_term / means.gradient_term
