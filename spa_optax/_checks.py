@@ -116,7 +116,7 @@ def check_update(
 def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
     """Raises ValueError unless z is stored as `init` would store it beside params."""
     found, expected = codec_of(z_field), choose_codec(params, state_dtype)
-    if found.description != expected.description:
+    if found != expected:
         raise ValueError(
             f"`state.z` must hold {expected.description}, for the dtypes of `params` "
             f"and for `state_dtype={state_dtype}`, got {found.description}. Use "
@@ -130,7 +130,8 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             continue
         dtype = jnp.result_type(z_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
-        may_stay = state_dtype is None and leaf.dtype.itemsize >= dtype.itemsize
+        is_wider = is_inexact(leaf) and leaf.dtype.itemsize >= dtype.itemsize
+        may_stay = state_dtype is None and is_wider
         if leaf.dtype != dtype and not may_stay:
             raise ValueError(
                 f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "

@@ -31,8 +31,8 @@ from ._rounding import Seed, round_to, round_update
 from ._trees import Flag, as_dtype, compute_dtype, has_narrow_leaves, is_inexact
 from ._xla import as_stored, shard_like, where_sharded
 
-# Of a step of one array: u = y_{k+1} − y_k, in the dtype of y, and what is stored of
-# z_{k+1}.
+# What a step of one array returns: u = y_{k+1} − y_k, in the dtype of y, and the array
+# to store for z_{k+1}.
 ArrayStep = tuple[Array | None, Array]
 
 
@@ -60,7 +60,7 @@ class ZCodec:
     pretrained params.
     """
 
-    state_is_initial: Flag | bool
+    state_is_initial: Flag | None = dataclasses.field(compare=False)  # None: unknown
     description = "z itself"  # of what is stored, in messages
     unit = 1.0  # the stored array times this is z, or z − y
     stores_difference = False
@@ -215,11 +215,14 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
         return Z_MINUS_PARAMS_TIMES_256_CODEC
     if num_bytes == 2 or has_narrow_leaves(params):
         return Z_MINUS_PARAMS_CODEC
-    return ZCodec(state_is_initial=True)
+    return ZCodec(state_is_initial=None)
 
 
-def codec_of(z_field: PyTree, state_is_initial: Flag | bool = False) -> Codec:
-    """The codec that a state was made with, by the type of its field `z`."""
+def codec_of(z_field: PyTree, state_is_initial: Flag | None = None) -> Codec:
+    """The codec that a state was made with, by the type of its field `z`.
+
+    To decode z it must know whether the state is the initial one.
+    """
     for codec in (Z_MINUS_PARAMS_CODEC, Z_MINUS_PARAMS_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec

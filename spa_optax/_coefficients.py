@@ -17,15 +17,20 @@ from ._trees import Flag, Scalar
 class XZCoefficients(NamedTuple):
     """One step of x and z, as a rule returns it. g are the incoming updates.
 
-        z_k ← x_k + r (z_k − x_k)                          r is mostly 1
-        z_{k+1} = z_k − η g_k
-        x_{k+1} = x_k + c (z_{k+1} − x_k) − δ g_k          δ is mostly 0
-        y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}            the params; μ' is `next_mu_y`
+    The paper's step, whose params are x, needs only the first two fields:
 
-    With r = 1, δ = 0 and μ' = 1 this is the paper's step. A μ' below 1 makes it
-    generalized primal averaging. Only `spa_from_sgdm` has δ, for Nesterov momentum, and
-    r, where hyper-parameters changed in a way that the last step could not foresee. r
-    needs y to be x.
+        z_{k+1} = z_k − η g_k
+        x_{k+1} = x_k + c (z_{k+1} − x_k)
+
+    Each further field adds a term or an equation:
+
+        next_mu_y    y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}    y are the params
+        delta        x_{k+1} loses δ g_k
+        r            z_k ← x_k + r (z_k − x_k)                  comes first
+
+    A μ' below 1 makes it generalized primal averaging. Only `spa_from_sgdm` has δ, for
+    Nesterov momentum, and r, where hyper-parameters changed in a way that the last step
+    could not foresee. r needs y to be x.
 
     The next state keeps η, c, w and μ_y. `next_w` moves nothing in this step. It is the
     w of the next state, where m = (x − z)/w.
@@ -71,7 +76,7 @@ def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
 
         x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
 
-    at r = 1 and δ = 0. So m gains exactly g: m_{k+1} = (w_k/η) m_k + g_k. Where η is 0,
+    at r = 1 and δ = 0. So m gains exactly g: m_{k+1} = (w_k/η) m_k + g_k. At η ≤ 0
     x − z is multiplied by 1 − c. There w_k stands in place of η, and m stays.
     """
     if xz.next_w is not None:

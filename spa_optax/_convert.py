@@ -27,7 +27,7 @@ from ._convert_states import (
 )
 from ._schedules import AdamWHyperparams, SGDMHyperparams
 from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
-from ._state import SPAState, is_initial
+from ._state import SPAState, is_initial, mu_y_of
 from ._trees import (
     Count,
     arrays_by_path,
@@ -98,9 +98,9 @@ def convert(
       hyperparams: those of Optax's optimizer: `SGDMHyperparams` from `optax.sgd`, and
         `AdamWHyperparams` from and to `optax.adamw`, whose `eps_root` must be 0. It
         also says that a state of Adam's type is AdamW's, since other optimizers have
-        such states.
+        such states. Ignored in other conversions.
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
-        k, from and to AdamW. None means 1 − b1.
+        k, from and to AdamW. None means 1 − b1. Ignored in other conversions.
       new_params: the params to go on with, if they are `params` in 16 bits. z keeps
         what is lost.
       count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that
@@ -235,10 +235,10 @@ def _find_pair(
             "`into` must train only what `old_state` trains, got "
             f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
         )
-    if not isinstance(new, SPAState) and as_scalar(old.mu_y) != 1:
+    if not isinstance(new, SPAState) and mu_y_of(old) != 1:
         raise ValueError(
             "`old_state` must have an interpolation of 1 to go on in `optax.sgd` or "
-            f"`optax.adamw`, got {as_scalar(old.mu_y):g}"
+            f"`optax.adamw`, got {mu_y_of(old):g}"
         )
     return old, new
 

@@ -21,7 +21,7 @@ from ._checks import (
     warn_of_missing_key,
 )
 from ._codec import codec_of, init_z, stored_tree
-from ._coefficients import XZCoefficients, YZCoefficients, eliminate_x, fill_next_w
+from ._coefficients import XZCoefficients, eliminate_x, fill_next_w
 from ._rounding import FOR_PARAMS_AND_Z, seeds_like
 from ._state import SPAState, is_initial
 from ._trees import (
@@ -51,7 +51,7 @@ def member_from_rule(
       rounding_key: for stochastic rounding, as for `spa`. It is checked here.
       nominal_averaging: c, a scalar or a schedule, for checks alone: steps take c from
         the rule. A z in 8 bits is refused if c ends between 0 and 0.0125. At a constant
-        1 there is no warning of a missing key.
+        1 there is no warning of a missing key beside a z of 32 bits.
       mu_y_may_change: whether μ_y may change. Then no update may be None, since a
         change moves all params.
 
@@ -100,7 +100,11 @@ def _step(
     rounding_key: PRNGKeyArray | None,
 ) -> tuple[PyTree, SPAState]:
     """One step of every array: y_{k+1} − y_k, and the next state."""
-    yz = _for_xla(eliminate_x(xz, state.mu_y), rounding_key)
+    yz = eliminate_x(xz, state.mu_y)
+    if rounding_key is not None and yz.delta_y is None:
+        # XLA for TPU v7x fuses a step that rounds at random with Adam's direction only
+        # if the program has the term δ_y g (benchmarks/compiled.py).
+        yz = yz._replace(delta_y=jnp.zeros_like(yz.eta))
     next_scalars = {
         "eta": xz.eta,
         "c": xz.c,
@@ -130,14 +134,3 @@ def _step(
         z=codec.wrap(next_z),
         **as_dtype(next_scalars, state.w.dtype),
     )
-
-
-def _for_xla(yz: YZCoefficients, rounding_key: PRNGKeyArray | None) -> YZCoefficients:
-    """The same coefficients, with a δ_y of 0 where the step rounds at random.
-
-    XLA for TPU v7x fuses it with Adam's direction only if the program has the term
-    δ_y g (benchmarks/compiled.py).
-    """
-    if rounding_key is None or yz.delta_y is not None:
-        return yz
-    return yz._replace(delta_y=jnp.zeros_like(yz.eta))

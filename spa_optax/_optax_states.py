@@ -56,6 +56,7 @@ MOMENTUM_STATES = (
     contrib.MuonState,
     contrib.ScaleByAdemamixState,
     contrib.ScaleBySimplifiedAdEMAMixState,
+    contrib.SophiaState,
 )
 # The momentum of SGD, Lion and Muon, with its field. One power of two scales a whole
 # array of it to 8 bits. Adam's needs another scale for each element.

@@ -12,10 +12,9 @@ from ._checks import (
 )
 from ._codec import codec_of, stored_tree
 from ._optax_states import PARAMS_MOVING_STATES, is_opaque_sam
-from ._state import SPAState, is_initial
+from ._state import SPAState, is_initial, mu_y_of
 from ._trees import (
     arrays_by_path,
-    as_scalar,
     compute_dtype,
     copy_arrays,
     find_nodes,
@@ -64,7 +63,7 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     leaves = arrays_by_path(params)
     _check_opt_state(opt_state, params)
     for state in find_nodes(opt_state, SPAState):
-        mu_y = as_scalar(state.mu_y)
+        mu_y = mu_y_of(state)
         if is_known_true(mu_y == 1):
             continue
         if is_known_true(mu_y <= 0):

@@ -22,7 +22,10 @@ class SPAHyperparams(NamedTuple):
 
 
 class SGDMHyperparams(NamedTuple):
-    """Hyper-parameters of SGD+M, scalars or schedules: `optax.sgd(*hyperparams)`."""
+    """Hyper-parameters of SGD+M, scalars or schedules.
+
+    Numbers go into `optax.sgd(*hyperparams)`, which takes no schedule of momentum.
+    """
 
     learning_rate: optax.ScalarOrSchedule  # α_k at count k
     momentum: optax.ScalarOrSchedule  # β_k at count k
@@ -61,7 +64,7 @@ def hyperparams_from_sgdm(
 
     Returns:
       Numbers if both arguments are numbers, else schedules. Where α_k is 0, c_{k+1} is
-      0, or 1 if no later α is above 0.
+      0, or 1 if no later α is above 0 or the next β is 0.
 
     Raises:
       ValueError: if a number is out of range.

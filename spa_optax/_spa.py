@@ -35,8 +35,8 @@ def spa(
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a
     chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
     and nothing warns: use `primal_averaging`. Do not modify the update after `spa` or
-    around it (`optax.lookahead`): z would not follow, and would pull x back. After
-    editing params call `shift_z`.
+    around it (`optax.lookahead`). Where the state holds z itself, z would not follow,
+    and would pull x back. After editing params call `shift_z`.
 
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
@@ -144,11 +144,11 @@ def spa_from_sgdm(
     and x_{k+1} has a term −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
-    edited before a run is resumed), z − x is rescaled. The iterates are unchanged, but
-    z need not be the resting point. Where the next β is 0, momentum is dropped. If
-    z − x would be rescaled more than 2,896-fold, which is 1/√ε of float32, momentum
-    restarts from zero. A parameter whose update is None keeps its z. While w changes,
-    its momentum (x − z)/w then changes too.
+    edited before a run is resumed), z − x is rescaled. Then z need not be the resting
+    point, and the iterates are unchanged, unless z − x would be rescaled more than
+    2,896-fold, which is 1/√ε of float32: then momentum restarts from zero. Where the
+    next β is 0, momentum is dropped. A parameter whose update is None keeps its z.
+    While w changes, its momentum (x − z)/w then changes too.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
@@ -201,10 +201,8 @@ def spa_from_sgdm(
             stores_difference=codec_of(state.z).stores_difference,
         )
 
-    beta_at = _arguments.as_schedule("momentum", momentum)
-
     def one_minus_beta_at(k):
-        return 1 - beta_at(k)
+        return 1 - momentum(k)  # pyright: ignore[reportCallIssue]
 
     # c itself needs the look ahead. While α and β stay, it is 1 − β.
     return member_from_rule(

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ._trees import Count, Flag, Scalar, as_scalar
@@ -16,9 +17,10 @@ class SPAState(NamedTuple):
 
     `z` is z itself where the params and z have 32 bits or more. Otherwise it is a
     `ZMinusParams` or a `ZMinusParamsTimes256`, which hold z − params or 256 times that.
-    A step of `spa` needs z, μ_y and the count. w says which momentum z stands for,
-    m = (x − z)/w: `spa_from_sgdm` rescales z − x by it, and `convert` reads m by it.
-    `eta` and `c` record the last step. In the initial state η, c and w are 0.
+    w says which momentum z stands for, m = (x − z)/w: `spa_from_sgdm` rescales z − x by
+    it, and `convert` reads m by it. `eta` and `c` record the last step. If η, c and w
+    are all 0, as `init` makes them, the state is the initial one, and z is read as the
+    params. So never clear them.
     """
 
     count: Count  # k, the number of steps taken
@@ -37,3 +39,8 @@ def is_initial(state: SPAState) -> Flag:
     """
     eta, c, w = map(as_scalar, (state.eta, state.c, state.w))
     return (eta == 0) & (c == 0) & (w == 0)
+
+
+def mu_y_of(state: SPAState) -> Scalar:
+    """μ_y, of y_k. It is 1 in the initial state, also in a state of zeros."""
+    return jnp.where(is_initial(state), 1, as_scalar(state.mu_y))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_map_with_path
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
 from ._trees import compute_dtype, is_array_like, leaves_by_path
 
@@ -78,9 +78,7 @@ def as_stored(array: Array) -> Array:
     return jax.lax.reduce_precision(array.astype(jnp.float32), 8, 7).astype(array.dtype)
 
 
-def where_sharded(
-    predicate: Bool[Array, "..."] | bool, if_true: Array, if_false: Array
-) -> Array:
+def where_sharded(predicate: Any, if_true: Array, if_false: Array) -> Array:
     """`jnp.where`; on a mesh with explicit axes the two shardings may differ."""
     if jax.typeof(if_true).sharding.spec != jax.typeof(if_false).sharding.spec:
         sharding = jax.typeof(if_true + if_false).sharding

@@ -143,13 +143,10 @@ def spa_state(state: Any) -> SPAState:
 
 
 def z_of(state: Any, params: Any) -> Any:
-    """z, whether the state holds z itself or z − y."""
+    """z after a step, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    return map_inexact(
-        lambda y, stored: codec_of(z).decode_z(y, stored),
-        params,
-        stored_tree(z),
-    )
+    codec = codec_of(z, state_is_initial=jnp.array(False))
+    return map_inexact(codec.decode_z, params, stored_tree(z))
 
 
 @functools.cache

@@ -228,6 +228,8 @@ def test_steps_that_are_rounding() -> None:
             spa_adamw(1e-4, state_dtype=jnp.bfloat16, rounding_key=key),
             uniform.astype(jnp.bfloat16),
         ),
+        # Below float8's normal range, where its spacing stays.
+        (spa(1e-6, state_dtype=jnp.float8_e4m3fn, rounding_key=key), uniform),
     ):
         tracked = track_momentum(tx)
         state, update = tracked.init(params), jax.jit(tracked.update)
@@ -315,7 +317,11 @@ def test_the_step_of_a_wrapped_optimizer_counts_as_gradient() -> None:
     )
 
 
-BASES = optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1), optax.adabelief(0.1)
+ONES = optax.stateless(lambda grads, _: optax.tree.ones_like(grads))
+BASES = (
+    *(optax.sgd(0.1, 0.9), optax.adamw(0.1), optax.lion(0.1), optax.adabelief(0.1)),
+    optax.contrib.sophia(0.1, gamma=1.0, hessian_diagonal_fn=ONES),
+)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from helpers import long, quick, run
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from nbclient import NotebookClient
 
@@ -225,6 +225,31 @@ def test_groups() -> None:
     counts = optax.tree.get_all_with_path(state, "count")
     assert {int(count) for path, count in counts if path[1].key == "head"} == {0}
     assert {int(count) for path, count in counts if path[1].key == "trunk"} == {1}
+
+
+@pytest.mark.slow
+@standard_promotion
+def test_restored_onto_a_mesh(tmp_path: Path) -> None:
+    """A scalar that is restored onto one device cannot join params on several."""
+    page, _ = run_blocks("docs/resume.md")
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    params = jnp.ones((256, 128), jnp.bfloat16)
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("data")))
+    tx = spa_adamw(
+        1e-2, state_dtype=jnp.bfloat16, second_moment="factored", rounding_key=KEY
+    )
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(params, jax.jit(tx.init)(params))
+    page["save"](tmp_path / "run", params, state)
+    restored = page["restore"](tmp_path / "run", params, tx)
+    expected, _ = step(params, state)
+    found, _ = step(*restored)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from helpers import (
 
 from spa_optax import (
     SPAState,
+    convert,
     eval_params,
     primal_averaging,
     spa,
@@ -261,6 +262,11 @@ def test_a_state_of_zeros_is_one_at_the_start(tx: Any) -> None:
     updates, _ = tx.update(GRADS, state, PARAMS)
     expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal(updates, expected)
+    for evaluate in (eval_params, jax.jit(eval_params)):
+        chex.assert_trees_all_equal(evaluate(state, PARAMS), PARAMS)
+    into = optax.sgd(0.1, 0.9).init(PARAMS)
+    if isinstance(state, SPAState):
+        chex.assert_trees_all_equal(convert(state, PARAMS, into=into), into)
 
 
 WRAPPERS = {

@@ -299,3 +299,12 @@ def test_params_of_fewer_bits_than_their_z() -> None:
         x = jnp.ones(2, jnp.float32)
         _, state = tx.update(x, state, x)
         assert state.z.dtype == jnp.float64
+
+
+def test_a_z_of_integers_beside_float_params_is_refused() -> None:
+    """It would be cut to integers at every step."""
+    tx = spa(0.1)
+    state = tx.init({"w": jnp.arange(3)})
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"`state\.z` must be in float32.*int32"):
+        tx.update(params, state, params)

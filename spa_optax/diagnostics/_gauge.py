@@ -26,8 +26,8 @@ from jaxtyping import Array, PyTree
 
 from .._codec import codec_of, stored_tree
 from .._coefficients import XZCoefficients
-from .._state import SPAState, is_initial
-from .._trees import Count, Flag, Scalar, find_nodes, map_inexact
+from .._state import SPAState, is_initial, mu_y_of
+from .._trees import Count, Flag, Scalar, as_dtype, find_nodes, map_inexact
 
 
 class Sums(NamedTuple):
@@ -102,8 +102,8 @@ def measure(
     """The measurements of a step of a member, from the state before it."""
     r = jnp.ones([]) if xz.r is None else xz.r
     delta = jnp.zeros([]) if xz.delta is None else xz.delta
-    values = xz.eta, xz.c, delta, r, state.mu_y
-    eta, c, delta, r, mu_y = (jnp.asarray(value, jnp.float32) for value in values)
+    values = xz.eta, xz.c, delta, r, mu_y_of(state)
+    eta, c, delta, r, mu_y = as_dtype(values, jnp.float32)
     sums = _sums(g, state, params, factor=r / mu_y)
     return Measurement(sums, eta, c, delta, r)
 
@@ -143,7 +143,8 @@ def _dot(array: Array, other: Array) -> Scalar:
 
 def _rounding_error(array: Array, dtype: Any) -> Array:
     """A bound on the rounding error of each element, to compute with in a dtype."""
-    return float(jnp.finfo(array.dtype).eps) * jnp.abs(array.astype(dtype))
+    info = jnp.finfo(array.dtype)  # below `tiny` the spacing stays
+    return float(info.eps) * jnp.maximum(jnp.abs(array.astype(dtype)), float(info.tiny))
 
 
 def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
