@@ -137,7 +137,7 @@ POSITIVE_FRACTION = Requirement(
     "in (0, 1]", lambda value: value <= 1 and np.float32(value) > 0, SCALAR_OR_SCHEDULE
 )
 FRACTION_BELOW_1 = Requirement(
-    "in [0, 1)", lambda value: 0 <= value < 1, SCALAR_OR_SCHEDULE
+    "in [0, 1)", lambda value: 0 <= value < 1, SCALAR_OR_SCHEDULE, needs_32_bits=True
 )
 B2 = Requirement(
     "in [0, 1) as float32",

@@ -37,8 +37,7 @@ def check_state_dtype(
 ) -> None:
     """Raises ValueError unless a dtype of z fits the key and the averaging.
 
-    A longer average makes smaller steps of z − params, in 8 bits down to those of
-    rounding.
+    The longer the average, the larger z − params grows, and its rounding error with it.
     """
     _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
     _arguments.KEY.optional().check(rounding_key=rounding_key)
@@ -130,8 +129,11 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             continue
         dtype = jnp.result_type(z_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
-        is_wider = is_inexact(leaf) and leaf.dtype.itemsize >= dtype.itemsize
-        may_stay = state_dtype is None and is_wider
+        may_stay = (
+            state_dtype is None
+            and is_inexact(leaf)
+            and leaf.dtype.itemsize >= dtype.itemsize
+        )
         if leaf.dtype != dtype and not may_stay:
             raise ValueError(
                 f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "

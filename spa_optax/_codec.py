@@ -155,8 +155,8 @@ class DifferenceCodec:
         d = d - yz.eta * wide_g
         wide_u = yz.step_of_y(d, wide_g)
         # One random word of 32 bits serves both. Bfloat16 params use bits 0 to 15. A
-        # bfloat16 z − y uses bits 16 to 31, and one in float8 bits 12 to 31. The shared
-        # four shift z by at most 2^-16 of its ulp.
+        # bfloat16 z − y uses bits 16 to 31, and one in float8 bits 12 to 31. The four
+        # that both use shift z by at most 2^-16 of its ulp.
         u = round_update(wide_u, y, seed, use_low_bits=True)
         # u is what the params get, so z keeps what rounding takes from them. In this
         # form XLA for TPUs makes one kernel of it (benchmarks/compiled.py).

@@ -24,9 +24,9 @@ class XZCoefficients(NamedTuple):
 
     Each further field adds a term or an equation:
 
-        next_mu_y    y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}    y are the params
+        r            z_k ← x_k + r (z_k − x_k)                  before both
         delta        x_{k+1} loses δ g_k
-        r            z_k ← x_k + r (z_k − x_k)                  comes first
+        next_mu_y    y_{k+1} = μ' x_{k+1} + (1 − μ') z_{k+1}    y are the params
 
     A μ' below 1 makes it generalized primal averaging. Only `spa_from_sgdm` has δ, for
     Nesterov momentum, and r, where hyper-parameters changed in a way that the last step
@@ -41,7 +41,7 @@ class XZCoefficients(NamedTuple):
 
     eta: Scalar  # η_k
     c: Scalar  # c_{k+1}, the averaging of this step
-    next_w: Scalar | None = None  # w_{k+1}. None: that of `fill_next_w`
+    next_w: Scalar | None = None  # w_{k+1}. None: (1 − c) η, by `fill_next_w`
     next_mu_y: Scalar | None = None  # μ', of y_{k+1}. None: y is x before and after
     delta: Scalar | None = None  # δ_k. None: no such term
     r: Scalar | None = None  # None: 1, and no such term
@@ -74,10 +74,11 @@ def fill_next_w(xz: XZCoefficients, w: Scalar) -> XZCoefficients:
     w is the scale in x − z = w m, where m is the momentum of SGD. The step fixes x − z,
     and w_{k+1} says which m that is:
 
-        x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k) = w_{k+1} m_{k+1}
+        x_{k+1} − z_{k+1} = (1 − c)(w_k m_k + η g_k)
 
-    at r = 1 and δ = 0. So m gains exactly g: m_{k+1} = (w_k/η) m_k + g_k. At η ≤ 0
-    x − z is multiplied by 1 − c. There w_k stands in place of η, and m stays.
+    at r = 1 and δ = 0. With w_{k+1} = (1 − c) η that is w_{k+1} m_{k+1}, where g has
+    the weight 1, as in SGD: m_{k+1} = (w_k/η) m_k + g_k. At η ≤ 0 x − z is multiplied
+    by 1 − c. There w_k stands in place of η, and m stays.
     """
     if xz.next_w is not None:
         return xz

@@ -15,7 +15,12 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _arguments
-from ._checks import check_not_batched, check_paths, check_same_tree
+from ._checks import (
+    check_not_batched,
+    check_paths,
+    check_same_tree,
+    check_state_type,
+)
 from ._codec import codec_of, stored_tree
 from ._convert_states import (
     CONVERTED_FIELDS,
@@ -263,6 +268,7 @@ def _find_state(
                 "`state.inner_states[label]`"
             )
         if found:
+            check_state_type(name, found[0], state_type)
             check_not_batched(name, found[0]._asdict().get("count", ()))
             check_paths(name, [_converted_tree(found[0])], params)
             return found[0]

@@ -92,8 +92,8 @@ PRIMAL_AVERAGING_REFUSALS: Refusals = {
     ),
     **dict.fromkeys(
         (contrib.ProdigyState, contrib.DAdaptAdamWState),
-        "`base` must not find its rate by how far the params went, got a `{}`. It "
-        "cannot see z. Use another base.",
+        "`base` must not find its rate by how far the params went, got a `{}`: they "
+        "are not where its gradients are. Use another base.",
     ),
 }
 if hasattr(contrib, "MadgradState"):  # not in Optax 0.2.5

@@ -148,12 +148,13 @@ def _check_opt_state(opt_state: PyTree, *params: PyTree) -> None:
             "`opt_state` must hold an `SPAState` or a `StochasticRoundingState`, got "
             f"{node_type_names(opt_state)}"
         )
-    for outer in find_nodes(opt_state, PARAMS_MOVING_STATES):
-        if find_nodes(outer, holders) and not is_opaque_sam(outer):
-            raise ValueError(
-                "`opt_state` must hold a state of `params`, got one in a "
-                f"`{type(outer).__name__}`, which moves them"
-            )
+    for moving_type in PARAMS_MOVING_STATES:  # one may hide another inside it
+        for outer in find_nodes(opt_state, moving_type):
+            if find_nodes(outer, holders) and not is_opaque_sam(outer):
+                raise ValueError(
+                    "`opt_state` must hold a state of `params`, got one in a "
+                    f"`{type(outer).__name__}`, which moves them"
+                )
     for tree in params:
         check_paths("opt_state", [stored_tree(state.z) for state in states], tree)
     for state in states:

@@ -60,7 +60,8 @@ def hyperparams_from_sgdm(
       learning_rate: α_k ≥ 0, as for `spa_from_sgdm`.
       momentum: β_k in [0, 1), as for `spa_from_sgdm`.
       horizon: as for `spa_from_sgdm`, but nothing makes up for one that is too short.
-        At the default w is off by some 1e-8 of itself.
+        By default w is off by some 1e-8 of itself for a number β up to 0.999 or a
+        schedule up to 0.99. Beyond pass a longer one.
 
     Returns:
       Numbers if both arguments are numbers, else schedules. Where α_k is 0, c_{k+1} is
@@ -259,7 +260,7 @@ def schedule_free_averaging(
     Args:
       learning_rate: η_k ≥ 0, a schedule of the count k that can be vmapped; or a number
         η, taken to warm up as η (k + 1)/`warmup_steps`.
-      warmup_steps: the count ≥ 0 by which the rate is largest; 550 later ones are
+      warmup_steps: the count ≥ 0 by which the rate is largest; some later ones are
         checked.
       weight_lr_power: p ≥ 0.
 

@@ -84,7 +84,7 @@ def evaluate_sgdm(
         beta=beta,
         a=a,
         next_resting_w=next_resting_w,
-        is_foreseen=False if may_change else has_all_terms,
+        is_foreseen=has_all_terms & (not may_change),
         next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
         nesterov=nesterov,
     )
@@ -173,9 +173,9 @@ def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scal
     """
     w = w.astype(sgdm.a.dtype)
     if stores_difference:
-        # The state stores z − x = −w m, so every w keeps the same digits of m. Where
-        # momentum ends w is 0 and c is 1: x is set to z, which has the digits that
-        # rounding took from x.
+        # The state stores −w m, to the digits of its dtype, and what rounding took from
+        # x. Where the rate rises unforeseen, r multiplies both. Where momentum ends w
+        # is 0 and c is 1: x is set to z, which has what rounding took.
         next_w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w)
         return jnp.where(sgdm.next_beta_is_0, 0, next_w)
     # The state stores z to an ulp of x. That is ulp/w of m, so a small w loses digits.

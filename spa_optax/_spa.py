@@ -147,7 +147,9 @@ def spa_from_sgdm(
     edited before a run is resumed), z − x is rescaled. Then z need not be the resting
     point, and the iterates are unchanged, unless z − x would be rescaled more than
     2,896-fold, which is 1/√ε of float32: then momentum restarts from zero. Where the
-    next β is 0, momentum is dropped. A parameter whose update is None keeps its z.
+    next β is 0, momentum is dropped. With params of 16 bits what rounding took from
+    them is rescaled too: there pass schedules, not injected rates that rise. A
+    parameter whose update is None keeps its z.
     While w changes, its momentum (x − z)/w then changes too.
 
     Args:
@@ -201,13 +203,12 @@ def spa_from_sgdm(
             stores_difference=codec_of(state.z).stores_difference,
         )
 
-    def one_minus_beta_at(k):
-        return 1 - momentum(k)  # pyright: ignore[reportCallIssue]
-
     # c itself needs the look ahead. While α and β stay, it is 1 − β.
     return member_from_rule(
         rule,
         state_dtype,
         rounding_key,
-        nominal_averaging=one_minus_beta_at if callable(momentum) else 1 - momentum,  # pyright: ignore[reportOperatorIssue]
+        nominal_averaging=(lambda k: 1 - momentum(k))
+        if callable(momentum)
+        else 1 - momentum,
     )

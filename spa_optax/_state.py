@@ -34,8 +34,8 @@ class SPAState(NamedTuple):
 def is_initial(state: SPAState) -> Flag:
     """Whether η, c and w are all 0, as `init` makes them. Then z is read as y.
 
-    The count does not tell, since users set it to shift a schedule. A step with η = 0
-    moves nothing, but its state is initial only if c and w are 0, too.
+    The count does not tell, since users set it to shift a schedule. Nor does η: at
+    η = 0 and c > 0 x still moves to z.
     """
     eta, c, w = map(as_scalar, (state.eta, state.c, state.w))
     return (eta == 0) & (c == 0) & (w == 0)

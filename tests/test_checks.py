@@ -191,6 +191,10 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             lambda: optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.999).init(PARAMS16),
             "`momentum`.*1.*`hyperparam_dtype=jnp.float32`",
         ),
+        (  # and 0.9 is 0.898, so that 1 − β is 1.6 % off
+            lambda: optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9).init(PARAMS16),
+            "`momentum`.*0.898.*`hyperparam_dtype=jnp.float32`",
+        ),
         (lambda: spa(0.1).init(3), "`params`.*int"),
     ],
 )
@@ -203,10 +207,10 @@ def test_hints(function: Any, match: str) -> None:
 def test_injected_as_the_hints_say() -> None:
     x = jnp.ones((4, 4), jnp.bfloat16)
     kwargs: Any = {"horizon": 5, "state_dtype": jnp.bfloat16, "rounding_key": KEY}
-    static = optax.inject_hyperparams(spa_from_sgdm, static_args=tuple(kwargs))
-    static = static(0.1, 0.9, **kwargs)
-    wide: Any = optax.inject_hyperparams(spa_adamw, hyperparam_dtype=jnp.float32)
-    flag: Any = optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9, nesterov=True)
+    inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+    static = inject(spa_from_sgdm, static_args=tuple(kwargs))(0.1, 0.9, **kwargs)
+    wide: Any = inject(spa_adamw)
+    flag: Any = inject(spa_from_sgdm)(0.1, 0.9, nesterov=True)
     with jax.numpy_dtype_promotion("standard"):
         for tx in (static, wide(0.1, rounding_key=KEY), flag):
             updates, _ = tx.update(x, tx.init(x), x)

@@ -988,6 +988,14 @@ def test_traced_calls_and_batches_are_refused() -> None:
         convert(SGD.init(xs), xs, into=batch, hyperparams=SGDMHyperparams(0.1, 0.9))
 
 
+def test_a_count_that_was_cast_is_refused() -> None:
+    """In bfloat16 1,001 steps are 1,000."""
+    x = start()
+    state = SPA.init(x)._replace(count=jnp.asarray(1_001, jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"`old_state\.count`.*bfloat16"):
+        convert(state, x, into=SPA.init(x))
+
+
 def test_a_moved_state_shares_no_buffer() -> None:
     """So it can be donated, and the old one still be used."""
 

@@ -361,6 +361,17 @@ def test_eval_params_of_a_foreign_state(got: str) -> None:
         eval_params(FOREIGN[got], PARAMS)
 
 
+def test_eval_params_of_a_state_hidden_in_two_wrappers() -> None:
+    """An opaque SAM moves no params, but what it wraps may."""
+    fast = GPA.init(PARAMS)
+    lookahead = optax.LookaheadState(fast_state=fast, steps_since_sync=jnp.array(0))
+    outer = optax.contrib.SAMState(
+        steps_since_sync=jnp.array(0), opt_state=lookahead, adv_state=(), cache=None
+    )
+    with pytest.raises(ValueError, match="`opt_state`.*LookaheadState"):
+        eval_params(outer, PARAMS)
+
+
 def test_eval_params_of_an_ensemble() -> None:
 
     def one_step(mu_y: Any) -> Any:

@@ -193,7 +193,8 @@ def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -
 
     params = jnp.ones(4, jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
-        params, _ = trained(injected(rates, 0.9), gradient, params, jnp.arange(2_010))
+        tx = optax.inject_hyperparams(spa_from_sgdm, hyperparam_dtype=jnp.float32)
+        params, _ = trained(tx(rates, 0.9), gradient, params, jnp.arange(2_010))
     # 2,000 steps of 1e-3 · 1e-2 / (1 − 0.9): 0.2 in all, but for half an ulp over c.
     np.testing.assert_allclose(
         params.astype(float), 0.8, atol=2.0**-8 / (2 * 0.1) + 2.0**-8
