@@ -139,7 +139,7 @@ def muon(
 
 
 def muon_in_8_bits(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
-    return float8_momentum(muon(rate, key, momentum), key)
+    return float8_momentum(muon(rate, key, momentum, dtype=BF16), key)
 
 
 def muon_in_codes(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
@@ -156,13 +156,6 @@ def averaged_muon(
     rate: optax.Schedule, key: jax.Array, momentum: float, c: float, mu_y: float
 ) -> Tx:
     return primal_averaging(muon(rate, key, momentum), c, mu_y)
-
-
-def averaged_muon_in_8_bits(
-    rate: optax.Schedule, key: jax.Array, momentum: float, c: float, mu_y: float
-) -> Tx:
-    base = muon_in_8_bits(rate, key, momentum)
-    return primal_averaging(base, c, mu_y, state_dtype=E4M3, rounding_key=key)
 
 
 def rounded(make: Make, **options: Any) -> Make:
@@ -267,11 +260,6 @@ ROWS |= {
     "spa_adamw, 8-bit z": in_bfloat16("spa_adamw", with_z(E4M3)),
     "Muon, 8-bit m": in_bfloat16("Muon", rounded(muon_in_8_bits)),
     "Muon, 8-bit m, linear": in_bfloat16("Muon", rounded(muon_in_codes)),
-    "Muon averaged, 8-bit m and z": Row(
-        averaged_muon_in_8_bits,
-        {"rate": 8e-3, "momentum": 0.95, "c": 0.0125, "mu_y": 0.4},
-        BF16,
-    ),
     "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
     "Adafactor with momentum, bfloat16 params": in_bfloat16(
         "Adafactor with momentum", rounded(adafactor, dtype_momentum=BF16)

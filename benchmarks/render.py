@@ -25,6 +25,8 @@ from language_rows import ADAMW, LADDERS
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
+PARAMS_ARE_X = "spa_adamw, 8-bit z, μ_y = 1"
+AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
 ADAFACTOR = {"rate": 4e-3, "momentum": 0.9}
 # What users type for a row, in docs/results.md.
 TYPED = {
@@ -36,6 +38,7 @@ TYPED = {
     "spa_adamw, 8-bit z": (
         "`spa_adamw(…, interpolation=0.9, state_dtype=float8_e4m3fn)`"
     ),
+    PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
     "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
@@ -77,6 +80,15 @@ AVERAGED = {
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "the same in `primal_averaging`, c = 0.003125",
 }
+# The rows of the ladders in docs/results.md: what changes from one to the next.
+CHANGES = (
+    "AdamW, b1 = 0.7",
+    "Nesterov momentum",
+    "factored second moment",
+    "bfloat16 params, rounded at random",
+    "z or m in bfloat16",
+    "z in float8, m in 8 bits",
+)
 # The rows of README.md.
 IN_SHORT = {
     "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
@@ -101,25 +113,22 @@ IN_SHORT = {
 }
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
-    ("README.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
+    ("README.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
+    *(
+        (page, name, {"rate": 8e-3, "momentum": 0.95})
+        for page in ("docs/muon.md", "docs/results.md")
+        for name in ("Muon", "Muon, 8-bit m")
+    ),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/results.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}),
-    ("docs/results.md", "NAdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
-    *(
-        (page, "Adafactor with momentum, bfloat16 params", ADAFACTOR)
-        for page in ("README.md", "docs/compared.md")
-    ),
-    ("docs/compared.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/compared.md", "spa_adamw, 8-bit z", {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
+    ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
+    ("README.md", "Adafactor with momentum, bfloat16 params", ADAFACTOR),
 ]
 # Accuracies there, each with its page, row and learning rate.
 QUOTED_ACCURACIES = [
     ("README.md", "float32", 1e-4),
     ("README.md", "z in float8", 2e-4),
     ("README.md", "Adafactor, stochastic_rounding", 1e-4),
-    ("docs/compared.md", "Adafactor, stochastic_rounding", 1e-4),
-    ("docs/compared.md", "z in float8", 2e-4),
 ]
 SOURCE = "python benchmarks/render.py"
 Record = dict[str, Any]
@@ -236,6 +245,7 @@ def pretrained(records: list[Record]) -> dict[str, list[Record]]:
     chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
     of_row[DEFAULT_B1] = of_others(records, "AdamW", ADAMW)
+    of_row[PARAMS_ARE_X] = of_others(records, "spa_adamw, 8-bit z", AT_MU_Y_1)
     return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
 
@@ -267,6 +277,16 @@ def of_pretraining(records: list[Record]) -> str:
         rows.append([*row, TYPED[name]])
     header = ["loss", "− AdamW", "bytes", "optimizer"]
     return common.markdown(header, rows)
+
+
+def of_ladders(records: list[Record]) -> str:
+    """The losses of both ladders side by side, in docs/results.md."""
+    of_row, rows = pretrained(records), []
+    for change, *names in zip(CHANGES, *LADDERS.values(), strict=True):
+        losses = [f"{mean_loss(of_row[name]):.3f}" for name in names]
+        num_bytes = f"{of_row[names[0]][0]['bytes']:.0f}"
+        rows.append([num_bytes, *losses, change])
+    return common.markdown(["bytes", *LADDERS, "the change"], rows)
 
 
 def of_averages(records: list[Record]) -> str:
@@ -364,6 +384,7 @@ def guides() -> dict[Path, str]:
     tables = {
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining),
+            "ladder": of_ladders(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "averages": of_averages(pretraining),
         },

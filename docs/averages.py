@@ -16,12 +16,18 @@ NUM_STEPS = 2_000
 Settings = dict[str, float]
 ADAMW: Settings = {"rate": 0.004, "b1": 0.7}
 SPA_ADAMW: Settings = {"rate": 0.004, "c": 0.1, "mu_y": 0.9}
+MUON: Settings = {"rate": 0.008, "momentum": 0.95}
 # Of each panel: its title, and the row and settings without and with primal averaging.
 PANELS = [
     (
         "AdamW",
         ("AdamW", ADAMW),
         ("AdamW averaged", ADAMW | {"c": 0.00625, "mu_y": 0.4}),
+    ),
+    (
+        "Muon",
+        ("Muon", MUON),
+        ("Muon averaged", MUON | {"c": 0.003125, "mu_y": 0.4}),
     ),
     (
         "spa_adamw, 4 bytes",
@@ -54,7 +60,7 @@ def main(records: str, picture: str) -> None:
     runs = [json.loads(line) for line in Path(records).read_text().splitlines()]
     runs = [r for r in runs if r["steps"] == NUM_STEPS and 1 <= r["seed"] <= 5]
     figure, all_axes = plt.subplots(
-        1, len(PANELS), figsize=(8, 3.5), layout="constrained"
+        1, len(PANELS), figsize=(10, 3.5), layout="constrained"
     )
     for axes, (title, plain, averaged) in zip(all_axes, PANELS, strict=True):
         without = curves_of(of_row(runs, *plain))

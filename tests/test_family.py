@@ -368,7 +368,7 @@ def test_eval_params_of_a_state_hidden_in_two_wrappers() -> None:
     outer = optax.contrib.SAMState(
         steps_since_sync=jnp.array(0), opt_state=lookahead, adv_state=(), cache=None
     )
-    with pytest.raises(ValueError, match="`opt_state`.*LookaheadState"):
+    with pytest.raises(ValueError, match=r"`opt_state`.*LookaheadState"):
         eval_params(outer, PARAMS)
 
 
