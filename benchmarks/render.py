@@ -131,6 +131,7 @@ QUOTED_ACCURACIES = [
     ("README.md", "Adafactor, stochastic_rounding", 1e-4),
 ]
 SOURCE = "python benchmarks/render.py"
+NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
 
 
@@ -281,6 +282,7 @@ def of_pretraining(records: list[Record]) -> str:
     for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         difference = language_model.minus(runs, of_row["AdamW"], digits=3)
+        difference = difference.replace(" ", NO_BREAK)
         row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
         rows.append([*row, TYPED[name]])
     header = ["loss", "− AdamW", "bytes", "optimizer"]
