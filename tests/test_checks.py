@@ -191,6 +191,10 @@ def test_good_arguments(functions: Any, argument: str, good: list[Any]) -> None:
             lambda: optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.999).init(PARAMS16),
             "`momentum`.*1.*`hyperparam_dtype=jnp.float32`",
         ),
+        (  # and 0.99 is 0.988
+            lambda: optax.inject_hyperparams(spa_adamw)(0.1, b2=0.99).init(PARAMS16),
+            "`b2`.*0.988.*`hyperparam_dtype=jnp.float32`",
+        ),
         (  # and 0.9 is 0.898, so that 1 − β is 1.6 % off
             lambda: optax.inject_hyperparams(spa_from_sgdm)(0.1, 0.9).init(PARAMS16),
             "`momentum`.*0.898.*`hyperparam_dtype=jnp.float32`",
@@ -433,7 +437,7 @@ def test_warnings_point_to_the_line_of_the_user(make: Any) -> None:
 
 
 def test_a_warning_in_code_without_a_module() -> None:
-    with pytest.warns(UserWarning, match="`averaging` should be 1 − momentum"):
+    with pytest.warns(UserWarning, match=r"momentum of 0\.1\. .* of 0\.9 pass 0\.1"):
         exec("spa(0.1, 0.9)", {"spa": spa})
 
 

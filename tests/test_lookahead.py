@@ -184,6 +184,13 @@ def test_injected_numbers_that_rise_again(alphas: Any, betas: Any, atol: float) 
     np.testing.assert_allclose(x, reference, atol=atol)
 
 
+def test_w_follows_a_foreseen_rate_down() -> None:
+    """To the sum that it is for constants, w = α β / (1 − β)."""
+    tx = spa_from_sgdm(table([0.1] * 3 + [1e-3]), 0.9)
+    _, state = run(tx, jnp.ones(2), [jnp.ones(2)] * 5)
+    np.testing.assert_allclose(state.w, 1e-3 * 0.9 / 0.1, rtol=1e-5)
+
+
 def test_an_injected_rate_that_falls_leaves_the_master_copy_of_16_bits_alone() -> None:
     # With bfloat16 params w follows the rate down: z must still add up steps of 1e-5.
     rates = table([0.1] * 10 + [1e-3])
