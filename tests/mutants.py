@@ -40,7 +40,7 @@ TESTS = {
     "core": CORE,
     "state": CORE,
     "checks": CORE,
-    "trees": CORE,
+    "trees": [*CORE, "convert"],
     "arguments": ["checks", "schedules", "storage", "wrappers"],
     "params": ["family", "shift_z", "storage", "checks"],
     "spa": [

@@ -539,3 +539,11 @@ def test_a_gauge_around_8_bits_of_momentum() -> None:
     tx = track_momentum(primal_averaging(FLOAT8_SGD, 0.5))
     _, state = run(tx, jnp.zeros(2), [jnp.ones(2)] * 3)
     assert momentum_report(state).num_measured == 3
+
+
+def test_float8_momentum_is_read_as_it_was_stored() -> None:
+    """Powers of two need no rounding: SGD, exactly."""
+    tx, g = float8_momentum(optax.sgd(1.0, 0.5), KEY), jnp.array([2.0, 4.0])
+    _, state = tx.update(g, tx.init(g), g)
+    updates, _ = tx.update(g, state, g)
+    np.testing.assert_array_equal(updates, -1.5 * g)
