@@ -437,7 +437,8 @@ def test_warnings_point_to_the_line_of_the_user(make: Any) -> None:
 
 
 def test_a_warning_in_code_without_a_module() -> None:
-    with pytest.warns(UserWarning, match=r"momentum of 0\.1\. .* of 0\.9 pass 0\.1"):
+    match = r"`averaging` should be 1 − momentum.* of 0\.1\. .* of 0\.9 pass 0\.1"
+    with pytest.warns(UserWarning, match=match):
         exec("spa(0.1, 0.9)", {"spa": spa})
 
 
