@@ -96,7 +96,7 @@ IN_SHORT = {
     "NAdamW, bfloat16 m": (
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`"
     ),
-    "AdamW, rounded to nearest": "`optax.adamw(…)`",
+    "AdamW, rounded to nearest": "`optax.adamw(…)`, float32 momentum",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9)`, z in bfloat16",
     "Adafactor with momentum, bfloat16 params": (
         "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), key)`"

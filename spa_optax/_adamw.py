@@ -10,7 +10,7 @@ from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
 from ._spa import spa
-from ._wrappers import in_float32
+from ._wrappers import in_float32, on_leaves
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -118,11 +118,12 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
         k = jnp.asarray(count).astype(float)
         return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
 
-    return optax.scale_by_factored_rms(
+    tx = optax.scale_by_factored_rms(
         decay_rate=b2,
         epsilon=jnp.maximum(jnp.square(eps), 1e-30),
         decay_rate_fn=decay_at,
     )
+    return on_leaves(tx)
 
 
 def _as_mask_function(mask: Mask) -> Callable[[PyTree], Any] | None:

@@ -101,6 +101,25 @@ def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
     return map_inexact(cast, params, updates)
 
 
+def on_leaves(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs a transformation on the list of the arrays of a tree.
+
+    Libraries that shard params shard a state of the same structure alike. That fails
+    for means over rows or columns, which have fewer axes.
+    """
+
+    def init_fn(params):
+        leaves = jax.tree.leaves(params)
+        return shard_state_like(tx.init(leaves), leaves)
+
+    def update_fn(updates, state, params=None):
+        leaves, structure = jax.tree.flatten(updates)
+        leaves, state = tx.update(leaves, state, jax.tree.leaves(params))
+        return structure.unflatten(leaves), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
 def primal_averaging(
     base: optax.GradientTransformation,
     averaging: optax.ScalarOrSchedule,

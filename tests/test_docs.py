@@ -26,9 +26,7 @@ from jaxtyping import Array
 from nbclient import NotebookClient
 
 from spa_optax import (
-    eval_params,
     float8_momentum,
-    in_float32,
     primal_averaging,
     spa,
     spa_adamw,
@@ -281,51 +279,3 @@ def test_the_rate_to_log() -> None:
     for tx, of_state in rows:
         _, state = run(optax.chain(optax.clip(1.0), tx), params, 5 * [params])
         np.testing.assert_allclose(of_state(state), rate(4), rtol=1e-5)
-
-
-@pytest.mark.slow
-@standard_promotion
-def test_factored_by_leaf_on_a_mesh() -> None:
-    """nnx gives the means, of fewer axes, the sharding of their parameter, which
-    fails."""
-    (block,) = (block for block in OF_TRAINERS if "def by_leaf" in block)
-    page: dict[str, Any] = {}
-    exec(block, page)
-    narrow = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
-    factored = spa_adamw(1e-3, 0.05, 0.9, second_moment="factored", **narrow)
-    direction = page["by_leaf"](page["scale_by_factored_rms"]())
-    direction = optax.chain(direction, optax.add_decayed_weights(1e-4))
-    by_leaf = optax.chain(in_float32(direction), spa(1e-3, 0.05, 0.9, **narrow))
-
-    def loss(model: nnx.Linear) -> Array:
-        outputs = model(jnp.ones((8, 256), jnp.bfloat16))
-        return jnp.mean(outputs.astype(float) ** 2)
-
-    @nnx.jit
-    def step(model: nnx.Linear, optimizer: nnx.Optimizer) -> None:
-        optimizer.update(model, nnx.grad(loss)(model))
-
-    def train(tx: Any) -> Any:
-        initial = nnx.initializers.lecun_normal()
-        if jax.sharding.get_abstract_mesh().shape:
-            initial = nnx.with_partitioning(initial, ("data", None))
-        options = {
-            "use_bias": False,
-            "param_dtype": jnp.bfloat16,
-            "kernel_init": initial,
-        }
-        model = nnx.Linear(256, 128, **options, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        for _ in range(3):
-            step(model, optimizer)
-        x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
-        return x["kernel"][...]
-
-    expected = train(factored)
-    with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
-        with pytest.raises(ValueError, match="shard"):
-            train(factored)
-        found = train(by_leaf)
-    assert found.sharding.spec[0] == PartitionSpec("data")[0]
-    difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
-    assert jnp.abs(difference).max() < 2**-8  # rounded elsewhere: an ulp of the largest

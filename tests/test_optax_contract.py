@@ -46,6 +46,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._codec import stored_tree
+from spa_optax._wrappers import on_leaves
 from spa_optax.diagnostics import track_momentum
 
 PARAMS = {
@@ -103,7 +104,8 @@ def _made(transform: Transform, **kwargs: Any) -> optax.GradientTransformationEx
 def factored(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
     """As `spa_adamw`, but the second moment of small arrays is factored, too."""
     scale = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    direction = in_float32(optax.chain(scale, optax.add_decayed_weights(1e-4)))
+    decay = optax.add_decayed_weights(1e-4)
+    direction = in_float32(optax.chain(on_leaves(scale), decay))
     return optax.chain(direction, spa(0.1, 0.1, **kwargs))
 
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import long, x64
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spa_optax import spa_adamw
+from spa_optax import eval_params, spa_adamw
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = {"matrix": (130, 140), "stack": (2, 140, 130), "bias": (30,)}
@@ -161,3 +163,59 @@ def test_factored_where_gradients_are_zero_or_large(size: float) -> None:
     g = jnp.full((256, 256), size).at[3].set(0)
     for d in directions([g] * 3, eps=1e-30, second_moment="factored"):
         np.testing.assert_allclose(d, jnp.sign(g), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_factored_on_a_mesh() -> None:
+    """nnx gives the arrays of a state that has the structure of the params the
+    shardings of these, which means over rows and columns do not fit.
+    """
+    narrow = {"state_dtype": jnp.bfloat16, "rounding_key": jax.random.key(0)}
+    ours = spa_adamw(1e-3, 0.05, 0.9, second_moment="factored", **narrow)
+    of_optax = optax.adafactor(1e-3)
+
+    def loss(model: nnx.Linear) -> jax.Array:
+        outputs = model(jnp.ones((8, 256), jnp.bfloat16))
+        return jnp.mean(outputs.astype(float) ** 2)
+
+    @nnx.jit
+    def step(model: nnx.Linear, optimizer: nnx.Optimizer) -> None:
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    def train(tx: Any) -> Any:
+        initial = nnx.initializers.lecun_normal()
+        if jax.sharding.get_abstract_mesh().shape:
+            initial = nnx.with_partitioning(initial, ("data", None))
+        options = {
+            "use_bias": False,
+            "param_dtype": jnp.bfloat16,
+            "kernel_init": initial,
+        }
+        model = nnx.Linear(256, 128, **options, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        for _ in range(3):
+            step(model, optimizer)
+        x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+        return x["kernel"][...]
+
+    expected = train(ours)
+    with jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
+        with pytest.raises(ValueError, match="shard"):
+            train(of_optax)
+        found = train(ours)
+    assert found.sharding.spec[0] == PartitionSpec("data")[0]
+    difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
+    assert jnp.abs(difference).max() < 2**-8  # rounded elsewhere: an ulp of the largest
+
+
+def test_factored_keeps_the_sharding_of_whole_moments() -> None:
+    """A compiled `init` would drop it."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    params = {"narrow": jnp.ones((256, 8)), "wide": jnp.ones((256, 128))}
+    params = jax.device_put(params, split)
+    tx = spa_adamw(1e-3, second_moment="factored")
+    (factored, _), spa_state = jax.jit(tx.init)(params)
+    whole, _ = factored.v
+    for leaf in (whole, *spa_state.z.values()):
+        assert leaf.sharding.is_equivalent_to(split, 2)

@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spa_optax import (
-    in_float32,
-    primal_averaging,
-    spa,
-    spa_adamw,
-    stochastic_rounding,
-)
+from spa_optax import primal_averaging, spa_adamw, stochastic_rounding
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
@@ -41,65 +35,12 @@ KEY = jax.random.key(0)
 NARROW: dict[str, Any] = {"state_dtype": jnp.bfloat16, "rounding_key": KEY}
 ANOTHER_DTYPE = "float8_e4m3fn"
 FACTORED = "spa_adamw, 4 bytes"
-BY_LEAF = "spa, factored by leaf"
 
 
-def by_leaf(tx):
-    """Runs `tx` on a list of arrays, so no library shards its state like the params."""
-
-    def update(updates, state, params=None):
-        leaves, state = tx.update(
-            jax.tree.leaves(updates), state, jax.tree.leaves(params)
-        )
-        return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
-
-    return optax.GradientTransformation(
-        lambda params: tx.init(jax.tree.leaves(params)), update
-    )
-
-
-def scale_by_factored_rms(b2=0.999, eps=1e-8):
-    """`optax.scale_by_factored_rms` with Adam's b2 and bias correction."""
-
-    def decay(count, b2):
-        k = count.astype(float)
-        return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
-
-    return optax.scale_by_factored_rms(
-        decay_rate=b2, epsilon=eps**2, decay_rate_fn=decay
-    )
-
-
-def four_bytes(
-    rate,
-    averaging=0.1,
-    interpolation=0.9,
-    b2=0.999,
-    weight_decay=0.1,
-    state_dtype=jnp.bfloat16,
-):
-    average = spa(
-        rate,
-        averaging,
-        interpolation,
-        state_dtype=state_dtype,
-        rounding_key=jax.random.key(0),
-    )
-    return optax.chain(
-        by_leaf(in_float32(scale_by_factored_rms(b2))),
-        optax.add_decayed_weights(weight_decay),
-        average,
-    )
-
-
-THREE = (FACTORED, "primal_averaging", "stochastic_rounding")
 # From the learning rate and the trainer's own optimizer.
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     FACTORED: lambda rate, own: spa_adamw(
         rate, 0.05, 0.9, second_moment="factored", **NARROW
-    ),
-    BY_LEAF: lambda rate, own: four_bytes(
-        rate, 0.05, weight_decay=0.0, state_dtype=NARROW["state_dtype"]
     ),
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
@@ -216,9 +157,7 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
 Train = Callable[[str, Path, int], dict[str, Any]]
 
 
-def main(
-    script: str, version: str, train: Train, names: Iterable[str] = OPTIMIZERS
-) -> None:
+def main(script: str, version: str, train: Train) -> None:
     """`train` takes the name of an optimizer, a folder and a step to die at."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
@@ -249,7 +188,7 @@ def main(
     done = [json.loads(line) for line in lines]
     trainer = Path(script).stem.removeprefix("with_")
     known = {record["optimizer"] for record in done if record["trainer"] == trainer}
-    for name in [name for name in names if name not in known]:
+    for name in [name for name in OPTIMIZERS if name not in known]:
         result = compare(script, name, version)
         print(result, flush=True)
         if options.json:

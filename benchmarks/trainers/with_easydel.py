@@ -45,7 +45,7 @@ class Trainer(ed.Trainer):
 class Arguments(ed.TrainingArguments):
     """With one of `shared` over the optimizer of these arguments."""
 
-    ours: str = shared.BY_LEAF
+    ours: str = shared.FACTORED
 
     def get_optimizer_and_scheduler(self, steps: int | None = None) -> Any:
         own, schedule = super().get_optimizer_and_scheduler(steps)
@@ -119,5 +119,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = (shared.BY_LEAF, "primal_averaging", "stochastic_rounding")
-    shared.main(__file__, importlib.metadata.version("easydel"), train, names)
+    shared.main(__file__, importlib.metadata.version("easydel"), train)

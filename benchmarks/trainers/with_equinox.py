@@ -110,4 +110,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    shared.main(__file__, eqx.__version__, train, shared.THREE)
+    shared.main(__file__, eqx.__version__, train)

@@ -96,5 +96,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = (shared.BY_LEAF, "primal_averaging", "stochastic_rounding")
-    shared.main(__file__, VERSION, train, names)
+    shared.main(__file__, VERSION, train)

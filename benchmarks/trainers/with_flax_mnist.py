@@ -94,4 +94,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    shared.main(__file__, VERSION, train, shared.THREE)
+    shared.main(__file__, VERSION, train)

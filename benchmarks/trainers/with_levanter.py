@@ -40,7 +40,7 @@ def at_x(info):
 class Ours(OptimizerConfig):
     """One of `shared`, for `optimizer.type=spa_optax`."""
 
-    name: str = shared.BY_LEAF
+    name: str = shared.FACTORED
 
     def build(self, num_train_steps: int) -> Any:
         adam = AdamConfig(learning_rate=self.learning_rate)
@@ -100,5 +100,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = (shared.BY_LEAF, "primal_averaging", "stochastic_rounding")
-    shared.main(__file__, importlib.metadata.version("marin-levanter"), train, names)
+    shared.main(__file__, importlib.metadata.version("marin-levanter"), train)

@@ -77,4 +77,4 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    shared.main(__file__, importlib.metadata.version("maxtext"), train, shared.THREE)
+    shared.main(__file__, importlib.metadata.version("maxtext"), train)

@@ -1,6 +1,5 @@
 """Tunix' `PeftTrainer` trains a small Llama 3 of its own, split over 8 devices."""
 
-import contextlib
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,7 @@ def make_model(mesh: jax.sharding.Mesh) -> nnx.Module:
     config = llama3.ModelConfig(**sizes, **heads, rope_theta=10_000, norm_eps=1e-5)
     model = llama3.Llama3(config, rngs=nnx.Rngs(0))
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model))
-    if mesh.size > 1:
-        state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
     nnx.update(model, state)
     return model
 
@@ -93,11 +91,9 @@ def inputs(tokens: np.ndarray) -> dict[str, jax.Array]:
 
 
 def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
-    # nnx gives the means of a factored ν, in Optax too, the shardings of params, which
-    # do not fit.
-    devices = np.array(jax.devices()[:1] if name == shared.FACTORED else jax.devices())
+    devices = np.array(jax.devices())
     mesh = jax.sharding.Mesh(devices.reshape(-1, 1), ("fsdp", "tp"))
-    with mesh if len(devices) > 1 else contextlib.nullcontext():
+    with mesh:
         config = peft_trainer.TrainingConfig(
             eval_every_n_steps=100,
             max_steps=shared.STEPS,
@@ -122,8 +118,7 @@ def train(name: str, folder: Path, kill_at: int) -> dict[str, Any]:
         params = nnx.state(trainer.model, nnx.Param)
         export(trainer, folder / "export")
         loss, state = np.ravel(losses)[-1], nnx.state(trainer.optimizer)
-        result = shared.result(loss, watch.first_step, params, state)
-        return result | {"devices": len(devices)}
+        return shared.result(loss, watch.first_step, params, state)
 
 
 if __name__ == "__main__":
