@@ -145,11 +145,10 @@ def _as_float32(m: Array) -> Array:
 def _dequantize(state: Float8MomentumState) -> PyTree:
     """The state of the base with its momentum in float32."""
 
-    def dequantize_leaf(q, scale):
-        return q.astype(jnp.float32) * scale
-
     def dequantize(momentum):
-        return jax.tree.map(dequantize_leaf, momentum.q, momentum.scale)
+        return jax.tree.map(
+            lambda q, scale: q.astype(jnp.float32) * scale, momentum.q, momentum.scale
+        )
 
     return replace_nodes(state.base_state, Float8Momentum, dequantize)
 

@@ -75,11 +75,13 @@ def replace_nodes(
 ) -> PyTree:
     """A tree with the nodes of a type, or of some types, replaced."""
 
-    def replace_node(node):
-        return function(node) if isinstance(node, node_types) else node
+    def is_wanted(node):
+        return isinstance(node, node_types)
 
     return jax.tree.map(
-        replace_node, tree, is_leaf=lambda node: isinstance(node, node_types)
+        lambda node: function(node) if is_wanted(node) else node,
+        tree,
+        is_leaf=is_wanted,
     )
 
 

@@ -30,7 +30,7 @@ NAMES = {
     "key": KEY,
     "bfloat16": jnp.bfloat16,
     "float8_e4m3fn": jnp.float8_e4m3fn,
-    "muon": optax.contrib.muon(RATE),
+    "muon": optax.contrib.muon(RATE, mu_dtype=jnp.bfloat16),
     "float8_momentum": float8_momentum,
     "stochastic_rounding": stochastic_rounding,
     "primal_averaging": functools.partial(primal_averaging, rounding_key=KEY),
