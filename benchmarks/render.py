@@ -57,7 +57,7 @@ TYPED = {
 }
 FINE_TUNED = {
     "float32": "`optax.adamw(…)`, float32 params",
-    "bfloat16": "`optax.adamw(…)`",
+    "bfloat16": "`optax.adamw(…)`, bfloat16 params",
     "stochastic_rounding": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
     "z in bfloat16": "`spa_adamw(…, state_dtype=bfloat16)`",
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
@@ -73,12 +73,12 @@ CLOSE = {
 }
 # The rows of averages in docs/results.md, with what users type.
 AVERAGED = {
-    "AdamW": "`optax.adamw(…)`, b1 = 0.7",
-    "AdamW averaged": "the same in `primal_averaging`, c = 0.00625",
+    "AdamW": "`optax.adamw(…, b1=0.7)`",
+    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`",
     "NAdamW": "`optax.adamw(…, nesterov=True)`",
-    "spa_adamw": "`spa_adamw(…)`, c = 0.1",
+    "spa_adamw": "`spa_adamw(…, interpolation=0.9)`",
     "Muon": "`optax.contrib.muon(…)`",
-    "Muon averaged": "the same in `primal_averaging`, c = 0.003125",
+    "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
 }
 # The rows of the ladders in docs/results.md: what changes from one to the next.
 CHANGES = (

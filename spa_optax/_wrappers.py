@@ -113,6 +113,7 @@ def on_leaves(tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return shard_state_like(tx.init(leaves), leaves)
 
     def update_fn(updates, state, params=None):
+        check_params_passed(params)
         leaves, structure = jax.tree.flatten(updates)
         leaves, state = tx.update(leaves, state, jax.tree.leaves(params))
         return structure.unflatten(leaves), state

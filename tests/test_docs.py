@@ -160,7 +160,7 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
 )
 def test_x_outlives_a_donated_step(tx: Any) -> None:
     """Though `nnx.clone` shares arrays with the model."""
-    page, _ = run_blocks("docs/averages.md")
+    page, _ = run_blocks("docs/evaluate.md")
     rngs, batch = nnx.Rngs(0), jnp.ones((8, 3))
     model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

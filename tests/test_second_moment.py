@@ -165,6 +165,13 @@ def test_factored_where_gradients_are_zero_or_large(size: float) -> None:
         np.testing.assert_allclose(d, jnp.sign(g), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("second_moment", ["full", "factored"])
+def test_update_names_the_params_that_it_needs(second_moment: str) -> None:
+    tx = spa_adamw(1e-3, second_moment=second_moment)
+    with pytest.raises(ValueError, match="`params`"):
+        tx.update(gradients()[0], tx.init(gradients()[0]))
+
+
 @pytest.mark.slow
 def test_factored_on_a_mesh() -> None:
     """nnx gives the arrays of a state that has the structure of the params the
