@@ -15,8 +15,8 @@ a step takes 33.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRA
 0.95. No card has run it yet. `--text FILE` trains on a file, whose last tenth is held
 out. To fork: replace `read_text` and `batch`; for checkpoints see `language_model.py`.
 
-Gradients of several batches cannot be added up here, nor clipped by the norm of all of
-them. Clip in `optimizers`, by the norm of each layer.
+Gradients cannot be clipped by the norm of all of them. Clip in `optimizers`, by the
+norm of each layer. To add up those of several batches, all must be stored.
 """
 
 import argparse
@@ -220,8 +220,9 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
 
     These are the numbers of an ordinary step in which each layer has its own optimizer.
     But only one gradient g_i is in memory at a time, and of the forward pass only the
-    inputs x_i. Do not put `optax.MultiSteps`, `optax.apply_if_finite` or
-    `optax.contrib.sam` into `make_tx`.
+    inputs x_i. In `make_tx`, `optax.MultiSteps` would store all gradients again,
+    `optax.apply_if_finite` decides for each layer by itself, and `optax.contrib.sam`
+    does not work.
     """
 
     def num_layers(layers: Any) -> int:

@@ -152,3 +152,15 @@ def test_x_of_each_layer() -> None:
     np.testing.assert_allclose(
         jax.vmap(eval_params)(state, w), np.full((2, 1), 0.5), rtol=1e-4
     )
+
+
+def test_gradients_of_each_layer_add_up_in_multi_steps() -> None:
+    """Two gradients, 1 and 3 in each layer, make one step of their mean."""
+    tx = optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2)
+    model = one_card.update_in_backward(lambda x, w: x * jnp.sum(w), lambda i: tx)
+    w = jnp.ones((2, 1))
+    state = model.init(w)
+    for h, expected in ((1.0, 1.0), (3.0, 0.0)):
+        _, inputs = model.forward(w, jnp.array(1.0))
+        w, state, _ = model.backward(w, state, inputs, jnp.array(h))
+        np.testing.assert_allclose(w, np.full((2, 1), expected))
