@@ -1,5 +1,5 @@
 """Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
-benchmarks/README.md and docs/results.md.
+docs/background.md and docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -63,7 +63,7 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
-# The rows of fidelity.py in benchmarks/README.md.
+# The rows of fidelity.py in docs/background.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -359,7 +359,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The rows of benchmarks/README.md: distances of params from the float32 run."""
+    """The rows of docs/background.md: distances of params from the float32 run."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
@@ -398,7 +398,7 @@ def guides() -> dict[Path, str]:
             "fine-tuning": of_fine_tuning(fine_tuning),
             "averages": of_averages(pretraining),
         },
-        "benchmarks/README.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
+        "docs/background.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
