@@ -21,7 +21,8 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
         ("../examples/", "examples/"),
     ):
         markdown = markdown.replace(f"]({link}", f"]({on_site}")
-    if page.file.src_uri == "index.md":  # a link to the README
+    # These two link to files in the root of the repository.
+    if page.file.src_uri in ("index.md", "contributing.md"):
         markdown = markdown.replace("](docs/", "](")
     return markdown.replace("](../docs/", "](../")
 
