@@ -40,20 +40,22 @@ TYPED = {
     ),
     PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
-    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
-    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
+    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m ‡",
+    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments †",
     "AdamW, bfloat16 m": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
     "NAdamW, bfloat16 m": (
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
     ),
-    "AdamW, rounded to nearest": "`optax.adamw(…)`, bfloat16 params",
-    "AdamW": "`optax.adamw(…, b1=0.7)`",
-    DEFAULT_B1: "`optax.adamw(…)`",
-    "NAdamW": "`optax.adamw(…, nesterov=True)`",
-    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
-    "Muon": "`muon`",
-    "Muon averaged": "`primal_averaging(muon, 0.003125, 0.4)`",
-    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`",
+    "AdamW, rounded to nearest": "`optax.adamw(…)`, rounded to nearest †",
+    "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
+    DEFAULT_B1: "`optax.adamw(…)`, float32 params",
+    "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
+    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)` †",
+    "Muon": "`muon`, float32 params",
+    "Muon averaged": "`primal_averaging(muon, 0.003125, 0.4)`, float32 params",
+    "AdamW averaged": (
+        "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`, float32 params †"
+    ),
 }
 FINE_TUNED = {
     "float32": "`optax.adamw(…)`, float32 params",
@@ -96,14 +98,13 @@ IN_SHORT = {
     "NAdamW, bfloat16 m": (
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`"
     ),
-    "AdamW, rounded to nearest": "`optax.adamw(…)`, float32 momentum",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9)`, z in bfloat16",
     "Adafactor with momentum, bfloat16 params": (
         "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), key)`"
     ),
     "Muon, 8-bit m": (
-        "`stochastic_rounding(float8_momentum(optax.contrib.muon(…), key), key)`, "
-        "kernels only"
+        "`stochastic_rounding(float8_momentum(optax.contrib.muon(…), key), key)` "
+        "(3 bytes for kernels)"
     ),
     "spa_adamw, 8-bit z": "`spa_adamw(…, interpolation=0.9)`, z in float8",
     "factored NAdamW, 8-bit m": (

@@ -215,7 +215,8 @@ def train(name: str, text: Text, num_steps: int, out: Path) -> list[dict[str, fl
     `log.csv`.
     """
     num_characters, training, validation = text
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizers(num_steps)[name]())
+    clip = spa_optax.in_float32(optax.clip_by_global_norm(1.0))
+    tx = optax.chain(clip, optimizers(num_steps)[name]())
     graphdef, start = nnx.split(GPT(num_characters, nnx.Rngs(SEED)))
     params = optax.tree.cast(nnx.to_pure_dict(start), jnp.bfloat16)
     run = {
