@@ -10,7 +10,7 @@ from jaxtyping import ArrayLike, DTypeLike, PRNGKeyArray, PyTree
 
 from . import _arguments
 from ._spa import spa
-from ._wrappers import in_float32, on_leaves
+from ._wrappers import by_path, in_float32
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -118,12 +118,12 @@ def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
         k = jnp.asarray(count).astype(float)
         return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
 
+    # Not an operation of JAX where Python's will do: made in `nnx.jit`, it would leak.
+    maximum = max if isinstance(eps, float) else jnp.maximum
     tx = optax.scale_by_factored_rms(
-        decay_rate=b2,
-        epsilon=jnp.maximum(jnp.square(eps), 1e-30),
-        decay_rate_fn=decay_at,
+        decay_rate=b2, epsilon=maximum(eps * eps, 1e-30), decay_rate_fn=decay_at
     )
-    return on_leaves(tx)
+    return by_path(tx)
 
 
 def _as_mask_function(mask: Mask) -> Callable[[PyTree], Any] | None:

@@ -29,7 +29,15 @@ from ._optax_states import (
 from ._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
 from ._spa import spa
 from ._state import SPAState, is_initial
-from ._trees import Count, fill_none, is_inexact, is_none, map_inexact, widen
+from ._trees import (
+    Count,
+    fill_none,
+    is_inexact,
+    is_none,
+    leaves_by_path,
+    map_inexact,
+    widen,
+)
 from ._xla import shard_state_like
 
 
@@ -101,22 +109,28 @@ def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
     return map_inexact(cast, params, updates)
 
 
-def on_leaves(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Runs a transformation on the list of the arrays of a tree.
+def by_path(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs a transformation on the arrays of a tree as a dict, by their paths.
 
     Libraries that shard params shard a state of the same structure alike. That fails
     for means over rows or columns, which have fewer axes.
     """
 
+    def as_dict(tree):
+        # In Flax nnx params are variables in `init`, and their values in `update`.
+        leaves = leaves_by_path(tree)
+        return {path.removesuffix(".value"): leaf for path, leaf in leaves.items()}
+
     def init_fn(params):
-        leaves = jax.tree.leaves(params)
-        return shard_state_like(tx.init(leaves), leaves)
+        arrays = as_dict(params)
+        return shard_state_like(tx.init(arrays), arrays)
 
     def update_fn(updates, state, params=None):
         check_params_passed(params)
-        leaves, structure = jax.tree.flatten(updates)
-        leaves, state = tx.update(leaves, state, jax.tree.leaves(params))
-        return structure.unflatten(leaves), state
+        arrays = as_dict(updates)
+        new, state = tx.update(arrays, state, as_dict(params))
+        structure = jax.tree.structure(updates, is_leaf=is_none)
+        return structure.unflatten([new[path] for path in arrays]), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -46,7 +46,7 @@ from spa_optax import (
     stochastic_rounding,
 )
 from spa_optax._codec import stored_tree
-from spa_optax._wrappers import on_leaves
+from spa_optax._wrappers import by_path
 from spa_optax.diagnostics import track_momentum
 
 PARAMS = {
@@ -105,7 +105,7 @@ def factored(**kwargs: Any) -> optax.GradientTransformationExtraArgs:
     """As `spa_adamw`, but the second moment of small arrays is factored, too."""
     scale = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     decay = optax.add_decayed_weights(1e-4)
-    direction = in_float32(optax.chain(on_leaves(scale), decay))
+    direction = in_float32(optax.chain(by_path(scale), decay))
     return optax.chain(direction, spa(0.1, 0.1, **kwargs))
 
 

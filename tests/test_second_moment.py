@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import long, x64
+from helpers import long, run, x64
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spa_optax import eval_params, spa_adamw
+from spa_optax import convert, eval_params, spa_adamw
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = {"matrix": (130, 140), "stack": (2, 140, 130), "bias": (30,)}
@@ -215,14 +215,53 @@ def test_factored_on_a_mesh() -> None:
     assert jnp.abs(difference).max() < 2**-8  # rounded elsewhere: an ulp of the largest
 
 
-def test_factored_keeps_the_sharding_of_whole_moments() -> None:
-    """A compiled `init` would drop it."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    params = {"narrow": jnp.ones((256, 8)), "wide": jnp.ones((256, 128))}
-    params = jax.device_put(params, split)
+@pytest.mark.parametrize("nested", [False, True])
+def test_factored_keeps_the_sharding_of_whole_moments(nested: bool) -> None:
+    """A compiled `init` would drop it. That of a neighbour would not do."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    # Each whole moment has the sharding of its own parameter.
+    specs: Any = {"a": ("x", "y"), "b": ("x", None), "c": ("y", "x")}
+    if nested:
+        specs = [[specs["a"], specs["b"]], specs["c"]]
+
+    def put(spec: tuple[str | None, ...]) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.device_put(jnp.ones((64, 16)), sharding)
+
+    params = jax.tree.map(put, specs, is_leaf=lambda spec: isinstance(spec, tuple))
     tx = spa_adamw(1e-3, second_moment="factored")
     (factored, _), spa_state = jax.jit(tx.init)(params)
-    whole, _ = factored.v
-    for leaf in (whole, *spa_state.z.values()):
-        assert leaf.sharding.is_equivalent_to(split, 2)
+    for moments in (factored.v, spa_state.z):
+        pairs = zip(*map(jax.tree.leaves, (moments, params)), strict=True)
+        for leaf, param in pairs:
+            assert leaf.sharding.is_equivalent_to(param.sharding, 2)
+
+
+@pytest.mark.parametrize("second_moment", ["full", "factored"])
+def test_a_run_goes_on_with_fewer_params(second_moment: str) -> None:
+    """Each keeps its own second moment, though all have one shape."""
+    grads = {"a": jnp.full((128, 128), 1e-3), "b": jnp.ones((128, 128))}
+    tx = spa_adamw(1.0, second_moment=second_moment, weight_decay=0.0)
+    _, state = run(tx, grads, [grads] * 30)
+    groups = {"frozen": optax.set_to_zero(), "trained": tx}
+    some = optax.partition(groups, {"a": "frozen", "b": "trained"})
+    state = convert(state, grads, into=some.init(grads))
+    _, after = some.update(grads, state, grads)
+    z, next_z = (
+        of_some.inner_states["trained"].inner_state[1].z["b"]
+        for of_some in (state, after)
+    )
+    np.testing.assert_allclose(z - next_z, 1.0, rtol=1e-3)
+
+
+def test_factored_is_made_in_nnx_jit() -> None:
+    @nnx.jit
+    def make() -> tuple[nnx.Linear, nnx.Optimizer]:
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        tx = spa_adamw(1e-3, second_moment="factored")
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    model, optimizer = make()
+    before = model.kernel[...]
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    assert jnp.all(model.kernel[...] != before)
