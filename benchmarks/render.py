@@ -42,9 +42,9 @@ TYPED = {
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
     "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m ‡",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments †",
-    "AdamW, bfloat16 m": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
+    "AdamW, bfloat16 m": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)` †",
     "NAdamW, bfloat16 m": (
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)` †"
     ),
     "AdamW, rounded to nearest": "`optax.adamw(…)`, rounded to nearest †",
     "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
@@ -107,9 +107,6 @@ IN_SHORT = {
         "(3 bytes for kernels)"
     ),
     "spa_adamw, 8-bit z": "`spa_adamw(…, interpolation=0.9)`, z in float8",
-    "factored NAdamW, 8-bit m": (
-        "8-bit Nesterov momentum and a factored second moment (not in the package)"
-    ),
     "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
 # Losses in the text of pages, each with its page, optimizer and settings.
