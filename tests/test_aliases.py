@@ -67,7 +67,7 @@ def test_an_alias_is_a_chain_of_the_pieces(
     found = run(full(second_moment=second_moment), params, grads)
     if second_moment == "full":
         chex.assert_trees_all_equal(found, expected)
-    else:  # its means stand in lists, in the order of the params
+    else:  # its means stand in dicts, by the paths of the params
         chex.assert_trees_all_equal(found[0], expected[0])
         chex.assert_trees_all_equal(*map(jax.tree.leaves, (found, expected)))
         w_of_full = run(full(), params, grads)[0]["w"]
