@@ -107,7 +107,7 @@ def _as_python_or_jax(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else float(value)
 
 
-def _scale_by_factored_rms(b2: ArrayLike, eps: ArrayLike) -> Any:
+def _scale_by_factored_rms(b2: Any, eps: Any) -> Any:
     """Optax's factored second moment, with Adam's β₂ and bias correction.
 
     With the decay β₂ (1 − β₂^k) / (1 − β₂^{k+1}) at count k, the moving average is the

@@ -128,6 +128,7 @@ def by_path(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     def update_fn(updates, state, params=None):
         check_params_passed(params)
         arrays = as_dict(updates)
+        new: Any
         new, state = tx.update(arrays, state, as_dict(params))
         structure = jax.tree.structure(updates, is_leaf=is_none)
         return structure.unflatten([new[path] for path in arrays]), state
