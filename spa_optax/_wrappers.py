@@ -109,7 +109,7 @@ def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
     return map_inexact(cast, params, updates)
 
 
-def by_path(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def by_path(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Runs a transformation on the arrays of a tree as a dict, by their paths.
 
     Libraries that shard params shard a state of the same structure alike. That fails
@@ -123,13 +123,13 @@ def by_path(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
     def init_fn(params):
         arrays = as_dict(params)
-        return shard_state_like(tx.init(arrays), arrays)
+        return shard_state_like(inner.init(arrays), arrays)
 
     def update_fn(updates, state, params=None):
         check_params_passed(params)
         arrays = as_dict(updates)
         new: Any
-        new, state = tx.update(arrays, state, as_dict(params))
+        new, state = inner.update(arrays, state, as_dict(params))
         structure = jax.tree.structure(updates, is_leaf=is_none)
         return structure.unflatten([new[path] for path in arrays]), state
 

@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 
 from spa_optax import (
     float8_momentum,
-    primal_averaging,
     spa_adamw,
     spa_from_sgdm,
     stochastic_rounding,
@@ -26,14 +25,12 @@ RATE = 1e-3
 NAMES = {
     "optax": optax,
     "rate": RATE,
-    "c": 0.1,
     "key": KEY,
     "bfloat16": jnp.bfloat16,
     "float8_e4m3fn": jnp.float8_e4m3fn,
     "muon": optax.contrib.muon(RATE, mu_dtype=jnp.bfloat16),
     "float8_momentum": float8_momentum,
     "stochastic_rounding": stochastic_rounding,
-    "primal_averaging": functools.partial(primal_averaging, rounding_key=KEY),
     "spa_adamw": functools.partial(spa_adamw, rounding_key=KEY),
     "spa_from_sgdm": functools.partial(spa_from_sgdm, rounding_key=KEY),
 }
