@@ -93,21 +93,24 @@ CHANGES = (
 )
 # The rows of README.md.
 IN_SHORT = {
-    "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
-    DEFAULT_B1: "`optax.adamw(…)`, float32 params",
+    "NAdamW": "AdamW with Nesterov momentum, float32 params",
+    DEFAULT_B1: "AdamW at its defaults, float32 params",
     "NAdamW, bfloat16 m": (
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=…), key)`"
+        "[AdamW with Nesterov momentum](docs/start.md#adamw-in-8-bytes) in "
+        "`stochastic_rounding`"
     ),
-    "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9)`, z in bfloat16",
+    "spa_adamw, bfloat16 z": "[`spa_adamw`](#adamw-in-4-bytes), z in bfloat16",
     "Adafactor with momentum, bfloat16 params": (
-        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=…), key)`"
+        "Adafactor with momentum in `stochastic_rounding`"
     ),
     "Muon, 8-bit m": (
-        "`stochastic_rounding(float8_momentum(optax.contrib.muon(…), key), key)` "
-        "(3 bytes for kernels)"
+        "[Muon](docs/muon.md) in `float8_momentum` and `stochastic_rounding`; arrays "
+        "that are not kernels take 8"
     ),
-    "spa_adamw, 8-bit z": "`spa_adamw(…, interpolation=0.9)`, z in float8",
-    "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
+    "spa_adamw, 8-bit z": "[`spa_adamw`](#adamw-in-4-bytes), z in float8",
+    "Adafactor, bfloat16 params": (
+        "[Adafactor](docs/start.md#adafactor-in-2-bytes) in `stochastic_rounding`"
+    ),
 }
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [

@@ -298,7 +298,7 @@ def test_the_remedy_helps() -> None:
 
 def test_the_reports_of_the_docs() -> None:
     folder = Path(__file__).parent.parent / "docs"
-    pages = [folder / name for name in ("momentum.md", "paper.md")]
+    pages = [folder / name for name in ("audit.md", "paper.md")]
     docs = "".join(page.read_text(encoding="utf-8") for page in pages)
     for audit in (
         theory.audit(step_at(200, 1.0, 0.1), 0.1, 400),
