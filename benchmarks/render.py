@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
-docs/background.md and docs/results.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
+docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -40,22 +40,29 @@ TYPED = {
     ),
     PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
-    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m ‡",
-    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments †",
-    "AdamW, bfloat16 m": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)` †",
+    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
+    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "NAdamW, bfloat16 m": (
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)` †"
+        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
     ),
-    "AdamW, rounded to nearest": "`optax.adamw(…)`, rounded to nearest †",
+    "AdamW, rounded to nearest": "`optax.adamw(…)`, bfloat16 params",
     "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
     DEFAULT_B1: "`optax.adamw(…)`, float32 params",
     "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
-    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)` †",
+    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
     "Muon": "`muon`, float32 params",
     "Muon averaged": "`primal_averaging(muon, 0.003125, 0.4)`, float32 params",
-    "AdamW averaged": (
-        "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`, float32 params †"
-    ),
+}
+# Whether the search found the settings of a row there; "yes" for all others.
+TUNED = {
+    "factored NAdamW, 8-bit m": "b1 only",
+    "AdamW, 8-bit moments": "no",
+    "NAdamW, bfloat16 m": "no",
+    "AdamW, rounded to nearest": "no",
+    "Muon, 8-bit m": "no",
+    DEFAULT_B1: "rate only",
+    PARAMS_ARE_X: "no",
+    "spa_adamw, bfloat16 z": "in 3 bytes",
 }
 FINE_TUNED = {
     "float32": "`optax.adamw(…)`, float32 params",
@@ -65,7 +72,7 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
-# The rows of fidelity.py in docs/background.md.
+# The rows of fidelity.py in docs/results.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -94,7 +101,7 @@ CHANGES = (
 # The rows of README.md.
 IN_SHORT = {
     "NAdamW": "AdamW with Nesterov momentum, float32 params",
-    DEFAULT_B1: "AdamW at its defaults, float32 params",
+    DEFAULT_B1: "AdamW with its default b1, float32 params",
     "NAdamW, bfloat16 m": (
         "[AdamW with Nesterov momentum](docs/start.md#adamw-in-8-bytes) in "
         "`stochastic_rounding`"
@@ -103,6 +110,7 @@ IN_SHORT = {
     "Adafactor with momentum, bfloat16 params": (
         "Adafactor with momentum in `stochastic_rounding`"
     ),
+    "Muon": "Muon, float32 params; arrays that are not kernels take 12",
     "Muon, 8-bit m": (
         "[Muon](docs/muon.md) in `float8_momentum` and `stochastic_rounding`; arrays "
         "that are not kernels take 8"
@@ -170,7 +178,12 @@ def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
 def is_shown(record: Record) -> bool:
     """Whether a page shows it, though its settings are not the best."""
     row = record["optimizer"], record["settings"]
-    return row in (("AdamW", ADAMW), ("spa_adamw, 8-bit z", AT_MU_Y_1))
+    return row in (
+        ("AdamW", ADAMW),
+        ("spa_adamw, 8-bit z", AT_MU_Y_1),
+        ("spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
+        ("Adafactor, bfloat16 params", {"rate": 8e-3}),
+    )
 
 
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
@@ -219,10 +232,15 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
             less = language_model.minus(
                 of_row, of_rows["float32"], operator.itemgetter("accuracy")
             )
-            rows.append(
-                [name, f"{of_row[0]['bytes']:.2f}", str(len(of_row)), *means, less]
-            )
+            # The last entry of a curve: step, accuracy and loss of x, and of an EMA.
+            of_ema = [
+                run["curve"][-1][3] for run in of_row if len(run["curve"][-1]) > 3
+            ]
+            ema = f"{statistics.mean(of_ema):.3f}" if of_ema else ""
+            num_bytes = f"{of_row[0]['bytes']:.2f}"
+            rows.append([name, num_bytes, str(len(of_row)), *means, less, ema])
         header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
+        header.append("accuracy of an EMA")
         yield f"{task}, {num_steps:,} steps at {rate:g}", common.markdown(header, rows)
 
 
@@ -285,8 +303,8 @@ def of_pretraining(records: list[Record]) -> str:
         difference = language_model.minus(runs, of_row["AdamW"], digits=3)
         difference = difference.replace(" ", NO_BREAK)
         row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
-        rows.append([*row, TYPED[name]])
-    header = ["loss", "− AdamW", "bytes", "optimizer"]
+        rows.append([*row, TUNED.get(name, "yes"), TYPED[name]])
+    header = ["loss", "− AdamW", "bytes", "tuned", "optimizer"]
     return common.markdown(header, rows)
 
 
@@ -360,7 +378,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The rows of docs/background.md: distances of params from the float32 run."""
+    """The rows of docs/results.md: distances of params from the float32 run."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
@@ -398,8 +416,8 @@ def guides() -> dict[Path, str]:
             "ladder": of_ladders(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "averages": of_averages(pretraining),
+            "fidelity": of_closeness(read("fidelity.jsonl")),
         },
-        "docs/background.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}

@@ -79,10 +79,11 @@ def convert(
 ) -> PyTree:
     """The state with which another optimizer continues a run.
 
-    It goes between optimizers of this package, and between one of them and
+    The new optimizer may be the old one with another `state_dtype` or other params, or
 
-        optax.sgd      z = x − w m
+        optax.sgd      z = x − w m                 from and to `spa_from_sgdm`, `spa`
         optax.adamw    z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
+                                                   from and to `spa_adamw` (full ν)
 
     From `optax.sgd` w is computed as in `spa_from_sgdm`. To `optax.sgd` w is the one in
     the `SPAState`. From AdamW to `spa_adamw`, the next step's momentum is AdamW's,

@@ -48,9 +48,9 @@ def float8_momentum(
 
     Args:
       base: an optimizer with the momentum of Optax's SGD, Lion or Muon. For Adam's use
-        `spa_adamw`, whose z takes 8 bits.
-      rounding_key: PRNG key, as for `spa`. `stochastic_rounding` around it may have
-        the same.
+        `spa_adamw` with `state_dtype=jnp.float8_e4m3fn`.
+      rounding_key: PRNG key. `stochastic_rounding` around it may have the same.
+        Shards, groups and batches of runs need different keys, see `spa`.
 
     Returns:
       A transformation with `count` and `base_state` in its state, where q and s stand

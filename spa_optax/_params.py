@@ -28,7 +28,7 @@ from ._xla import is_known_true
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The params to evaluate and to save: x, from any state of this package.
+    """The params to evaluate and to save: x, from a state that averages.
 
         x_k = y_k − (1/μ_y − 1)(z_k − y_k)
 
@@ -37,8 +37,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     which a step may donate.
 
     Args:
-      opt_state: a state that holds an `SPAState`, or several that divide the params, in
-        any chain, and any wrapper that does not flatten the params or move them itself.
+      opt_state: a state that holds an `SPAState`, or several that divide the params,
+        or a state of `stochastic_rounding`. It may lie in any chain, and in any wrapper
+        that does not flatten the params or move them itself.
       params: y_k, the current params of that run.
 
     Returns:
@@ -46,9 +47,9 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
       keep their values.
 
     Raises:
-      ValueError: if `opt_state` has no `SPAState` and no state of
-        `stochastic_rounding`, a batch of states, or one inside a wrapper that moves the
-        params; if z does not fit `params`; or if the state was cast.
+      ValueError: if `opt_state` holds no such state, or a batch of them, or one inside
+        a wrapper that moves the params; if z does not fit `params`; or if the state was
+        cast.
 
     Examples:
       >>> import jax.numpy as jnp

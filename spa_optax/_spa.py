@@ -144,13 +144,15 @@ def spa_from_sgdm(
     and x_{k+1} has a term −α_k (1 − c_{k+1}) g_k.
 
     Where schedules cannot be evaluated ahead (`optax.inject_hyperparams`, a schedule
-    edited before a run is resumed), z − x is rescaled. Then z need not be the resting
-    point, and the iterates are unchanged, unless z − x would be rescaled more than
-    2,896-fold, which is 1/√ε of float32: then momentum restarts from zero. Where the
-    next β is 0, momentum is dropped. With params of 16 bits what rounding took from
-    them is rescaled too: there pass schedules, not injected rates that rise. A
-    parameter whose update is None keeps its z.
-    While w changes, its momentum (x − z)/w then changes too.
+    edited before a run is resumed), z − x is rescaled, and the iterates stay those of
+    SGD. Exceptions:
+
+    - A change of w by a factor of 2,896 or more, 1/√ε of float32: momentum restarts.
+    - A next β of 0: momentum is dropped.
+    - Params of 16 bits: what rounding took from them is rescaled, too. There pass
+      schedules, not injected rates that rise.
+    - A parameter whose update is None keeps its z. While w changes, its momentum
+      (x − z)/w then changes, too.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
@@ -162,8 +164,12 @@ def spa_from_sgdm(
         until β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99.
         If it is too short, z is rescaled. Under `optax.inject_hyperparams` put it into
         `static_args`.
-      state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`.
+      state_dtype: dtype of z: bfloat16 or float8_e4m3fn saves memory. None means that
+        of the params, but float32 for params of 16 bits. `spa` has the limits of
+        float8.
+      rounding_key: PRNG key, to round params and z up or down at random. Give it for
+        params or z of 16 bits or fewer. Shards, groups and batches of runs need
+        different keys, see `spa`.
 
     Returns:
       A transformation whose state is an `SPAState`. `update` needs `params`, and keeps

@@ -157,12 +157,17 @@ def primal_averaging(
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
         `optax.contrib.muon(0.02)`.
-      averaging: c_{k+1} in [0, 1], as for `spa`.
-      interpolation: μ_y in (0, 1], as for `spa`.
+      averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k: the weight
+        of the newest z in x.
+      interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. Below 1
+        evaluate and save `eval_params`.
       params_of_base: "params" if `base` sees y_k, "z" if z_k (and so decays it).
-      state_dtype: dtype of z, as for `spa`.
-      rounding_key: for stochastic rounding, as for `spa`. Give it for params of 16
-        bits.
+      state_dtype: dtype of z: bfloat16 or float8_e4m3fn saves memory. None means that
+        of the params, but float32 for params of 16 bits. `spa` has the limits of
+        float8.
+      rounding_key: PRNG key, to round params and z up or down at random. Give it for
+        params or z of 16 bits or fewer. Shards, groups and batches of runs need
+        different keys, see `spa`.
 
     Returns:
       A transformation with `base_state` and `spa_state`, an `SPAState`, in its state.
@@ -241,7 +246,7 @@ def _current_z(state: SPAState, params: PyTree) -> PyTree:
 def stochastic_rounding(
     base: optax.GradientTransformation, rounding_key: PRNGKeyArray
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains params of 16 bits or fewer by any optimizer, with no master copy.
+    """Trains params of 16 bits or fewer by another optimizer, with no master copy.
 
         y_{k+1} = y_k + u_k, rounded up or down at random, with y_k + u_k as the mean
 
@@ -250,8 +255,10 @@ def stochastic_rounding(
     of an ulp where a step turns a param's sign or more than halves or doubles it.
 
     Args:
-      base: a finished optimizer, as for `primal_averaging`.
-      rounding_key: PRNG key, as for `spa`.
+      base: a finished optimizer that does not average: `optax.adamw(1e-3)`,
+        `optax.adafactor(1e-3)`.
+      rounding_key: PRNG key. Shards, groups and batches of runs need different keys,
+        see `spa`.
 
     Returns:
       A transformation with `count` and `base_state` in its state. `update` needs

@@ -26,6 +26,7 @@ from jaxtyping import Array
 from nbclient import NotebookClient
 
 from spa_optax import (
+    eval_params,
     float8_momentum,
     primal_averaging,
     spa,
@@ -171,7 +172,8 @@ def test_x_outlives_a_donated_step(tx: Any) -> None:
         optimizer.update(model, grads)
 
     step(model, optimizer)
-    average = page["at_x"](model, optimizer)
+    x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+    average = page["at"](model, x)
     before = average(batch)
     step(model, optimizer)
     np.testing.assert_array_equal(average(batch), before)
