@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from low_precision import BF16, F32, with_master
 from tqdm import tqdm
 
-from spa_optax import spa_adamw, stochastic_rounding
+from spa_optax import float8_momentum, spa_adamw, stochastic_rounding
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import one_card
@@ -126,6 +126,10 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
         "AdamW, bfloat16, float32 master copy": (with_master(adamw), BF16),
         "Adafactor, float32": (optax.adafactor(1e-3), F32),
         "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
+        "AdamW, rounded": in_16_bits(optax.adamw(1e-3, nesterov=True, mu_dtype=BF16)),
+        "Adafactor, rounded": in_16_bits(
+            optax.adafactor(1e-3, multiply_by_parameter_scale=False)
+        ),
         "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
     }
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
@@ -133,7 +137,9 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
             "mu_dtype": BF16,
             "muon_weight_dimension_numbers": muon_dimensions,
         }
-        result["Muon, bfloat16"] = in_16_bits(optax.contrib.muon(1e-3, **options))
+        muon = optax.contrib.muon(1e-3, **options)
+        result["Muon, bfloat16"] = in_16_bits(muon)
+        result["Muon, rounded, 8-bit m"] = in_16_bits(float8_momentum(muon, key))
     return result | {
         "spa_adamw, bfloat16": spa(),
         "spa_adamw, bfloat16 z": spa(state_dtype=BF16),
@@ -147,6 +153,9 @@ NOT_BY_CARD = [
     "AdamW, bfloat16, float32 master copy",
     "Adafactor, bfloat16",
     "spa_adamw, bfloat16",
+    "AdamW, rounded",
+    "Adafactor, rounded",
+    "Muon, rounded, 8-bit m",
 ]
 
 

@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
-docs/results.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
+docs/results.md and README.md of this folder.
 
     python benchmarks/render.py [--check]
 
@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
 PARAMS_ARE_X = "spa_adamw, 8-bit z, μ_y = 1"
 AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
-ADAFACTOR = {"rate": 4e-3, "momentum": 0.9}
 # What users type for a row, in docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
@@ -51,18 +50,17 @@ TYPED = {
     "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
     "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
     "Muon": "`muon`, float32 params",
-    "Muon averaged": "`primal_averaging(muon, 0.003125, 0.4)`, float32 params",
 }
 # Whether the search found the settings of a row there; "yes" for all others.
 TUNED = {
-    "factored NAdamW, 8-bit m": "b1 only",
+    "factored NAdamW, 8-bit m": "partly",
     "AdamW, 8-bit moments": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
     "Muon, 8-bit m": "no",
-    DEFAULT_B1: "rate only",
+    DEFAULT_B1: "partly",
     PARAMS_ARE_X: "no",
-    "spa_adamw, bfloat16 z": "in 3 bytes",
+    "spa_adamw, bfloat16 z": "partly",
 }
 FINE_TUNED = {
     "float32": "`optax.adamw(…)`, float32 params",
@@ -72,7 +70,7 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
-# The rows of fidelity.py in docs/results.md.
+# The rows of fidelity.py in benchmarks/README.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -98,28 +96,32 @@ CHANGES = (
     "z or m in bfloat16",
     "z in float8, m in 8 bits",
 )
-# The rows of README.md.
-IN_SHORT = {
-    "NAdamW": "AdamW with Nesterov momentum, float32 params",
-    DEFAULT_B1: "AdamW with its default b1, float32 params",
-    "NAdamW, bfloat16 m": (
-        "[AdamW with Nesterov momentum](docs/start.md#adamw-in-8-bytes) in "
-        "`stochastic_rounding`"
+# The rows of README.md: whom they help, what to type, and the records.
+IN_SHORT = (
+    ("AdamW in float32, to compare", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
+    (
+        "AdamW",
+        "[the same in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes)",
+        "NAdamW, bfloat16 m",
     ),
-    "spa_adamw, bfloat16 z": "[`spa_adamw`](#adamw-in-4-bytes), z in bfloat16",
-    "Adafactor with momentum, bfloat16 params": (
-        "Adafactor with momentum in `stochastic_rounding`"
+    (
+        "AdamW, if 8 bytes do not fit",
+        "[`spa_adamw`](docs/start.md#adamw-in-4-bytes), z in bfloat16",
+        "spa_adamw, bfloat16 z",
     ),
-    "Muon": "Muon, float32 params; arrays that are not kernels take 12",
-    "Muon, 8-bit m": (
-        "[Muon](docs/muon.md) in `float8_momentum` and `stochastic_rounding`; arrays "
-        "that are not kernels take 8"
+    ("the same", "`spa_adamw`, z in float8", "spa_adamw, 8-bit z"),
+    (
+        "AdamW, to fine-tune",
+        "[Adafactor in `stochastic_rounding`](docs/start.md#adafactor-in-2-bytes)",
+        "Adafactor, bfloat16 params",
     ),
-    "spa_adamw, 8-bit z": "[`spa_adamw`](#adamw-in-4-bytes), z in float8",
-    "Adafactor, bfloat16 params": (
-        "[Adafactor](docs/start.md#adafactor-in-2-bytes) in `stochastic_rounding`"
+    ("Muon in float32, to compare", "`optax.contrib.muon`", "Muon"),
+    (
+        "Muon",
+        "[`float8_momentum` in `stochastic_rounding`](docs/muon.md)",
+        "Muon, 8-bit m",
     ),
-}
+)
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
@@ -131,7 +133,6 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
-    ("README.md", "Adafactor with momentum, bfloat16 params", ADAFACTOR),
 ]
 # Accuracies there, each with its page, row and learning rate.
 QUOTED_ACCURACIES = [
@@ -262,6 +263,8 @@ def pages() -> dict[str, str]:
     result = {}
     for name, of_page in sections.items():
         parts = [f"# Results: {name}", f"Written by `{SOURCE}`."]
+        if (rows := RESULTS / f"rows_{name}.md").exists():
+            parts.append(rows.read_text().rstrip())
         parts += [f"## {title}\n\n{text}" for title, text in of_page]
         result[name] = "\n\n".join(parts) + "\n"
     return result
@@ -300,11 +303,11 @@ def of_pretraining(records: list[Record]) -> str:
     known = [name for name in TYPED if name in of_row]
     for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
-        difference = language_model.minus(runs, of_row["AdamW"], digits=3)
+        difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
         difference = difference.replace(" ", NO_BREAK)
         row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
         rows.append([*row, TUNED.get(name, "yes"), TYPED[name]])
-    header = ["loss", "− AdamW", "bytes", "tuned", "optimizer"]
+    header = ["loss", "− the best AdamW", "bytes", "tuned", "optimizer"]
     return common.markdown(header, rows)
 
 
@@ -341,10 +344,13 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 def in_short(records: list[Record]) -> str:
     """The table of README.md."""
     of_row, rows = pretrained(records), []
-    for name, text in IN_SHORT.items():
+    for use, text, name in IN_SHORT:
         runs = of_row[name]
-        rows.append([f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}", text])
-    return common.markdown(["bytes", "loss", "optimizer"], rows)
+        row = [use, text, f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}"]
+        rows.append(row)
+    sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes)"
+    rows.append(["SGD with momentum", sgd, "4", ""])
+    return common.markdown(["you train", "you type", "bytes", "loss"], rows)
 
 
 def mean_accuracy(runs: list[Record]) -> float:
@@ -378,7 +384,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The rows of docs/results.md: distances of params from the float32 run."""
+    """The rows of benchmarks/README.md: distances of params from the float32 run."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
@@ -416,8 +422,8 @@ def guides() -> dict[Path, str]:
             "ladder": of_ladders(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "averages": of_averages(pretraining),
-            "fidelity": of_closeness(read("fidelity.jsonl")),
         },
+        "benchmarks/README.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
