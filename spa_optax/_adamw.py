@@ -40,13 +40,16 @@ def spa_adamw(
     Bfloat16 params and their state take 4 bytes per parameter with
     `state_dtype=jnp.bfloat16`, `second_moment="factored"` and a `rounding_key`.
 
+    Under `optax.inject_hyperparams` name every option that is not a float in
+    `static_args`, and set `hyperparam_dtype=jnp.float32`.
+
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.
       averaging: c_{k+1} in [0, 1], which is 1 − b1 of `optax.adamw`, a scalar or a
         schedule of the count k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. 0.9 acts
         like Nesterov momentum, and lowered losses in pretraining. Below 1 evaluate and
-        save `eval_params`.
+        export `eval_params`.
       b2: β₂ in [0, 1), of the second moment.
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, as for `optax.add_decayed_weights`. The learning rate
@@ -62,8 +65,7 @@ def spa_adamw(
         float8.
       rounding_key: PRNG key, to round params and z up or down at random. Give it for
         params or z of 16 bits or fewer. Shards, groups and batches of runs need
-        different keys, see `spa`. Under `optax.inject_hyperparams` put it,
-        `state_dtype`, `second_moment` and a function `mask` into `static_args`.
+        different keys, see `spa`.
 
     Returns:
       An optax chain whose `update` needs `params` and keeps their dtype.

@@ -103,12 +103,13 @@ def convert(
         others frozen.
       hyperparams: those of Optax's optimizer: `SGDMHyperparams` from `optax.sgd`, and
         `AdamWHyperparams` from and to `optax.adamw`, whose `eps_root` must be 0. It
-        also says that a state of Adam's type is AdamW's, since other optimizers have
-        such states. Ignored in other conversions.
+        also says that a state of Adam's type is AdamW's. Others have such states, too,
+        such as NAdam (`nesterov=True`), and would be converted wrongly. In other
+        conversions only checked.
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
         k, from and to AdamW. None means 1 − b1. Ignored in other conversions.
-      new_params: the params to go on with, if they are `params` in 16 bits. z keeps
-        what is lost.
+      new_params: the params to go on with, if they are `params` in another dtype. z
+        keeps what is lost.
       count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that
         of `optax.sgd` with a number as learning rate.
 

@@ -44,13 +44,15 @@ def float8_momentum(
 
     s is a power of two for each array, with which max |q| is from 224 to 448. Other
     states of `base`, such as that of Adam inside Muon, stay as they are. With bfloat16
-    params put this into `stochastic_rounding` or `primal_averaging`.
+    params put this into `stochastic_rounding` or `primal_averaging`. Libraries that
+    shard each array of a state like its parameter, such as Flax nnx, fail on s.
 
     Args:
       base: an optimizer with the momentum of Optax's SGD, Lion or Muon. For Adam's use
         `spa_adamw` with `state_dtype=jnp.float8_e4m3fn`.
-      rounding_key: PRNG key. `stochastic_rounding` around it may have the same.
-        Shards, groups and batches of runs need different keys, see `spa`.
+      rounding_key: PRNG key. `stochastic_rounding` around it may have the same. Groups
+        of `optax.partition`, runs under `jax.vmap` and shards in `jax.shard_map` need
+        different ones.
 
     Returns:
       A transformation with `count` and `base_state` in its state, where q and s stand

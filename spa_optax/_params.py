@@ -28,13 +28,13 @@ from ._xla import is_known_true
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The params to evaluate and to save: x, from a state that averages.
+    """The params to evaluate and to export: x, from a state that averages.
 
         x_k = y_k − (1/μ_y − 1)(z_k − y_k)
 
-    At an interpolation of 1, and under `stochastic_rounding`, x is `params`. To keep x,
-    copy it, `jax.tree.map(jnp.copy, x)`, since its arrays may be those of `params`,
-    which a step may donate.
+    At an interpolation of 1, and under `stochastic_rounding`, x is `params`. To resume
+    a run save `params`, not x. To keep x, copy it, `jax.tree.map(jnp.copy, x)`, since
+    its arrays may be those of `params`, which a step may donate.
 
     Args:
       opt_state: a state that holds an `SPAState`, or several that divide the params,

@@ -27,10 +27,11 @@ def spa(
         x_{k+1} = (1 − c_{k+1}) x_k + c_{k+1} z_{k+1}
         y_{k+1} = μ_y x_{k+1} + (1 − μ_y) z_{k+1}
 
-    At μ_y = 1 the params are x, the point to evaluate and to save. For constants the
+    At μ_y = 1 the params are x, the point to evaluate and to export. For constants the
     iterates are then those of `optax.sgd(η c, momentum=1 − c)`; for schedules see
-    `hyperparams_to_sgdm`. With μ_y < 1 evaluate and save x, from
-    `eval_params(opt_state, params)`: y and z are stored, x is not.
+    `hyperparams_to_sgdm`. With μ_y < 1 evaluate and export x, from
+    `eval_params(opt_state, params)`: y and z are stored, x is not. To resume a run,
+    save y, the params.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a
     chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
@@ -41,9 +42,9 @@ def spa(
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
 
-    Under `optax.inject_hyperparams` put `state_dtype`, `rounding_key` and an
-    `interpolation` that stays into `static_args`. An injected one may change, so that
-    no update may be None.
+    Under `optax.inject_hyperparams` name every option that is not a float in
+    `static_args`, and set `hyperparam_dtype=jnp.float32`. An
+    injected `interpolation` may change, so that no update may be None.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k. To replace SGD
@@ -147,12 +148,15 @@ def spa_from_sgdm(
     edited before a run is resumed), z − x is rescaled, and the iterates stay those of
     SGD. Exceptions:
 
-    - A change of w by a factor of 2,896 or more, 1/√ε of float32: momentum restarts.
+    - A rise of w by a factor of 2,896 or more, 1/√ε of float32: momentum restarts.
     - A next β of 0: momentum is dropped.
     - Params of 16 bits: what rounding took from them is rescaled, too. There pass
       schedules, not injected rates that rise.
     - A parameter whose update is None keeps its z. While w changes, its momentum
       (x − z)/w then changes, too.
+
+    Under `optax.inject_hyperparams` name every option that is not a float in
+    `static_args`, and set `hyperparam_dtype=jnp.float32`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is
@@ -162,8 +166,7 @@ def spa_from_sgdm(
       nesterov: whether to use Nesterov momentum.
       horizon: how many steps to look ahead, at least 1. None means, for a number β,
         until β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99.
-        If it is too short, z is rescaled. Under `optax.inject_hyperparams` put it into
-        `static_args`.
+        If it is too short, z is rescaled.
       state_dtype: dtype of z: bfloat16 or float8_e4m3fn saves memory. None means that
         of the params, but float32 for params of 16 bits. `spa` has the limits of
         float8.

@@ -154,13 +154,16 @@ def primal_averaging(
     `base` runs in float32, as in `in_float32`. Put wrappers that skip updates around
     `primal_averaging`, not inside.
 
+    Under `optax.inject_hyperparams` name every option that is not a float in
+    `static_args`, and set `hyperparam_dtype=jnp.float32`.
+
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
         `optax.contrib.muon(0.02)`.
       averaging: c_{k+1} in [0, 1], a scalar or a schedule of the count k: the weight
         of the newest z in x.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k. Below 1
-        evaluate and save `eval_params`.
+        evaluate and export `eval_params`.
       params_of_base: "params" if `base` sees y_k, "z" if z_k (and so decays it).
       state_dtype: dtype of z: bfloat16 or float8_e4m3fn saves memory. None means that
         of the params, but float32 for params of 16 bits. `spa` has the limits of
@@ -256,9 +259,9 @@ def stochastic_rounding(
 
     Args:
       base: a finished optimizer that does not average: `optax.adamw(1e-3)`,
-        `optax.adafactor(1e-3)`.
-      rounding_key: PRNG key. Shards, groups and batches of runs need different keys,
-        see `spa`.
+        `optax.adafactor(1e-3, multiply_by_parameter_scale=False)`.
+      rounding_key: PRNG key. Under `jax.jit` one will do. Groups of `optax.partition`,
+        runs under `jax.vmap` and shards in `jax.shard_map` need different ones.
 
     Returns:
       A transformation with `count` and `base_state` in its state. `update` needs

@@ -1,6 +1,5 @@
 """The table of bytes in docs/memory.md, recomputed from states."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from spa_optax import (
 PAGE = Path(__file__).parent.parent / "docs/memory.md"
 KEY = jax.random.key(0)
 RATE = 1e-3
-# What the code of the table may name. The page says of which a key is left out there.
+# What the code of the table may name.
 NAMES = {
     "optax": optax,
     "rate": RATE,
@@ -31,8 +30,8 @@ NAMES = {
     "muon": optax.contrib.muon(RATE, mu_dtype=jnp.bfloat16),
     "float8_momentum": float8_momentum,
     "stochastic_rounding": stochastic_rounding,
-    "spa_adamw": functools.partial(spa_adamw, rounding_key=KEY),
-    "spa_from_sgdm": functools.partial(spa_from_sgdm, rounding_key=KEY),
+    "spa_adamw": spa_adamw,
+    "spa_from_sgdm": spa_from_sgdm,
 }
 # The fields of states that hold what the table calls z, m and ν.
 FIELDS = {
@@ -53,11 +52,13 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
-    """The rows whose last cell is code."""
+    """The rows whose last cell is code, perhaps for kernels alone."""
     _, section = PAGE.read_text(encoding="utf-8").split("\n## Bytes\n")
     section = section.split("\n## ")[0]
     rows = re.findall(
-        r"^\| (\d+) \| (\d+) \| (.+) \| `(.+)` \|$", section, re.MULTILINE
+        r"^\| (\d+) \| (\d+) \| (.+) \| `(.+)`(?:, kernels)? \|$",
+        section,
+        re.MULTILINE,
     )
     return [
         Row(code, int(params), parts(state), int(total))

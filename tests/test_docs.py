@@ -219,7 +219,7 @@ def test_groups() -> None:
         assert jax.tree.structure(labels(tree)) == jax.tree.structure(tree)
     groups = page["groups"]
     grads = jax.tree.map(jnp.ones_like, params)
-    _, state = groups.update(grads, page["state"], params)
+    _, state = groups.update(grads, groups.init(params), params)
     new = groups.init(params).inner_states["head"]
     state = state._replace(inner_states={**state.inner_states, "head": new})
     counts = optax.tree.get_all_with_path(state, "count")
