@@ -42,7 +42,8 @@ class Audit(NamedTuple):
         lines = [finding.text for finding in findings]
         if not lines:
             name, _ = self.effective_learning_rate()
-            lines = [f"neither α nor {name} jumps (by a factor of 1.5 or more)."]
+            jump = "by a factor of 1.5 or more in one step, but for ramps"
+            lines = [f"neither α nor {name} jumps ({jump})."]
         needs_change = any(finding.kind != "drop" for finding in findings)
         if not needs_change:
             lines[0] = f"Nothing to change: {lines[0]}"
