@@ -40,6 +40,12 @@ def parse(
     return arguments
 
 
+def check_new(path: Path | None) -> None:
+    """Before a run whose figures are written whole: they must replace no others."""
+    if path is not None and path.exists():
+        raise command_line.UserError(f"--json must be a new file, but {path} exists")
+
+
 def update(
     tx: optax.GradientTransformation, grads: Any, params: Any, state: Any
 ) -> Any:

@@ -370,6 +370,7 @@ def main(argv: list[str] | None = None) -> str:
     add("--tree", choices=TREES, default=list(TREES), help="shapes of the params")
     add("--update", choices=PEERS, metavar="NAME", help="these and their peers only")
     arguments = common.parse(parser, argv)
+    common.check_new(arguments.json)
     text, everything = [], {}
     for target in arguments.target:
         devices, of_target = devices_of(target), everything.setdefault(target, {})

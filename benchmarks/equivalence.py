@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of each run")
     arguments = common.parse(parser, argv, "steps")
+    common.check_new(arguments.json)
     figures, rows = {}, []
     header = [
         "SPA from SGD+M",

@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         "--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare"
     )
     arguments = common.parse(parser, argv)
+    common.check_new(arguments.json)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "clone", "--quiet", URL, folder], check=True)
         subprocess.run(["git", "-C", folder, "checkout", "--quiet", COMMIT], check=True)

@@ -53,14 +53,14 @@ TYPED = {
 }
 # Whether the search found the settings of a row there; "yes" for all others.
 TUNED = {
-    "factored NAdamW, 8-bit m": "partly",
+    "factored NAdamW, 8-bit m": "b1 only",
     "AdamW, 8-bit moments": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
     "Muon, 8-bit m": "no",
-    DEFAULT_B1: "partly",
+    DEFAULT_B1: "rate only",
     PARAMS_ARE_X: "no",
-    "spa_adamw, bfloat16 z": "partly",
+    "spa_adamw, bfloat16 z": "no",
 }
 FINE_TUNED = {
     "float32": "`optax.adamw(…)`, float32 params",
@@ -124,7 +124,6 @@ IN_SHORT = (
 )
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
-    ("README.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     *(
         (page, name, {"rate": 8e-3, "momentum": 0.95})
         for page in ("docs/muon.md", "docs/results.md")
@@ -346,8 +345,8 @@ def in_short(records: list[Record]) -> str:
     of_row, rows = pretrained(records), []
     for use, text, name in IN_SHORT:
         runs = of_row[name]
-        row = [use, text, f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}"]
-        rows.append(row)
+        loss = "" if "fine-tune" in use else f"{mean_loss(runs):.3f}"
+        rows.append([use, text, f"{runs[0]['bytes']:.0f}", loss])
     sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes)"
     rows.append(["SGD with momentum", sgd, "4", ""])
     return common.markdown(["you train", "you type", "bytes", "loss"], rows)

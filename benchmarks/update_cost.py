@@ -220,6 +220,7 @@ def main(argv: list[str] | None = None) -> str:
     )
     add("--rounds", type=int, default=30, help="of timing")
     arguments = common.parse(parser, argv, "rounds")
+    common.check_new(arguments.json)
     text, everything = [common.device()], {}
     for name in arguments.tree:
         shapes = TREES[name]()

@@ -37,11 +37,11 @@ def spa_adamw(
     scaled gradients, without bias correction. With `schedule_free_averaging` it is
     Schedule-Free AdamW.
 
-    Bfloat16 params and their state take 4 bytes per parameter with
-    `state_dtype=jnp.bfloat16`, `second_moment="factored"` and a `rounding_key`.
+    Bfloat16 params and their state take 4 bytes per parameter, and 8 in small arrays,
+    with `state_dtype=jnp.bfloat16`, `second_moment="factored"` and a `rounding_key`.
 
-    Under `optax.inject_hyperparams` name every option that is not a float in
-    `static_args`, and set `hyperparam_dtype=jnp.float32`.
+    Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name a
+    function `mask`, `second_moment`, `state_dtype` and `rounding_key` in `static_args`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.

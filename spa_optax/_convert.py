@@ -79,11 +79,12 @@ def convert(
 ) -> PyTree:
     """The state with which another optimizer continues a run.
 
-    The new optimizer may be the old one with another `state_dtype` or other params, or
+    The new optimizer may be
 
-        optax.sgd      z = x − w m                 from and to `spa_from_sgdm`, `spa`
-        optax.adamw    z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε)
-                                                   from and to `spa_adamw` (full ν)
+    - the old one, with another `state_dtype`, or with params in another dtype;
+    - `spa_from_sgdm` or `spa` from `optax.sgd`, and back: z = x − w m;
+    - `spa_adamw` with a full ν from `optax.adamw`, and back:
+      z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε).
 
     From `optax.sgd` w is computed as in `spa_from_sgdm`. To `optax.sgd` w is the one in
     the `SPAState`. From AdamW to `spa_adamw`, the next step's momentum is AdamW's,

@@ -44,8 +44,9 @@ def float8_momentum(
 
     s is a power of two for each array, with which max |q| is from 224 to 448. Other
     states of `base`, such as that of Adam inside Muon, stay as they are. With bfloat16
-    params put this into `stochastic_rounding` or `primal_averaging`. Libraries that
-    shard each array of a state like its parameter, such as Flax nnx, fail on s.
+    params put this into `stochastic_rounding` or `primal_averaging`. On several
+    devices libraries that shard each array of a state like its parameter, such as Flax
+    nnx, fail on s.
 
     Args:
       base: an optimizer with the momentum of Optax's SGD, Lion or Muon. For Adam's use

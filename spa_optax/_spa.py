@@ -42,8 +42,8 @@ def spa(
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
 
-    Under `optax.inject_hyperparams` name every option that is not a float in
-    `static_args`, and set `hyperparam_dtype=jnp.float32`. An
+    Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name
+    `state_dtype`, `rounding_key` and an `interpolation` that stays in `static_args`. An
     injected `interpolation` may change, so that no update may be None.
 
     Args:
@@ -149,14 +149,14 @@ def spa_from_sgdm(
     SGD. Exceptions:
 
     - A rise of w by a factor of 2,896 or more, 1/√ε of float32: momentum restarts.
-    - A next β of 0: momentum is dropped.
+    - A next β of 0, where the state holds z − params: momentum is dropped.
     - Params of 16 bits: what rounding took from them is rescaled, too. There pass
       schedules, not injected rates that rise.
     - A parameter whose update is None keeps its z. While w changes, its momentum
       (x − z)/w then changes, too.
 
-    Under `optax.inject_hyperparams` name every option that is not a float in
-    `static_args`, and set `hyperparam_dtype=jnp.float32`.
+    Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name
+    `nesterov`, `horizon`, `state_dtype` and `rounding_key` in `static_args`.
 
     Args:
       learning_rate: α_k ≥ 0, a scalar or a schedule of the count k. A schedule is

@@ -154,8 +154,8 @@ def primal_averaging(
     `base` runs in float32, as in `in_float32`. Put wrappers that skip updates around
     `primal_averaging`, not inside.
 
-    Under `optax.inject_hyperparams` name every option that is not a float in
-    `static_args`, and set `hyperparam_dtype=jnp.float32`.
+    Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name
+    `base`, `params_of_base`, `state_dtype` and `rounding_key` in `static_args`.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
@@ -258,7 +258,8 @@ def stochastic_rounding(
     of an ulp where a step turns a param's sign or more than halves or doubles it.
 
     Args:
-      base: a finished optimizer that does not average: `optax.adamw(1e-3)`,
+      base: a finished optimizer that does not average:
+        `optax.adamw(1e-3, nesterov=True, mu_dtype=jnp.bfloat16)`,
         `optax.adafactor(1e-3, multiply_by_parameter_scale=False)`.
       rounding_key: PRNG key. Under `jax.jit` one will do. Groups of `optax.partition`,
         runs under `jax.vmap` and shards in `jax.shard_map` need different ones.

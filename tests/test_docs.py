@@ -146,12 +146,12 @@ def test_the_site_has_no_dead_links(tmp_path: Path) -> None:
             if not (target / "index.html" if target.is_dir() else target).exists():
                 dead.append(f"{page.relative_to(tmp_path)}: {link}")
     assert not dead
-    optimizers, momentum = (
+    optimizers, theorem = (
         (tmp_path / page / "index.html").read_text()
-        for page in ("api/optimizers", "momentum")
+        for page in ("api/optimizers", "theorem")
     )
     assert "x<sub>k+1</sub> = (1 − c<sub>k+1</sub>)" in optimizers
-    assert '<a href="../look_ahead.png"><img' in momentum
+    assert '<a href="../look_ahead.png"><img' in theorem
 
 
 @pytest.mark.slow
