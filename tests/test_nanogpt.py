@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import equivalence
 import jax
 import jax.numpy as jnp
 import language_model
@@ -178,6 +179,17 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     ]
     lines = out.read_text()
     assert (language_model.main(arguments), out.read_text()) == (text, lines)
+
+
+def test_figures_on_disk_are_not_replaced(tmp_path: Path) -> None:
+    """A benchmark that writes a whole file stops before it computes."""
+    out = tmp_path / "figures"
+    out.write_text("of another run")
+    with pytest.raises(SystemExit):
+        language_model.common.command_line.run(
+            functools.partial(equivalence.main, ["--steps", "1", "--json", str(out)])
+        )
+    assert out.read_text() == "of another run"
 
 
 def test_settings_that_a_row_lacks(small: Any) -> None:
