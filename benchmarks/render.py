@@ -101,7 +101,8 @@ IN_SHORT = (
     ("AdamW in float32, to compare", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
     (
         "AdamW",
-        "[the same in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes)",
+        "[that in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
+        "m in bfloat16",
         "NAdamW, bfloat16 m",
     ),
     (
@@ -347,7 +348,7 @@ def in_short(records: list[Record]) -> str:
         runs = of_row[name]
         loss = "" if "fine-tune" in use else f"{mean_loss(runs):.3f}"
         rows.append([use, text, f"{runs[0]['bytes']:.0f}", loss])
-    sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes)"
+    sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16"
     rows.append(["SGD with momentum", sgd, "4", ""])
     return common.markdown(["you train", "you type", "bytes", "loss"], rows)
 

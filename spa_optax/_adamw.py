@@ -82,6 +82,21 @@ def spa_adamw(
       >>> print(f"{z:.3f} {x:.3f}")  # x goes a tenth of the way to z
       9.000 9.900
 
+      Bfloat16 params and their state in 4 bytes per parameter, to pretrain:
+
+      >>> import jax
+      >>> tx = spa_adamw(
+      ...     1e-3,
+      ...     interpolation=0.9,
+      ...     state_dtype=jnp.bfloat16,
+      ...     second_moment="factored",
+      ...     rounding_key=jax.random.key(0),
+      ... )
+      >>> params = jnp.zeros((1024, 1024), jnp.bfloat16)
+      >>> arrays = jax.tree.leaves((params, tx.init(params)))
+      >>> print(f"{sum(array.nbytes for array in arrays) / params.size:.2f}")
+      4.01
+
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Section 2.
       Loshchilov, Hutter, Decoupled Weight Decay Regularization, 2017, arXiv:1711.05101,

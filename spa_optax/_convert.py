@@ -138,6 +138,18 @@ def convert(
       >>> print(new.z, optax.tree.get(convert(new, x, into=sgd.init(x)), "trace"))
       6.0 2.0
 
+      From a float32 checkpoint to bfloat16 params, whose cast cuts off 0.001:
+
+      >>> import jax
+      >>> tx = spa_from_sgdm(
+      ...     1.0, state_dtype=jnp.bfloat16, rounding_key=jax.random.key(0)
+      ... )
+      >>> x = jnp.array(1.001)
+      >>> y = x.astype(jnp.bfloat16)
+      >>> state = convert(tx.init(x), x, into=tx.init(y), new_params=y)
+      >>> print(y, f"{state.z.z_minus_params:.4f}")
+      1 0.0010
+
     References:
       Defazio, Momentum via Primal Averaging, 2020, arXiv:2010.00406, Theorem 1 and its
       proof.

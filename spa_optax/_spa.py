@@ -34,10 +34,11 @@ def spa(
     save y, the params.
 
     Put gradient transforms (clipping, `optax.add_decayed_weights`) before `spa` in a
-    chain. A finished optimizer there, such as `optax.sgd(0.1)`, makes the loss climb,
-    and nothing warns: use `primal_averaging`. Do not modify the update after `spa` or
-    around it (`optax.lookahead`). Where the state holds z itself, z would not follow,
-    and would pull x back. After editing params call `shift_z`.
+    chain, in `in_float32` if params have 16 bits. A finished optimizer there, such as
+    `optax.sgd(0.1)`, makes the loss climb, and nothing warns: use `primal_averaging`.
+    Do not modify the update after `spa` or around it (`optax.lookahead`). Where the
+    state holds z itself, z would not follow, and would pull x back. After editing
+    params call `shift_z`.
 
     If params or z have 16 bits or fewer, the state holds z − params in place of z. Then
     z is also the params' master copy.
@@ -137,7 +138,8 @@ def spa_from_sgdm(
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k
 
-    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. Nesterov momentum has
+    For constants, and β > 0, η = α/(1 − β) and c = 1 − β. Where w_{k+1} would be 0, the
+    state has a positive one, which gives the same x. Nesterov momentum has
     a_k = α_k β_k in place of α_k in w and c, and
 
         η_k = a_k + w_{k+1} + α_k      c_{k+1} = a_k / (a_k + w_{k+1})

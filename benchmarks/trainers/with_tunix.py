@@ -20,7 +20,7 @@ RATE = 4e-3
 
 
 class EvaluateAtX(hooks.TrainingHooks):
-    """Every evaluation sees x; training goes on from y."""
+    """Every evaluation sees x; training goes on from the params."""
 
     y = None
 
