@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
-docs/results.md and README.md of this folder.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
+docs/results.md.
 
     python benchmarks/render.py [--check]
 
@@ -70,7 +70,7 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
-# The rows of fidelity.py in benchmarks/README.md.
+# The rows of fidelity.py at the head of results/fidelity.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -264,7 +264,10 @@ def pages() -> dict[str, str]:
     for name, of_page in sections.items():
         parts = [f"# Results: {name}", f"Written by `{SOURCE}`."]
         if (rows := RESULTS / f"rows_{name}.md").exists():
-            parts.append(rows.read_text().rstrip())
+            text = rows.read_text().rstrip()
+            parts.append(
+                text.replace("CLOSENESS", of_closeness(read("fidelity.jsonl")))
+            )
         parts += [f"## {title}\n\n{text}" for title, text in of_page]
         result[name] = "\n\n".join(parts) + "\n"
     return result
@@ -384,7 +387,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The rows of benchmarks/README.md: distances of params from the float32 run."""
+    """The head of results/fidelity.md: distances of params from the float32 run."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
@@ -423,7 +426,6 @@ def guides() -> dict[Path, str]:
             "fine-tuning": of_fine_tuning(fine_tuning),
             "averages": of_averages(pretraining),
         },
-        "benchmarks/README.md": {"fidelity": of_closeness(read("fidelity.jsonl"))},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
