@@ -102,7 +102,7 @@ IN_SHORT = (
     (
         "AdamW",
         "[that in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
-        "m in bfloat16",
+        "momentum in bfloat16",
         "NAdamW, bfloat16 m",
     ),
     (
