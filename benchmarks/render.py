@@ -133,6 +133,10 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
+    ("docs/compared.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
+    ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
+    ("docs/results.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
 # Accuracies there, each with its page, row and learning rate.
 QUOTED_ACCURACIES = [
