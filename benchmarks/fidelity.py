@@ -137,13 +137,13 @@ def main(argv: list[str] | None = None) -> str:
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="to compare")
-    add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="as language_model.py")
+    add("--seed", nargs="+", type=int, default=[1, 2, 3], help="as language_model.py")
     add("--steps", type=int, default=nanogpt.STEPS, help="of each run")
     add("--data-dir", type=Path, default=Path("data"), help="of Tiny Shakespeare")
     arguments = common.parse(parser, argv, "steps")
     records = common.Records(arguments.json, ("group", "steps", "seed"))
     texts, chosen = nanogpt.read(arguments.data_dir), []
-    for seed, group in itertools.product(arguments.seeds, arguments.groups):
+    for seed, group in itertools.product(arguments.seed, arguments.groups):
         run = functools.partial(train, group, arguments.steps, seed, texts)
         chosen.append(records.get((group, arguments.steps, seed), run))
         print(f"{group}, seed {seed}", flush=True)

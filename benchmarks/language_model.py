@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> str:
         help="in place of the row's own, such as rate=0.002,0.004 b1=0.8",
     )
     add(
-        "--seeds",
+        "--seed",
         type=int,
         default=[1, 2, 3, 4, 5],
         help="of initial params, batches and rounding",
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> str:
     arguments = common.parse(parser, argv, "steps")
     records = common.Records(arguments.json, KEYS)
     texts, chosen = nanogpt.read(arguments.data_dir), []
-    for seed, name in itertools.product(arguments.seeds, arguments.optimizers):
+    for seed, name in itertools.product(arguments.seed, arguments.optimizers):
         row = ROWS[name]
         for settings in settings_of(row, arguments.settings):
             run = functools.partial(train, row, settings, arguments.steps, seed, texts)

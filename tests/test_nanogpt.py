@@ -151,7 +151,7 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its
     loss."""
     out = tmp_path / "runs"
-    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seeds", "0", "1"]
+    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seed", "0", "1"]
     arguments += ["--settings", "momentum=0.8,0.9", "rate=0.1"]
     arguments += ["--steps", "40", "--json", str(out)]
     text = language_model.main(arguments)
