@@ -70,7 +70,7 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
 }
-# The rows of fidelity.py at the head of results/fidelity.md.
+# The rows of the first table of results/fidelity.md.
 CLOSE = {
     "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
     "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
@@ -250,7 +250,8 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 
 def of_fidelity(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """Distances from the float32 run: those of params; of logits."""
+    """Distances from the float32 run: AdamW's of params; all, of params and logits."""
+    yield "AdamW: distances of params", of_closeness(records)
     for num_steps, runs in groups(records, "steps").items():
         yield f"Runs of {num_steps:,} steps", fidelity.table(runs)
 
@@ -268,10 +269,7 @@ def pages() -> dict[str, str]:
     for name, of_page in sections.items():
         parts = [f"# Results: {name}", f"Written by `{SOURCE}`."]
         if (rows := RESULTS / f"rows_{name}.md").exists():
-            text = rows.read_text().rstrip()
-            parts.append(
-                text.replace("CLOSENESS", of_closeness(read("fidelity.jsonl")))
-            )
+            parts.append(rows.read_text().rstrip())
         parts += [f"## {title}\n\n{text}" for title, text in of_page]
         result[name] = "\n\n".join(parts) + "\n"
     return result
@@ -353,6 +351,7 @@ def in_short(records: list[Record]) -> str:
     of_row, rows = pretrained(records), []
     for use, text, name in IN_SHORT:
         runs = of_row[name]
+        # A loss in pretraining says little of what is advised to fine-tune.
         loss = "" if "fine-tune" in use else f"{mean_loss(runs):.3f}"
         rows.append([use, text, f"{runs[0]['bytes']:.0f}", loss])
     sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16"
@@ -391,7 +390,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_closeness(records: list[Record]) -> str:
-    """The head of results/fidelity.md: distances of params from the float32 run."""
+    """The first table of results/fidelity.md: how far params are from float32's."""
     runs = [record["rows"] for record in records if record["group"] == "AdamW"]
     rows, steps = [], []
     for name, text in CLOSE.items():
