@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -148,19 +148,19 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
     }
 
 
-RIVALS = ["Lion, bfloat16", "Muon, bfloat16"]  # only in the table by card, or by name
-NOT_BY_CARD = [
-    "AdamW, bfloat16, float32 master copy",
-    "Adafactor, bfloat16",
-    "spa_adamw, bfloat16",
+BY_CARD = [
+    "AdamW, float32",
+    "Adafactor, float32",
     "AdamW, rounded",
+    "spa_adamw, bfloat16 z, factored ν",
+    "spa_adamw, 8-bit z, factored ν",
     "Adafactor, rounded",
     "Muon, rounded, 8-bit m",
 ]
 
 
-def choices(without: Sequence[str] = ()) -> list[str]:
-    names = [name for name in optimizers() if name not in without]
+def both_ways(names: Iterable[str]) -> list[str]:
+    """Each optimizer with an ordinary step, and updated in the backward pass."""
     return [name + how for name in names for how in ("", IN_BACKWARD)]
 
 
@@ -383,24 +383,18 @@ def main(argv: list[str] | None = None) -> str:
     )
     add(
         "--optimizer",
-        choices=choices(),
+        choices=both_ways(optimizers()),
         metavar="NAME",
-        help="by default those of the table",
+        help="by default those of the tables",
     )
     add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)
     found, text = common.Records(arguments.json, ("target", "optimizer")), []
     if arguments.largest:
-        text = [
-            largest(
-                arguments.largest, arguments.optimizer or choices(NOT_BY_CARD), found
-            )
-        ]
+        names = arguments.optimizer or both_ways(BY_CARD)
+        text = [largest(arguments.largest, names, found)]
     for target in [] if arguments.largest else arguments.target or BY_OPTIMIZER:
-        names = arguments.optimizer or [
-            name for name in optimizers() if name not in RIVALS
-        ]
-        names = tqdm(names, desc=target, leave=False)
+        names = tqdm(arguments.optimizer or optimizers(), desc=target, leave=False)
         records = [record_of(found, target, name) for name in names]
         text += [f"{target}; {records[0]['versions']}", table(records)]
     print("\n\n".join(text))

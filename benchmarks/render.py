@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
-docs/results.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
+docs/results.md and docs/averages.md.
 
     python benchmarks/render.py [--check]
 
@@ -27,29 +27,32 @@ ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
 PARAMS_ARE_X = "spa_adamw, 8-bit z, μ_y = 1"
 AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
-# What users type for a row, in docs/results.md.
+# What users type for the rows of the first table of docs/results.md.
 TYPED = {
     "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
-    "Adafactor with momentum, bfloat16 params": (
-        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
-        "key)`"
-    ),
     "spa_adamw, 8-bit z": (
         "`spa_adamw(…, interpolation=0.9, state_dtype=float8_e4m3fn)`"
     ),
-    PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
     "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
-    "factored NAdamW, 8-bit m": "factored NAdamW with an 8-bit m",
-    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "NAdamW, bfloat16 m": (
         "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
     ),
     "AdamW, rounded to nearest": "`optax.adamw(…)`, bfloat16 params",
-    "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
     DEFAULT_B1: "`optax.adamw(…)`, float32 params",
     "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
     "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
     "Muon": "`muon`, float32 params",
+}
+# And for those of the second, which the pages do not advise.
+RIVALS = {
+    "Adafactor with momentum, bfloat16 params": (
+        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
+        "key)`"
+    ),
+    PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
+    "factored NAdamW, 8-bit m": "AdamW, factored, with an 8-bit Nesterov momentum",
+    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
+    "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
 }
 # Whether the search found the settings of a row there; "yes" for all others.
 TUNED = {
@@ -59,6 +62,7 @@ TUNED = {
     "AdamW, rounded to nearest": "no",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
+    "Adafactor with momentum, bfloat16 params": "rate only",
     PARAMS_ARE_X: "no",
     "spa_adamw, bfloat16 z": "no",
 }
@@ -78,7 +82,7 @@ CLOSE = {
     "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
     fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
 }
-# The rows of averages in docs/results.md, with what users type.
+# The rows of docs/averages.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
     "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`",
@@ -194,10 +198,8 @@ def is_shown(record: Record) -> bool:
 def of_memory(path: Path) -> Iterator[tuple[str, str]]:
     """The largest models, then each target that has a table of its own."""
     found = common.Records(path, ("target", "optimizer"))
-    names = {record["optimizer"] for record in found.found.values()}
-    by_card = memory.choices(memory.NOT_BY_CARD)
-    trained = [name for name in by_card if name in names and "8-bit" not in name]
-    largest = memory.largest(list(memory.CARDS), trained, found)
+    names = memory.both_ways(memory.BY_CARD)
+    largest = memory.largest(list(memory.CARDS), names, found)
     yield "The largest model on one card, and the GiB of its step", largest
     for target in memory.BY_OPTIMIZER:
         records = [
@@ -302,16 +304,15 @@ def mean_loss(runs: list[Record]) -> float:
     return statistics.mean(map(language_model.best, runs))
 
 
-def of_pretraining(records: list[Record]) -> str:
-    """The rows of docs/results.md at their best settings, by loss."""
+def of_pretraining(records: list[Record], texts: dict[str, str]) -> str:
+    """Rows of docs/results.md at their best settings, by loss."""
     rows, of_row = [], pretrained(records)
-    known = [name for name in TYPED if name in of_row]
-    for name in sorted(known, key=lambda name: mean_loss(of_row[name])):
+    for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
         difference = difference.replace(" ", NO_BREAK)
         row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
-        rows.append([*row, TUNED.get(name, "yes"), TYPED[name]])
+        rows.append([*row, TUNED.get(name, "yes"), texts[name]])
     header = ["loss", "− the best AdamW", "bytes", "tuned", "optimizer"]
     return common.markdown(header, rows)
 
@@ -327,7 +328,7 @@ def of_ladders(records: list[Record]) -> str:
 
 
 def of_averages(records: list[Record]) -> str:
-    """The losses of params, of an EMA of them, and of x, in docs/results.md."""
+    """The losses of params, of an EMA of them, and of x, in docs/averages.md."""
     rows, of_row = [], pretrained(records)
     for name, text in AVERAGED.items():
         ends = [run["curve"][-1] for run in of_row[name]]
@@ -424,11 +425,12 @@ def guides() -> dict[Path, str]:
     pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
     tables = {
         "docs/results.md": {
-            "pretraining": of_pretraining(pretraining),
+            "pretraining": of_pretraining(pretraining, TYPED),
+            "rivals": of_pretraining(pretraining, RIVALS),
             "ladder": of_ladders(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
-            "averages": of_averages(pretraining),
         },
+        "docs/averages.md": {"averages": of_averages(pretraining)},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}

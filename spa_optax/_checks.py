@@ -225,13 +225,15 @@ def check_state_fits(state: Any, params: PyTree | None) -> None:
     check_same_tree("state.z", stored_tree(state.z), "params", params)
 
 
-def check_not_batched(name: str, *scalars: Any) -> None:
+def check_not_batched(
+    name: str, *scalars: Any, advice: str = "use `jax.vmap` for a batch"
+) -> None:
     """Raises ValueError if a scalar has axes, as in a batch of states, or no value."""
     for leaf in jax.tree.leaves(scalars):
         if isinstance(leaf, jax.ShapeDtypeStruct) or np.shape(leaf):
             raise ValueError(
                 f"`{name}` must hold the arrays of one run, got {leaf} for a scalar: "
-                "use `jax.vmap` for a batch"
+                f"{advice}"
             )
 
 

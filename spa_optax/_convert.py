@@ -16,7 +16,6 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from . import _arguments
 from ._checks import (
-    check_not_batched,
     check_paths,
     check_same_tree,
     check_state_type,
@@ -25,6 +24,7 @@ from ._codec import codec_of, stored_tree
 from ._convert_states import (
     CONVERTED_FIELDS,
     ScaleByRmsWithCountState,
+    check_one_run,
     copy_into,
     filter_states,
     list_states,
@@ -284,7 +284,7 @@ def _find_state(
             )
         if found:
             check_state_type(name, found[0], state_type)
-            check_not_batched(name, found[0]._asdict().get("count", ()))
+            check_one_run(name, found[0]._asdict().get("count", ()))
             check_paths(name, [_converted_tree(found[0])], params)
             return found[0]
     raise ValueError(

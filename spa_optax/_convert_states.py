@@ -107,6 +107,12 @@ def _count_field(state: Any) -> str | None:
     return "count" if _is_schedule_state(state) else COUNT_FIELDS.get(type(state))
 
 
+def check_one_run(name: str, *scalars: Any) -> None:
+    """Raises ValueError if a scalar has axes, as in a batch of states."""
+    advice = "convert each run by itself, and stack the states"
+    check_not_batched(name, *scalars, advice=advice)
+
+
 def steps_taken(states: list[Any], count: object) -> Array:
     """The count k. Raises ValueError unless all counts agree, between two steps."""
     _arguments.NOT_NEGATIVE_INTEGER.optional().check(count=count)
@@ -115,7 +121,7 @@ def steps_taken(states: list[Any], count: object) -> Array:
     ]
     if count is not None:
         counts.append(count)
-    check_not_batched("old_state", counts)
+    check_one_run("old_state", counts)
     values = sorted({int(as_scalar(value)) for value in counts})
     if len(values) != 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 runs unmoved.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -984,8 +985,19 @@ def test_traced_calls_and_batches_are_refused() -> None:
             hyperparams=AdamWHyperparams(0.1),
         )
     batch = jax.vmap(SPA.init)(xs)
-    with pytest.raises(ValueError, match="`into` must hold the arrays of one run"):
+    with pytest.raises(
+        ValueError, match=r"`into` must hold the arrays of one run.* stack"
+    ):
         convert(SGD.init(xs), xs, into=batch, hyperparams=SGDMHyperparams(0.1, 0.9))
+    # What the message advises gives each run its own state.
+    hyperparams = SGDMHyperparams(0.1, 0.9)
+
+    def of_run(x: Any) -> Any:
+        return convert(SGD.init(x), x, into=SPA.init(x), hyperparams=hyperparams)
+
+    runs = [jax.tree.map(operator.itemgetter(i), xs) for i in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(of_run, runs))
+    chex.assert_trees_all_equal_shapes(stacked, batch)
 
 
 def test_a_count_that_was_cast_is_refused() -> None:

@@ -39,7 +39,7 @@ def test_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "num_bytes"), [("spa_adamw", 4.1), long("lion", 4.0)]
+    ("optimizer", "num_bytes"), [("spa_adamw", 4.1), long("adafactor", 2.1)]
 )
 def test_one_card(
     optimizer: str, num_bytes: float, capsys: pytest.CaptureFixture[str]
