@@ -342,31 +342,37 @@ def table(records: list[dict[str, Any]]) -> str:
     return common.markdown(header, rows)
 
 
+def largest_model(
+    optimizer: str, card: str, found: common.Records
+) -> tuple[str, float] | None:
+    """The largest model that fits a card, and the GiB of its step.
+
+    The need is nearly the same on all cards: it is that of an H100, unless it is close.
+    """
+    limit = TARGETS[f"8B on one {card}"].limit
+    for model in SIZES:
+        size = math.inf
+        for name in ("H100", card):
+            record = record_of(found, f"{model} on one {name}", optimizer)
+            size = math.inf if record["refused"] else record["GiB"]
+            if abs(size / limit - 1) > 0.05:
+                break
+        if size <= limit:
+            return model, size
+    return None
+
+
 def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
-    limits = {name: TARGETS[f"8B on one {name}"].limit for name in names}
-
-    def cell(optimizer: str, name: str) -> str:
-        """Need is nearly the same on all cards: by the program for an H100, unless it
-        is close.
-        """
-        for model in SIZES:
-            size = math.inf
-            for card in ("H100", name):
-                record = record_of(found, f"{model} on one {card}", optimizer)
-                size = math.inf if record["refused"] else record["GiB"]
-                if abs(size / limits[name] - 1) > 0.05:
-                    break
-            if size <= limits[name]:
-                return f"{model}, {size:.1f}"
-        return "–"
-
     rows = []
     for optimizer in optimizers:
         num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
-        rows.append(
-            [optimizer, f"{num_bytes:.1f}", *(cell(optimizer, name) for name in names)]
-        )
+        row = [optimizer, f"{num_bytes:.1f}"]
+        for name in names:
+            fits = largest_model(optimizer, name, found)
+            row.append("–" if fits is None else f"{fits[0]}, {fits[1]:.1f}")
+        rows.append(row)
+    limits = {name: TARGETS[f"8B on one {name}"].limit for name in names}
     columns = [f"{name}, {limit:.1f}" for name, limit in limits.items()]
     return common.markdown(["optimizer", "bytes/param", *columns], rows)
 

@@ -1,5 +1,5 @@
-"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md,
-docs/results.md and docs/averages.md.
+"""Writes the tables of results/*.jsonl as results/*.md, and those of README.md and
+some pages of docs.
 
     python benchmarks/render.py [--check]
 
@@ -127,6 +127,26 @@ IN_SHORT = (
         "Muon, 8-bit m",
     ),
 )
+# The rows of docs/scale.md, with their bytes per parameter.
+SCALED = {
+    "AdamW, float32": "AdamW, float32 params, 12",
+    "AdamW, float32, bfloat16 m": "AdamW, float32 params, bfloat16 momentum, 10",
+    "Adafactor, float32": "Adafactor, float32 params, 4",
+    "AdamW, rounded": "AdamW in `stochastic_rounding`, 8",
+    "spa_adamw, bfloat16 z, factored ν": "`spa_adamw`, z in bfloat16, 4",
+    "spa_adamw, 8-bit z, factored ν": "`spa_adamw`, z in float8, 3",
+    "Muon, rounded, 8-bit m": (
+        "Muon in `float8_momentum` and `stochastic_rounding`, 3.1 to 3.7"
+    ),
+    "Adafactor, rounded": "Adafactor in `stochastic_rounding`, 2",
+}
+SCALED_TO = {
+    "8B on v5e-8": "8B on v5e-8",
+    "8B on one H100": "8B on one H100",
+    "70B on v5p-64": "70B on v5p-64 (32 devices)",
+}
+SCALED_CARDS = {"24 GB: L4, RTX 4090": "L4", "32 GB: RTX 5090": "RTX 5090"}
+SCALED_CARDS |= {"40 GB: A100": "A100 of 40 GB", "80 GB: H100": "H100"}
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
@@ -402,6 +422,48 @@ def of_closeness(records: list[Record]) -> str:
     return common.markdown(["bytes", *steps, "optimizer"], rows)
 
 
+def of_devices(records: list[Record]) -> str:
+    """GiB per device, in docs/scale.md, for what was compiled for every target."""
+    of_target = {(r["optimizer"], r["target"]): r for r in records}
+    limits = [f"*{memory.TARGETS[name].limit:.4g}*" for name in SCALED_TO]
+    rows = [["*what a device has (on the H100, 95 % of it)*", *limits]]
+    for name, text in SCALED.items():
+        keys = [(name, target) for target in SCALED_TO]
+        if all(key in of_target for key in keys):
+            rows.append([text, *(memory_cell(of_target[key]) for key in keys)])
+    return common.markdown(
+        ["optimizer, bytes per parameter", *SCALED_TO.values()], rows
+    )
+
+
+def memory_cell(record: Record) -> str:
+    limit = memory.TARGETS[record["target"]].limit
+    if record["refused"] or record["GiB"] > limit:
+        return f"{record['GiB']:.1f}, OOM"
+    return f"{record['GiB']:.1f}{barely(record['GiB'], limit)}"
+
+
+def barely(size: float, limit: float) -> str:
+    return ", barely" if size > 0.99 * limit else ""
+
+
+def of_cards(found: common.Records) -> str:
+    """The largest models in docs/scale.md: with an ordinary step, and in the backward
+    pass.
+    """
+    rows = []
+    for name in (name for name in SCALED if name in memory.BY_CARD):
+        row = [SCALED[name]]
+        for card in SCALED_CARDS.values():
+            limit, models = memory.TARGETS[f"8B on one {card}"].limit, []
+            for way in memory.both_ways([name]):
+                if fits := memory.largest_model(way, card, found):
+                    models.append(f"{fits[0]}{barely(fits[1], limit)}")
+            row.append(" → ".join(dict.fromkeys(models)))
+        rows.append(row)
+    return common.markdown(["optimizer, bytes per parameter", *SCALED_CARDS], rows)
+
+
 def missing_quotes() -> list[str]:
     """What of QUOTED and QUOTED_ACCURACIES does not stand in its page."""
     numbers = []
@@ -423,6 +485,7 @@ def missing_quotes() -> list[str]:
 def guides() -> dict[Path, str]:
     """Pages with their tables, each behind a comment with its name."""
     pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
+    found = common.Records(RESULTS / "memory.jsonl", ("target", "optimizer"))
     tables = {
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, TYPED),
@@ -431,6 +494,10 @@ def guides() -> dict[Path, str]:
             "fine-tuning": of_fine_tuning(fine_tuning),
         },
         "docs/averages.md": {"averages": of_averages(pretraining)},
+        "docs/scale.md": {
+            "devices": of_devices(list(found.found.values())),
+            "cards": of_cards(found),
+        },
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
