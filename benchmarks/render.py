@@ -27,32 +27,29 @@ ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
 PARAMS_ARE_X = "spa_adamw, 8-bit z, μ_y = 1"
 AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
-# What users type for the rows of the first table of docs/results.md.
-TYPED = {
-    "Adafactor, bfloat16 params": "`stochastic_rounding(optax.adafactor(…), key)`",
-    "spa_adamw, 8-bit z": (
-        "`spa_adamw(…, interpolation=0.9, state_dtype=float8_e4m3fn)`"
-    ),
-    "spa_adamw, bfloat16 z": "`spa_adamw(…, interpolation=0.9, state_dtype=bfloat16)`",
+# The rows of the first table of docs/results.md: what the pages advise, and its peers.
+ADVISED = {
+    "Adafactor, bfloat16 params": "Adafactor in `stochastic_rounding`",
+    "spa_adamw, 8-bit z": "`spa_adamw`, z in float8",
+    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16",
     "NAdamW, bfloat16 m": (
-        "`stochastic_rounding(optax.adamw(…, nesterov=True, mu_dtype=bf16), key)`"
+        "AdamW with Nesterov momentum, in bfloat16, in `stochastic_rounding`"
     ),
-    "AdamW, rounded to nearest": "`optax.adamw(…)`, bfloat16 params",
-    DEFAULT_B1: "`optax.adamw(…)`, float32 params",
-    "NAdamW": "`optax.adamw(…, nesterov=True)`, float32 params",
-    "Muon, 8-bit m": "`stochastic_rounding(float8_momentum(muon, key), key)`",
-    "Muon": "`muon`, float32 params",
+    "AdamW, rounded to nearest": "AdamW, bfloat16 params",
+    DEFAULT_B1: "AdamW, float32 params",
+    "NAdamW": "AdamW with Nesterov momentum, float32 params",
+    "Muon, 8-bit m": "Muon in `float8_momentum` and `stochastic_rounding`",
+    "Muon": "Muon, float32 params",
 }
-# And for those of the second, which the pages do not advise.
+# And those of the second.
 RIVALS = {
     "Adafactor with momentum, bfloat16 params": (
-        "`stochastic_rounding(optax.adafactor(…, momentum=0.9, dtype_momentum=bf16), "
-        "key)`"
+        "Adafactor with a bfloat16 momentum, in `stochastic_rounding`"
     ),
-    PARAMS_ARE_X: "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
-    "factored NAdamW, 8-bit m": "AdamW, factored, with an 8-bit Nesterov momentum",
+    PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
+    "factored NAdamW, 8-bit m": "factored AdamW with an 8-bit Nesterov momentum",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
-    "AdamW": "`optax.adamw(…, b1=0.7)`, float32 params",
+    "AdamW": "AdamW, b1 = 0.7, float32 params",
 }
 # Whether the search found the settings of a row there; "yes" for all others.
 TUNED = {
@@ -67,12 +64,12 @@ TUNED = {
     "spa_adamw, bfloat16 z": "no",
 }
 FINE_TUNED = {
-    "float32": "`optax.adamw(…)`, float32 params",
-    "bfloat16": "`optax.adamw(…)`, bfloat16 params",
-    "stochastic_rounding": "`stochastic_rounding(optax.adamw(…, mu_dtype=bf16), key)`",
-    "z in bfloat16": "`spa_adamw(…, state_dtype=bfloat16)`",
-    "z in float8": "`spa_adamw(…, state_dtype=float8_e4m3fn)`",
-    "Adafactor, stochastic_rounding": "`stochastic_rounding(optax.adafactor(…), key)`",
+    "float32": "AdamW, float32 params",
+    "bfloat16": "AdamW, bfloat16 params",
+    "stochastic_rounding": "AdamW in `stochastic_rounding`",
+    "z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "z in float8": "`spa_adamw`, z in float8",
+    "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
 }
 # The rows of the first table of results/fidelity.md.
 CLOSE = {
@@ -331,9 +328,9 @@ def of_pretraining(records: list[Record], texts: dict[str, str]) -> str:
         runs = of_row[name]
         difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
         difference = difference.replace(" ", NO_BREAK)
-        row = [f"{mean_loss(runs):.3f}", difference, f"{runs[0]['bytes']:.1f}"]
-        rows.append([*row, TUNED.get(name, "yes"), texts[name]])
-    header = ["loss", "− the best AdamW", "bytes", "tuned", "optimizer"]
+        row = [texts[name], f"{runs[0]['bytes']:.1f}", f"{mean_loss(runs):.3f}"]
+        rows.append([*row, difference, TUNED.get(name, "yes")])
+    header = ["optimizer", "bytes", "loss", "− the best AdamW", "tuned"]
     return common.markdown(header, rows)
 
 
@@ -404,10 +401,10 @@ def of_fine_tuning(records: list[Record]) -> str:
             continue
         by_rate = groups(of_row, "rate")
         cells = [cell_of(by_rate.get(rate, [])) for rate in rates]
-        rows.append([f"{of_row[0]['bytes']:.1f}", *cells, FINE_TUNED[name]])
-    rows.sort(key=lambda row: -float(row[0]))
+        rows.append([FINE_TUNED[name], f"{of_row[0]['bytes']:.1f}", *cells])
+    rows.sort(key=lambda row: -float(row[1]))
     header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]
-    return common.markdown(["bytes", *header, "optimizer"], rows)
+    return common.markdown(["optimizer", "bytes", *header], rows)
 
 
 def of_closeness(records: list[Record]) -> str:
@@ -488,7 +485,7 @@ def guides() -> dict[Path, str]:
     found = common.Records(RESULTS / "memory.jsonl", ("target", "optimizer"))
     tables = {
         "docs/results.md": {
-            "pretraining": of_pretraining(pretraining, TYPED),
+            "pretraining": of_pretraining(pretraining, ADVISED),
             "rivals": of_pretraining(pretraining, RIVALS),
             "ladder": of_ladders(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
