@@ -57,6 +57,7 @@ TUNED = {
     "AdamW, 8-bit moments": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
+    "Adafactor, bfloat16 params": "no",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
     "Adafactor with momentum, bfloat16 params": "rate only",
@@ -102,7 +103,7 @@ IN_SHORT = (
     ("AdamW in float32, to compare", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
     (
         "AdamW",
-        "[that in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
+        "[`optax.adamw` in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
         "momentum in bfloat16",
         "NAdamW, bfloat16 m",
     ),
@@ -111,16 +112,17 @@ IN_SHORT = (
         "[`spa_adamw`](docs/start.md#adamw-in-4-bytes), z in bfloat16",
         "spa_adamw, bfloat16 z",
     ),
-    ("the same", "`spa_adamw`, z in float8", "spa_adamw, 8-bit z"),
+    ("AdamW, if 4 bytes do not fit", "`spa_adamw`, z in float8", "spa_adamw, 8-bit z"),
     (
         "AdamW, to fine-tune",
-        "[Adafactor in `stochastic_rounding`](docs/start.md#adafactor-in-2-bytes)",
+        "[`optax.adafactor` in `stochastic_rounding`]"
+        "(docs/start.md#adafactor-in-2-bytes)",
         "Adafactor, bfloat16 params",
     ),
     ("Muon in float32, to compare", "`optax.contrib.muon`", "Muon"),
     (
         "Muon",
-        "[`float8_momentum` in `stochastic_rounding`](docs/muon.md)",
+        "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
         "Muon, 8-bit m",
     ),
 )
@@ -156,6 +158,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/results.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]

@@ -76,6 +76,16 @@ def test_python_blocks(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["adamw_4", "adafactor_2", "sgd_4"])
+def test_other_optimizers_of_the_first_page(name: str) -> None:
+    (example,) = BLOCKS["README.md"]
+    assert "tx = adamw_8" in example
+    printed = io.StringIO()
+    with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
+        exec(example.replace("tx = adamw_8", f"tx = {name}"), {})
+    assert printed.getvalue() == "True\n"
+
+
 def test_code_for_trainers_is_what_their_scripts_run() -> None:
     scripts = "".join(
         path.read_text() for path in (ROOT / "benchmarks/trainers").glob("*.py")
