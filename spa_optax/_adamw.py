@@ -54,8 +54,8 @@ def spa_adamw(
       eps: ε ≥ 0.
       weight_decay: λ ≥ 0, as for `optax.add_decayed_weights`. The learning rate
         multiplies it.
-      mask: which params to decay: a tree of booleans, or a function of the params. None
-        means all.
+      mask: which params to decay: a tree of booleans, or a function of the params, as
+        float32. None means all.
       second_moment: ν is "full", by `optax.scale_by_rms`, in 32 bits or more; or
         "factored", by `optax.scale_by_factored_rms`, with almost no memory: only the
         means of ν along the two longest axes are stored, where both are 128 or longer.

@@ -3,6 +3,7 @@
 Other arguments of factories are checked by `_arguments.py`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from ._trees import (
 )
 from ._xla import is_known_true
 
+LARGEST_ERROR_OF_X = 10  # times the rounding error of params of 16 bits
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 
 
@@ -72,6 +74,32 @@ def warn_of_missing_key(
             "`rounding_key` should be given, such as `jax.random.key(0)`: params "
             "or z have 16 bits or fewer. Rounded to nearest they lose every step "
             "below half an ulp."
+        )
+
+
+def warn_of_rough_x(
+    params: PyTree,
+    averaging: optax.ScalarOrSchedule,
+    interpolation: optax.ScalarOrSchedule,
+) -> None:
+    """Warns if x, for params of 16 bits or fewer, has far more rounding error than y.
+
+    In each step x gets 1/μ_y times the rounding error of y, and keeps 1 − c of what it
+    had. So its variance adds up to 1/(2c μ_y²) times that of y, or less where steps
+    are far below an ulp.
+    """
+    static = _arguments.is_static_number
+    if not (static(averaging) and static(interpolation) and has_narrow_leaves(params)):
+        return
+    c, mu_y = float(averaging), float(interpolation)  # pyright: ignore[reportArgumentType]
+    if mu_y == 1 or c == 0:
+        return
+    factor = 1 / (mu_y * math.sqrt(2 * c))
+    if factor > LARGEST_ERROR_OF_X:
+        _arguments.warn(
+            f"`interpolation` and `averaging` should be larger beside params of 16 bits"
+            f": x may have {factor:.0f} times their rounding error. Or keep the params "
+            "in float32."
         )
 
 
@@ -129,12 +157,12 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             continue
         dtype = jnp.result_type(z_dtype(y, state_dtype))
         # Without a `state_dtype` params may have been cast to fewer bits afterwards.
-        may_stay = (
+        was_cast_later = (
             state_dtype is None
             and is_inexact(leaf)
             and leaf.dtype.itemsize >= dtype.itemsize
         )
-        if leaf.dtype != dtype and not may_stay:
+        if leaf.dtype != dtype and not was_cast_later:
             raise ValueError(
                 f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
                 f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
@@ -142,7 +170,7 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
             )
 
 
-def error_if_x_wrong(
+def nan_or_error_if_x_wrong(
     xz: XZCoefficients, updates: PyTree, state: SPAState, mu_y_may_change: bool
 ) -> XZCoefficients:
     """The coefficients, with η NaN where x would be wrong.

@@ -2,10 +2,11 @@
 
 A state holds those of many transforms, of Optax and of this package. `convert` finds
 the one with the momentum in both runs, reads it in the old run and writes it in the new
-one. Between the two there are an `SPAState` without its z, and z itself, by path.
-Counters count on from k. All other states are copied by type and shape.
+one. Between the two there are the last `Step` and z, by path. Counters count on from k.
+All other states are copied by type and shape.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from ._sgdm import ensure_positive_w, eta_and_c, evaluate_sgdm
 from ._state import SPAState, is_initial, mu_y_of
 from ._trees import (
     Count,
+    Scalar,
     arrays_by_path,
     as_scalar,
     compute_dtype,
@@ -54,6 +56,16 @@ REQUIREMENTS = {  # of each field of `hyperparams`
     "b2": _arguments.B2,
     "eps": _arguments.NOT_NEGATIVE.with_type(_arguments.SCALAR),
 }
+
+
+class Step(NamedTuple):
+    """The last step, as an `SPAState` records it."""
+
+    count: Count  # k, the number of steps taken
+    eta: Scalar  # η_{k−1}
+    c: Scalar  # c_k
+    w: Scalar  # w_k: x − z = w m
+    mu_y: Scalar  # μ_y, of y_k
 
 
 class Run(NamedTuple):
@@ -173,8 +185,7 @@ def convert(
             averaging=averaging,
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
-        write = _write_spa if isinstance(new, SPAState) else _write_optax
-        # Momentum of Optax becomes that of an `SPAState`, without its z.
+        write = WRITERS[type(new)]
         written = write(new, *read(old, run), run)
         # `copy_into` finds states by type. So the written one joins the old states, in
         # place of the momentum that it was made of.
@@ -338,8 +349,8 @@ def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
     }
 
 
-def _spa_state_of_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
-    """The `SPAState` of step k − 1 without its z. No divisors, since x − z = w m."""
+def _step_of_sgdm(run: Run) -> tuple[Step, ArraysByPath]:
+    """Step k − 1 as that of SPA. No divisors, since x − z = w m."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -350,11 +361,11 @@ def _spa_state_of_sgdm(run: Run) -> tuple[SPAState, ArraysByPath]:
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
     w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), {}
+    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), {}
 
 
-def _spa_state_of_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
-    """The `SPAState` of step k without its z, and the divisors: x − z = w m / divisor.
+def _step_of_adamw(run: Run) -> tuple[Step, ArraysByPath]:
+    """Step k as that of `spa_adamw`, and the divisors: x − z = w m / divisor.
 
         divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
 
@@ -389,7 +400,7 @@ def _spa_state_of_adamw(run: Run) -> tuple[SPAState, ArraysByPath]:
 
     divisors = {path: divisor(nu) for path, nu in run.nu.items()}
     w = eta * (1 - c)  # as in `fill_next_w`
-    return SPAState(run.count, None, eta, c, w, mu_y=jnp.ones([])), divisors
+    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), divisors
 
 
 def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -397,18 +408,16 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
     return 1 - jnp.asarray(decay, dtype) ** k.astype(dtype)
 
 
-def _read_spa(old: SPAState, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """The old state, and z itself."""
+def _read_spa(old: SPAState, run: Run) -> tuple[Step, ArraysByPath]:
+    """The last step, and z itself."""
     codec = codec_of(old.z, is_initial(old))
     stored_by_path = arrays_by_path(stored_tree(old.z))
     z = {path: codec.decode_z(y, stored_by_path[path]) for path, y in run.y.items()}
-    return old, z
+    return Step(old.count, old.eta, old.c, old.w, old.mu_y), z
 
 
-def _write_spa(
-    new: SPAState, spa_state: SPAState, z: ArraysByPath, run: Run
-) -> SPAState:
-    """The new state: z, encoded beside the new params, and the other fields."""
+def _write_spa(new: SPAState, step: Step, z: ArraysByPath, run: Run) -> SPAState:
+    """The new state: z, encoded beside the new params, and the last step."""
     codec, stored_by_path = codec_of(new.z), arrays_by_path(stored_tree(new.z))
     for path in stored_by_path.keys() & z.keys():
         y, dtype = run.new_params[path], stored_by_path[path].dtype
@@ -421,49 +430,68 @@ def _write_spa(
                 f"{path or 'its root'}"
             )
     z_field = replace_leaves(new.z, list(stored_by_path.values()))
-    return SPAState(*map(replace_leaves, new, spa_state._replace(z=z_field)))
+    return SPAState(*map(replace_leaves, new, SPAState(z=z_field, **step._asdict())))
 
 
-def _read_optax(old: Any, run: Run) -> tuple[SPAState, ArraysByPath]:
-    """An `SPAState` without its z, and z itself: z = x − w · m / divisor."""
+def _read_optax(old: Any, run: Run) -> tuple[Step, ArraysByPath]:
+    """The last step, and z = x − w · m / divisor."""
     if isinstance(old, optax.TraceState):
-        state, divisors = _spa_state_of_sgdm(run)
+        step, divisors = _step_of_sgdm(run)
     else:
-        state, divisors = _spa_state_of_adamw(run)
+        step, divisors = _step_of_adamw(run)
     m, z = arrays_by_path(_converted_tree(old)), {}
     for path, x in run.y.items():  # in Optax the params are x
         divisor = divisors.get(path, 1)
-        z[path] = x - state.w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
+        z[path] = x - step.w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
     if run.count == 0:
         if any(jnp.any(leaf != 0) for leaf in m.values()):
             raise ValueError(
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         # As `init` makes them.
-        state = state._replace(**dict.fromkeys(("eta", "c", "w"), jnp.zeros([])))
-    return state, z
+        step = step._replace(**dict.fromkeys(("eta", "c", "w"), jnp.zeros([])))
+    return step, z
 
 
-def _write_optax(new: Any, spa_state: SPAState, z: ArraysByPath, run: Run) -> Any:
-    """A new state of Optax: m = (x − z) / w · divisor, or 0 if w is 0."""
-    is_adamw = isinstance(new, optax.ScaleByAdamState)
-    divisors = {}
-    if is_adamw:  # its hyper-parameters fix w, too, so that of the old run is not read
-        spa_state, divisors = _spa_state_of_adamw(run)
-    w = as_scalar(spa_state.w)
-    m = arrays_by_path(_converted_tree(new))
+def _write_trace(
+    new: optax.TraceState, step: Step, z: ArraysByPath, run: Run
+) -> optax.TraceState:
+    """The momentum of SGD: m = (x − z) / w."""
+    return optax.TraceState(_momentum_like(new.trace, z, step.w, {}, run))
+
+
+def _write_adam(
+    new: optax.ScaleByAdamState, _: Step, z: ArraysByPath, run: Run
+) -> optax.ScaleByAdamState:
+    """The moments of AdamW, whose hyper-parameters fix w: that of the run is not read.
+
+    m = (x − z) / w · divisor
+    """
+    step, divisors = _step_of_adamw(run)
+    nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]
+    return optax.ScaleByAdamState(
+        count=replace_leaves(new.count, run.count),
+        mu=_momentum_like(new.mu, z, step.w, divisors, run),
+        nu=replace_leaves(new.nu, nu),
+    )
+
+
+def _momentum_like(
+    tree: PyTree, z: ArraysByPath, w: Scalar, divisors: ArraysByPath, run: Run
+) -> PyTree:
+    """m = (x − z) / w · divisor, or 0 if w is 0, in place of the momentum of a tree."""
+    w, m = as_scalar(w), arrays_by_path(tree)
     inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
     for path in m.keys() & run.y.keys():
         x = run.y[path]  # in Optax the params are x
         dtype = compute_dtype(x, z[path])
         x_minus_z = x.astype(dtype) - z[path].astype(dtype)
         m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
-    tree = replace_leaves(_converted_tree(new), list(m.values()))
-    if not is_adamw:
-        return optax.TraceState(tree)
-    nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]
-    return new._replace(
-        count=replace_leaves(new.count, run.count),
-        mu=tree,
-        nu=replace_leaves(new.nu, nu),
-    )
+    return replace_leaves(tree, list(m.values()))
+
+
+WRITERS: dict[type, Callable[..., Any]] = {
+    SPAState: _write_spa,
+    optax.TraceState: _write_trace,
+    optax.ScaleByAdamState: _write_adam,
+}

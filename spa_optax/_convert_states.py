@@ -4,6 +4,7 @@ Momentum is not copied but translated. What wrappers must know of Optax's states
 `_optax_states.py`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,13 @@ from . import _arguments
 from ._checks import check_not_batched
 from ._float8_momentum import Float8MomentumState
 from ._state import SPAState
-from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
+from ._trees import (
+    arrays_by_path,
+    as_scalar,
+    is_array_like,
+    node_type_names,
+    replace_leaves,
+)
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
@@ -61,6 +68,17 @@ COUNT_FIELDS: dict[type, str] = {
 }
 
 
+def _is_state(node: Any) -> bool:
+    """Whether a node is the state of one transformation.
+
+    Chains are tuples, and named chains dicts of states. A dict of arrays is a state.
+    """
+    if isinstance(node, dict):
+        return bool(node) and all(map(is_array_like, node.values()))
+    is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
+    return is_dataclass or hasattr(node, "_fields")
+
+
 def _map_states(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """A tree with a function of each state. A wrapper comes after its inner states.
 
@@ -77,7 +95,7 @@ def _map_states(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
         without_inner = state._replace(**dict.fromkeys(fields))
         return function(without_inner)._replace(**inner)
 
-    return jax.tree.map(map_state, tree, is_leaf=lambda leaf: hasattr(leaf, "_fields"))
+    return jax.tree.map(map_state, tree, is_leaf=_is_state)
 
 
 def list_states(tree: PyTree) -> list[Any]:
@@ -176,7 +194,7 @@ def _pop_match(old_states: list[Any], new: Any) -> Any:
     """Removes from old states the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
     for i, state in enumerate(old_states):
-        is_same_type = type(state) is type(new) or not hasattr(new, "_fields")
+        is_same_type = type(state) is type(new) or not _is_state(new)  # bare arrays
         if is_same_type and shapes.items() <= _shapes(state).items():
             leaves = arrays_by_path(old_states.pop(i))
             return replace_leaves(new, [leaves[path] for path in shapes])

@@ -17,8 +17,9 @@ from ._checks import (
     check_params,
     check_state_dtype,
     check_update,
-    error_if_x_wrong,
+    nan_or_error_if_x_wrong,
     warn_of_missing_key,
+    warn_of_rough_x,
 )
 from ._codec import codec_of, init_z, stored_tree
 from ._coefficients import XZCoefficients, eliminate_x, fill_next_w
@@ -41,7 +42,7 @@ def member_from_rule(
     rounding_key: PRNGKeyArray | None,
     *,
     nominal_averaging: optax.ScalarOrSchedule,
-    mu_y_may_change: bool = False,
+    nominal_interpolation: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer that a rule defines, a member of the family.
 
@@ -52,8 +53,9 @@ def member_from_rule(
       nominal_averaging: c, a scalar or a schedule, for checks alone: steps take c from
         the rule. A z in 8 bits is refused if c ends between 0 and 0.0125. At a constant
         1 there is no warning of a missing key beside a z of 32 bits.
-      mu_y_may_change: whether μ_y may change. Then no update may be None, since a
-        change moves all params.
+      nominal_interpolation: μ_y, a scalar or a schedule, for checks alone. Unless it is
+        a number, μ_y may change. Then no update may be None, since a change moves all
+        params.
 
     Returns:
       The optimizer. Its `update` takes an extra argument `observe`, which it calls with
@@ -62,11 +64,13 @@ def member_from_rule(
     check_state_dtype(state_dtype, rounding_key, nominal_averaging)
     state_dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     params_are_z = _arguments.is_always(nominal_averaging, 1)
+    mu_y_may_change = not _arguments.is_static_number(nominal_interpolation)
 
     def init_fn(params):
         check_params(params)
         z_field = init_z(params, state_dtype)
         warn_of_missing_key(params, z_field, rounding_key, params_are_z)
+        warn_of_rough_x(params, nominal_averaging, nominal_interpolation)
         dtype = scalar_dtype(params)
         # All are separate arrays, so that all can be donated. With η = c = w = 0 it is
         # the initial state (`is_initial`).
@@ -84,7 +88,7 @@ def member_from_rule(
         warn_of_missing_key(params, state.z, rounding_key, params_are_z)
         state = jax.tree.map(jnp.asarray, state)  # restored ones may be of NumPy
         xz = fill_next_w(rule(state), state.w)
-        xz = error_if_x_wrong(xz, updates, state, mu_y_may_change)
+        xz = nan_or_error_if_x_wrong(xz, updates, state, mu_y_may_change)
         if observe is not None:
             observe(updates, state, params, xz)
         return _step(updates, state, params, xz, rounding_key)

@@ -68,7 +68,7 @@ def evaluate_sgdm(
     a, beta = a_and_beta_at(count)
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
-            horizon = _default_horizon(momentum)
+            horizon = default_horizon(momentum)
         next_resting_w, has_all_terms = _next_resting_w_of_schedules(
             a_and_beta_at, count, momentum, horizon
         )
@@ -123,7 +123,7 @@ def _resting_w_of_constants(a: Scalar, beta: Scalar) -> Scalar:
     return a * beta / (1 - beta)
 
 
-def _default_horizon(momentum: optax.ScalarOrSchedule) -> int:
+def default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     """The H at which β^H < 1e-8, at most 2^15 (0.999 needs 18,412).
 
     It is 2,000 if β is a schedule.
@@ -167,6 +167,11 @@ def sgdm_coefficients(
 
 def _choose_next_w(sgdm: SGDMValues, w: Scalar, stores_difference: bool) -> Scalar:
     """The w_{k+1} of a step: the resting one wherever it can be trusted.
+
+        the state stores   later α and β   w_{k+1}
+        z − x              known or not    the resting one; 0 where β_{k+1} is 0
+        z                  known           the resting one
+        z                  not known       the largest of the resting one, w_k and α_k
 
     Every w_{k+1} > 0 gives the same iterates, since z − x is rescaled to it. It only
     decides how precisely the state keeps m = (x − z)/w.

@@ -23,6 +23,7 @@ from ._optax_states import (
     PRIMAL_AVERAGING_REFUSALS,
     REFUSALS_AT_PARAMS,
     REFUSALS_AT_Z,
+    Refusals,
     check_base,
     check_sam_is_opaque,
 )
@@ -71,7 +72,8 @@ def in_float32(
       Updates of integers are passed on.
 
     Raises:
-      ValueError: if `inner` is not a transformation, or, in `update`, the trees differ.
+      ValueError: if `inner` is not a transformation; in `init`, if it is an optimizer
+        of this package, which would not round; or, in `update`, the trees differ.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -82,11 +84,25 @@ def in_float32(
       float32
     """
     _arguments.TRANSFORMATION.check(inner=inner)
+    refusals: Refusals = dict.fromkeys(
+        (SPAState, StochasticRoundingState),
+        "`inner` must not round, got a `{}`, whose params would be in float32. Put "
+        "`in_float32` around the transformations before it.",
+    )
+    return _in_float32(inner, refusals)
+
+
+def _in_float32(
+    inner: optax.GradientTransformation, refusals: Refusals
+) -> optax.GradientTransformationExtraArgs:
+    """`in_float32` for an `inner` whose state holds none of some states."""
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
         wide = widen(params)
-        return shard_state_like(tx.init(wide), wide)
+        state = tx.init(wide)
+        check_base(state, refusals)
+        return shard_state_like(state, wide)
 
     def update_fn(updates, state, params=None, **extra):
         g = updates
@@ -198,12 +214,12 @@ def primal_averaging(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
-    tx = in_float32(base)
     refusals = AVERAGING_REFUSALS | PRIMAL_AVERAGING_REFUSALS
     refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
     refusals[StochasticRoundingState] = (
         "`base` must not round, got a `{}`. Pass `rounding_key` instead."
     )
+    tx = _in_float32(base, refusals)
     spa_tx = spa(
         1.0,
         averaging,
@@ -215,7 +231,6 @@ def primal_averaging(
     def init_fn(params):
         base_state = tx.init(params)
         check_sam_is_opaque(base_state)
-        check_base(base_state, refusals)
         spa_state: Any = spa_tx.init(params)
         return PrimalAveragingState(base_state, spa_state)
 
@@ -289,12 +304,10 @@ def stochastic_rounding(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.KEY.check(rounding_key=rounding_key)
-    tx = in_float32(base)
+    tx = _in_float32(base, AVERAGING_REFUSALS)
 
     def init_fn(params):
-        base_state = tx.init(params)
-        check_base(base_state, AVERAGING_REFUSALS)
-        return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), tx.init(params))
 
     def update_fn(updates, state, params=None, **extra):
         check_params_passed(params)

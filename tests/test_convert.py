@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
+import flax
 import helpers
 import jax
 import jax.numpy as jnp
@@ -955,6 +956,47 @@ def test_params_of_another_model_are_refused() -> None:
     narrower = {"w": x["b"], "b": x["b"]}
     with pytest.raises(ValueError, match="`into` must have leaves"):
         convert(SPA.init(x), x, into=SPA.init(narrower))
+
+
+@flax.struct.dataclass
+class Fisher:
+    value: Any
+
+
+@flax.struct.dataclass
+class Mean:
+    value: Any
+
+
+@pytest.mark.parametrize(
+    ("states", "new_states"),
+    [
+        ((Fisher(7.0), Mean(8.0)), (Mean(0.0), Fisher(0.0))),
+        (({"m": 7.0, "n": 8.0},), ({"n": 0.0, "m": 0.0},)),
+    ],
+    ids=["dataclasses", "a dict"],
+)
+def test_states_of_others_are_found_by_type_and_name(
+    states: Any, new_states: Any
+) -> None:
+    def chain(states: Any) -> Any:
+        as_arrays = [jax.tree.map(jnp.float32, state) for state in states]
+        inits = [lambda _, state=state: state for state in as_arrays]
+        txs = [
+            optax.GradientTransformation(init, lambda u, state, params=None: (u, state))
+            for init in inits
+        ]
+        return optax.chain(*txs, SPA)
+
+    x = start()
+    *found, _ = convert(chain(states).init(x), x, into=chain(new_states).init(x))
+    if isinstance(states[0], dict):
+        chex.assert_trees_all_equal(found, list(states))
+        unknown = chain([{"l": 0.0, "m": 0.0}])
+        with pytest.raises(ValueError, match="`into` must hold only states"):
+            convert(chain(states).init(x), x, into=unknown.init(x))
+    else:
+        chex.assert_trees_all_equal(found, [Mean(8.0), Fisher(7.0)])
 
 
 def test_traced_calls_and_batches_are_refused() -> None:

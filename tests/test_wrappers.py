@@ -1,5 +1,6 @@
 """Wrappers around finished optimizers, against NumPy and Optax's Schedule-Free."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -186,6 +187,15 @@ def test_refused_by_stochastic_rounding(base: Any) -> None:
     """`eval_params` would be y."""
     with pytest.raises(ValueError, match=r"`base`.*State`.*`rounding_key`"):
         stochastic_rounding(base, KEY).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "inner", [*AVERAGES[1:], stochastic_rounding(SGD, KEY)], ids=itertools.count()
+)
+def test_refused_by_in_float32(inner: Any) -> None:
+    """It would see params in float32, and not round."""
+    with pytest.raises(ValueError, match=r"`inner` must not round.*State"):
+        in_float32(optax.chain(optax.identity(), inner)).init(PARAMS)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spa_optax import primal_averaging, spa_adamw, stochastic_rounding
+from spa_optax import (
+    float8_momentum,
+    primal_averaging,
+    spa_adamw,
+    stochastic_rounding,
+)
 from spa_optax.diagnostics import momentum_report, track_momentum
 
 STEPS, KILLED_AT, SAVE_EVERY = 300, 170, 50
@@ -45,12 +50,23 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "primal_averaging": lambda rate, own: primal_averaging(own, 0.05, 0.9, **NARROW),
     "stochastic_rounding": lambda rate, own: stochastic_rounding(own, KEY),
 }
+# These fail where a trainer shards each array of a state like its parameter, so they
+# run only by name.
+BY_NAME: dict[str, Callable[[Any, Any], Any]] = {
+    "adafactor": lambda rate, own: stochastic_rounding(
+        optax.adafactor(rate, multiply_by_parameter_scale=False), KEY
+    ),
+    "float8_momentum": lambda rate, own: stochastic_rounding(
+        float8_momentum(optax.sgd(rate, 0.9), KEY), KEY
+    ),
+}
+AVERAGE = (FACTORED, "primal_averaging")
 
 
 def make(name: str, rate: Any, own: Any) -> Any:
     """One of them, with the gauge where it averages."""
-    tx = OPTIMIZERS[name](rate, own)
-    return tx if name == "stochastic_rounding" else track_momentum(tx)
+    tx = (OPTIMIZERS | BY_NAME)[name](rate, own)
+    return track_momentum(tx) if name in AVERAGE else tx
 
 
 def batches(
@@ -136,7 +152,7 @@ def compare(script: str, name: str, version: str) -> dict[str, Any]:
         shutil.copytree(killed, other)
         resumed = run(script, name, killed)
         changed = None
-        if name != "stochastic_rounding":
+        if name in AVERAGE:
             changed = run(script, name, other, "--state-dtype", ANOTHER_DTYPE)
     assert whole is not None
     assert resumed is not None
@@ -160,7 +176,9 @@ Train = Callable[[str, Path, int], dict[str, Any]]
 def main(script: str, version: str, train: Train) -> None:
     """`train` takes the name of an optimizer, a folder and a step to die at."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="only this one, once")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS | BY_NAME, help="only this one, once"
+    )
     parser.add_argument("--folder", type=Path, help="of its checkpoints")
     parser.add_argument("--kill-at", type=int, default=0, help="die after this step")
     parser.add_argument("--state-dtype", help="another one; an error is a result, too")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from .. import _arguments
 from .._schedules import hyperparams_to_sgdm
-from .._sgdm import eta_and_c, evaluate_sgdm
+from .._sgdm import default_horizon, eta_and_c, evaluate_sgdm
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # True at the steps that a finding is about
@@ -154,9 +154,16 @@ def audit_sgdm(
     _arguments.NOT_NEGATIVE.check(learning_rate=learning_rate)
     _arguments.FRACTION_BELOW_1.check(momentum=momentum)
     _arguments.POSITIVE_INTEGER.check(num_steps=num_steps)
+    horizon = None
+    if callable(momentum):
+        betas = _arguments.sample(momentum, np.arange(num_steps))
+        largest = np.nanmax(betas, where=betas < 1, initial=0.0)
+        horizon = max(default_horizon(momentum), default_horizon(largest))
 
     def values_at(k):
-        sgdm = evaluate_sgdm(learning_rate, momentum, k, nesterov=nesterov)
+        sgdm = evaluate_sgdm(
+            learning_rate, momentum, k, nesterov=nesterov, horizon=horizon
+        )
         eta, c = eta_and_c(sgdm, sgdm.next_resting_w)
         return eta, c, sgdm.alpha, sgdm.beta
 
