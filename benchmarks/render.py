@@ -98,9 +98,8 @@ CHANGES = (
     "z or m in bfloat16",
     "z in float8, m in 8 bits",
 )
-# The rows of README.md: whom they help, what to type, and the records.
+# The rows of README.md: whom they help, what to type, and the name of the records.
 IN_SHORT = (
-    ("AdamW in float32, to compare", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
     (
         "AdamW",
         "[`optax.adamw` in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
@@ -114,17 +113,33 @@ IN_SHORT = (
     ),
     ("AdamW, if 4 bytes do not fit", "`spa_adamw`, z in float8", "spa_adamw, 8-bit z"),
     (
-        "AdamW, to fine-tune",
+        "AdamW, to fine-tune on one device",
         "[`optax.adafactor` in `stochastic_rounding`]"
         "(docs/start.md#adafactor-in-2-bytes)",
         "Adafactor, bfloat16 params",
     ),
-    ("Muon in float32, to compare", "`optax.contrib.muon`", "Muon"),
     (
         "Muon",
         "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
         "Muon, 8-bit m",
     ),
+    (
+        "SGD with momentum",
+        "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16",
+        None,  # not pretrained
+    ),
+    ("*to compare:* AdamW in float32", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
+    (
+        "AdamW on bfloat16 params, rounded to nearest",
+        "`optax.adamw`",
+        "AdamW, rounded to nearest",
+    ),
+    (
+        "factored AdamW with an 8-bit Nesterov momentum",
+        "in no library that we know",
+        "factored NAdamW, 8-bit m",
+    ),
+    ("Muon in float32", "`optax.contrib.muon`", "Muon"),
 )
 # The rows of docs/scale.md, with their bytes per parameter.
 SCALED = {
@@ -371,12 +386,11 @@ def in_short(records: list[Record]) -> str:
     """The table of README.md."""
     of_row, rows = pretrained(records), []
     for use, text, name in IN_SHORT:
-        runs = of_row[name]
-        # A loss in pretraining says little of what is advised to fine-tune.
-        loss = "" if "fine-tune" in use else f"{mean_loss(runs):.3f}"
-        rows.append([use, text, f"{runs[0]['bytes']:.0f}", loss])
-    sgd = "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16"
-    rows.append(["SGD with momentum", sgd, "4", ""])
+        numbers = ["4", ""]
+        if name is not None:
+            runs = of_row[name]
+            numbers = [f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}"]
+        rows.append([use, text, *numbers])
     return common.markdown(["you train", "you type", "bytes", "loss"], rows)
 
 
