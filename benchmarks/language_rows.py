@@ -99,6 +99,10 @@ def factored_nadamw(
     return with_decay(direction, rate)
 
 
+def factored_nadamw_in_float8(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
+    return float8_momentum(factored_nadamw(rate, key, b1), key)
+
+
 def factored_rms() -> Tx:
     """Adafactor's ν, with Adam's β₂ and bias correction."""
 
@@ -250,6 +254,9 @@ ROWS |= {
     ),
     "factored NAdamW, 8-bit m": in_bfloat16(
         "factored NAdamW", rounded(factored_nadamw, in_8_bits=True)
+    ),
+    "factored NAdamW, float8 m": in_bfloat16(
+        "factored NAdamW", rounded(factored_nadamw_in_float8)
     ),
     "spa_adamw, factored ν": Row(
         functools.partial(spa_of_adam, second_moment="factored"),

@@ -127,6 +127,12 @@ def test_other_code_for_trainers_is_python() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_no_table_is_broken(name: str) -> None:
+    """An empty line ends a table, and its other rows become text."""
+    assert not re.search(r"^\|.*\|\n\n\|(?! ?-)", PAGES[name], re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_what_is_linked_is_there(name: str) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[name]):
         assert ((ROOT / name).parent / link).exists(), link
