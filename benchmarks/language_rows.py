@@ -1,8 +1,8 @@
 """The optimizers that language_model.py compares, each with its best settings.
 
 `nanogpt.B2`, weight decay of matrices alone, clipping and the schedule's shape are the
-same for all. The settings are the best of a search: of `--settings` that
-results/language_model.md lists, on seeds 0 and 6.
+same for all. The settings are the best, or nearly so, of those that
+results/language_model.md lists for seeds 0 and 6.
 """
 
 import functools

@@ -60,6 +60,7 @@ TUNED = {
     "Adafactor, bfloat16 params": "no",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
+    "Muon": "rate only",
     "Adafactor with momentum, bfloat16 params": "rate only",
     PARAMS_ARE_X: "no",
     "spa_adamw, bfloat16 z": "no",
@@ -102,8 +103,8 @@ CHANGES = (
 IN_SHORT = (
     (
         "AdamW",
-        "[`optax.adamw` in `stochastic_rounding`](docs/start.md#adamw-in-8-bytes), "
-        "momentum in bfloat16",
+        "[`optax.adamw(…, nesterov=True)` in `stochastic_rounding`]"
+        "(docs/start.md#adamw-in-8-bytes)",
         "NAdamW, bfloat16 m",
     ),
     (
@@ -130,7 +131,8 @@ IN_SHORT = (
     ),
     ("*to compare:* AdamW in float32", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
     (
-        "AdamW on bfloat16 params, rounded to nearest",
+        "AdamW on bfloat16 params, rounded to nearest (6 bytes without float32 "
+        "clipping)",
         "`optax.adamw`",
         "AdamW, rounded to nearest",
     ),
@@ -171,9 +173,12 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
-    ("docs/compared.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
+    (
+        "docs/compared.md",
+        "Adafactor with momentum, bfloat16 params",
+        {"rate": 4e-3, "momentum": 0.9},
+    ),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/results.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
@@ -345,7 +350,7 @@ def of_pretraining(records: list[Record], texts: dict[str, str]) -> str:
     for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
-        difference = difference.replace(" ", NO_BREAK)
+        difference = difference.replace(" ", NO_BREAK) or "the reference"
         row = [texts[name], f"{runs[0]['bytes']:.1f}", f"{mean_loss(runs):.3f}"]
         rows.append([*row, difference, TUNED.get(name, "yes")])
     header = ["optimizer", "bytes", "loss", "− the best AdamW", "tuned"]

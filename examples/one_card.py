@@ -395,16 +395,16 @@ def train(options: argparse.Namespace) -> float:
     def validate(
         params: Any, state: Any, tokens: jax.Array, labels: jax.Array
     ) -> jax.Array:
-        if optax.tree.get_all_with_path(state, "z"):  # train at y, evaluate at x
-            at_x = jax.vmap(eval_params)(state["layers"], params["layers"])
-            others = {
-                name: eval_params(state[name], params[name])
-                for name in ("embedding", "top")
-            }
-            params = {"layers": at_x, **others}
-        x = embed(params["embedding"], tokens)
-        x, _ = jax.lax.scan(lambda x, w: (of_layer(x, w), None), x, params["layers"])
-        return cross_entropy(x, params["top"], labels)
+        """At x, one layer at a time: x of all layers would be a third copy of the
+        model.
+        """
+
+        def layer_at_x(h: jax.Array, of_layer_i: Any) -> tuple[jax.Array, None]:
+            return of_layer(h, eval_params(*of_layer_i)), None
+
+        h = embed(eval_params(state["embedding"], params["embedding"]), tokens)
+        h, _ = jax.lax.scan(layer_at_x, h, (state["layers"], params["layers"]))
+        return cross_entropy(h, eval_params(state["top"], params["top"]), labels)
 
     def validation_loss() -> float:
         batches = (batch_of(validation, i) for i in range(VALIDATION_BATCHES))
