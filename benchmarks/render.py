@@ -47,13 +47,15 @@ RIVALS = {
         "Adafactor with a bfloat16 momentum, in `stochastic_rounding`"
     ),
     PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
-    "factored NAdamW, 8-bit m": "factored AdamW with an 8-bit Nesterov momentum",
+    "factored NAdamW, float8 m": "`factored_nadamw` in `float8_momentum`, as below",
+    "factored NAdamW, 8-bit m": "the same with bitsandbytes' 8-bit codes",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "AdamW": "AdamW, b1 = 0.7, float32 params",
 }
 # Whether the search found the settings of a row there; "yes" for all others.
 TUNED = {
     "factored NAdamW, 8-bit m": "b1 only",
+    "factored NAdamW, float8 m": "no",
     "AdamW, 8-bit moments": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
@@ -137,9 +139,9 @@ IN_SHORT = (
         "AdamW, rounded to nearest",
     ),
     (
-        "factored AdamW with an 8-bit Nesterov momentum",
-        "in no library that we know",
-        "factored NAdamW, 8-bit m",
+        "AdamW with a factored second moment and Nesterov momentum, in float8",
+        "[some lines of Optax](docs/results.md#rivals-and-other-settings)",
+        "factored NAdamW, float8 m",
     ),
     ("Muon in float32", "`optax.contrib.muon`", "Muon"),
 )
@@ -171,7 +173,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
         for name in ("Muon", "Muon, 8-bit m")
     ),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
-    ("README.md", "factored NAdamW, 8-bit m", {"rate": 4e-3, "b1": 0.9}),
+    ("README.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
     (
