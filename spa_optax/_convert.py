@@ -469,7 +469,7 @@ def _write_adam(
     """
     step, divisors = _step_of_adamw(run)
     nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]
-    return optax.ScaleByAdamState(
+    return new._replace(
         count=replace_leaves(new.count, run.count),
         mu=_momentum_like(new.mu, z, step.w, divisors, run),
         nu=replace_leaves(new.nu, nu),
