@@ -33,7 +33,7 @@ ADVISED = {
     "spa_adamw, 8-bit z": "`spa_adamw`, z in float8",
     "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16",
     "NAdamW, bfloat16 m": (
-        "AdamW with Nesterov momentum, in bfloat16, in `stochastic_rounding`"
+        "AdamW with a bfloat16 Nesterov momentum, in `stochastic_rounding`"
     ),
     "AdamW, rounded to nearest": "AdamW, bfloat16 params",
     DEFAULT_B1: "AdamW, float32 params",
@@ -48,7 +48,7 @@ RIVALS = {
     ),
     PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
     "factored NAdamW, float8 m": "`factored_nadamw` in `float8_momentum`, as below",
-    "factored NAdamW, 8-bit m": "the same with bitsandbytes' 8-bit codes",
+    "factored NAdamW, 8-bit m": "`factored_nadamw`, m in bitsandbytes' 8-bit codes",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
     "AdamW": "AdamW, b1 = 0.7, float32 params",
 }
@@ -59,7 +59,7 @@ TUNED = {
     "AdamW, 8-bit moments": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
-    "Adafactor, bfloat16 params": "no",
+    "Adafactor, bfloat16 params": "then changed",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
     "Muon": "rate only",
@@ -105,8 +105,8 @@ CHANGES = (
 IN_SHORT = (
     (
         "AdamW",
-        "[`optax.adamw(…, nesterov=True)` in `stochastic_rounding`]"
-        "(docs/start.md#adamw-in-8-bytes)",
+        "`optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16)` in "
+        "[`stochastic_rounding`](docs/start.md#adamw-in-8-bytes)",
         "NAdamW, bfloat16 m",
     ),
     (
@@ -176,6 +176,8 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("README.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
+    ("docs/compared.md", "AdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     (
         "docs/compared.md",
         "Adafactor with momentum, bfloat16 params",
