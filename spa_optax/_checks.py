@@ -28,7 +28,7 @@ from ._trees import (
 )
 from ._xla import is_known_true
 
-LARGEST_ERROR_OF_X = 10  # times the rounding error of params of 16 bits
+LARGEST_ERROR_OF_X = 10  # times that of one rounding of a parameter of 16 bits
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds
 
 
@@ -82,11 +82,11 @@ def warn_of_rough_x(
     averaging: optax.ScalarOrSchedule,
     interpolation: optax.ScalarOrSchedule,
 ) -> None:
-    """Warns if x, for params of 16 bits or fewer, has far more rounding error than y.
+    """Warns if rounding errors of params of 16 bits or fewer add up in x.
 
-    In each step x gets 1/μ_y times the rounding error of y, and keeps 1 − c of what it
-    had. So its variance adds up to 1/(2c μ_y²) times that of y, or less where steps
-    are far below an ulp.
+    In each step x gets 1/μ_y times the error of one rounding of y, and keeps 1 − c of
+    what it had. So its variance is that of one rounding, divided by μ_y² c (2 − c), or
+    less where steps are far below an ulp.
     """
     static = _arguments.is_static_number
     if not (static(averaging) and static(interpolation) and has_narrow_leaves(params)):
@@ -94,12 +94,12 @@ def warn_of_rough_x(
     c, mu_y = float(averaging), float(interpolation)  # pyright: ignore[reportArgumentType]
     if mu_y == 1 or c == 0:
         return
-    factor = 1 / (mu_y * math.sqrt(2 * c))
+    factor = 1 / (mu_y * math.sqrt(c * (2 - c)))
     if factor > LARGEST_ERROR_OF_X:
         _arguments.warn(
-            f"`interpolation` and `averaging` should be larger beside params of 16 bits"
-            f": x may have {factor:.0f} times their rounding error. Or keep the params "
-            "in float32."
+            "`interpolation` and `averaging` should be larger beside params of 16 "
+            f"bits: in x their rounding errors add up to some {factor:.3g} times one. "
+            "Or keep the params in float32."
         )
 
 

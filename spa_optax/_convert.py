@@ -103,9 +103,10 @@ def convert(
     except for the gradient's effect on ν.
 
     Other states of the same type and shapes are copied: whether both runs have the same
-    kind of optimizer there is not checked. Step counts go on from k. Injected
-    hyper-parameters, gauges and the counts of `optax.apply_if_finite` are those of
-    `into`. A state that has no counterpart is refused. Call it outside `jax.jit`.
+    kind of optimizer there is not checked. Arrays outside of named tuples need the same
+    keys and fields. Step counts go on from k. Injected hyper-parameters, gauges and the
+    counts of `optax.apply_if_finite` are those of `into`. A state that has no
+    counterpart is refused. Call it outside `jax.jit`.
 
     Args:
       old_state: the run's state, in any chain, in wrappers of Optax and of this

@@ -5,7 +5,7 @@ Momentum is not copied but translated. What wrappers must know of Optax's states
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from ._state import SPAState
 from ._trees import (
     arrays_by_path,
     as_scalar,
-    is_array_like,
     node_type_names,
     replace_leaves,
 )
@@ -68,34 +67,52 @@ COUNT_FIELDS: dict[type, str] = {
 }
 
 
-def _is_state(node: Any) -> bool:
-    """Whether a node is the state of one transformation.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BareArray:
+    """An array that is in no named tuple, and what leads to it.
 
-    Chains are tuples, and named chains dicts of states. A dict of arrays is a state.
+    Two of them belong together if the same names lead to both: keys of dicts, and
+    fields with the type that has them. Places in tuples do not count, since chains
+    differ.
     """
-    if isinstance(node, dict):
-        return bool(node) and all(map(is_array_like, node.values()))
-    is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    return is_dataclass or hasattr(node, "_fields")
+
+    array: Any
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def _map_states(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def _map_states(
+    function: Callable[[Any], Any], tree: PyTree, names: tuple[str, ...] = ()
+) -> PyTree:
     """A tree with a function of each state. A wrapper comes after its inner states.
 
-    The function sees a wrapper with None in place of its inner states.
+    The function sees a wrapper with None in place of its inner states, and an array
+    outside of named tuples as a `BareArray`.
     """
-
-    def map_state(state):
-        fields = INNER_FIELDS.get(type(state), ())
-        inner = {
-            field: _map_states(function, getattr(state, field)) for field in fields
-        }
+    if hasattr(tree, "_fields"):
+        fields = INNER_FIELDS.get(type(tree), ())
+        inner = {field: _map_states(function, getattr(tree, field)) for field in fields}
         if not inner:
-            return function(state)
-        without_inner = state._replace(**dict.fromkeys(fields))
+            return function(tree)
+        without_inner = tree._replace(**dict.fromkeys(fields))
         return function(without_inner)._replace(**inner)
+    if jax.tree_util.all_leaves([tree]):
+        return function(BareArray(tree, names)).array
+    children, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    return structure.unflatten(
+        _map_states(function, child, names + _names_of(tree, path))
+        for path, child in children
+    )
 
-    return jax.tree.map(map_state, tree, is_leaf=_is_state)
+
+def _names_of(node: Any, path: Any) -> tuple[str, ...]:
+    """What leads to a child of a node."""
+    if isinstance(node, (tuple, list)):
+        return ()
+    key = jax.tree_util.keystr(path)
+    return (key,) if isinstance(node, Mapping) else (type(node).__name__ + key,)
 
 
 def list_states(tree: PyTree) -> list[Any]:
@@ -194,12 +211,21 @@ def _pop_match(old_states: list[Any], new: Any) -> Any:
     """Removes from old states the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
     for i, state in enumerate(old_states):
-        is_same_type = type(state) is type(new) or not _is_state(new)  # bare arrays
-        if is_same_type and shapes.items() <= _shapes(state).items():
+        if _is_alike(state, new) and shapes.items() <= _shapes(state).items():
             leaves = arrays_by_path(old_states.pop(i))
             return replace_leaves(new, [leaves[path] for path in shapes])
+    name = f"`{type(new).__name__}`"
+    if isinstance(new, BareArray):
+        name = f"bare array {''.join(new.names)}"
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
-        f"shapes, got a `{type(new).__name__}` with {shapes}. Build it from an "
-        "optimizer with the same chain, masks and options."
+        f"shapes, got a {name} with {shapes}. Build it from an optimizer with the same "
+        "chain, masks and options."
     )
+
+
+def _is_alike(state: Any, new: Any) -> bool:
+    """Whether two states are of one type, and if they are bare arrays, of one name."""
+    if isinstance(state, BareArray) and isinstance(new, BareArray):
+        return state.names == new.names
+    return type(state) is type(new)

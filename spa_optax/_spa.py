@@ -53,9 +53,9 @@ def spa(
       averaging: c_{k+1} = 1 − momentum, in [0, 1], a scalar or a schedule of the count
         k.
       interpolation: μ_y in (0, 1], a scalar or a schedule of the count k, for y_{k+1}.
-        Below 1 a gradient moves y at once by (1 − μ_y (1 − c)) η g. x, which is
-        recovered from y and z, has up to 1/(μ_y √(2c)) times the rounding error of y.
-        Above 10 times `init` warns if params have 16 bits.
+        Below 1 a gradient moves y at once by (1 − μ_y (1 − c)) η g. x is
+        recovered from y and z, and in it rounding errors of y add up, to about
+        1/(μ_y √(2c)) times one. Above 10 times `init` warns if params have 16 bits.
       state_dtype: dtype of z: float8_e4m3fn, bfloat16, float32 or float64. None means
         that of the params, but float32 for params of 16 bits. To change it in mid-run
         use `convert`. Float8 is for steps like Adam's, at rates of 2e-5 or more:

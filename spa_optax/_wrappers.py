@@ -33,6 +33,7 @@ from ._state import SPAState, is_initial
 from ._trees import (
     Count,
     fill_none,
+    has_narrow_leaves,
     is_inexact,
     is_none,
     leaves_by_path,
@@ -72,8 +73,9 @@ def in_float32(
       Updates of integers are passed on.
 
     Raises:
-      ValueError: if `inner` is not a transformation; in `init`, if it is an optimizer
-        of this package, which would not round; or, in `update`, the trees differ.
+      ValueError: if `inner` is not a transformation; in `init`, beside params of 16
+        bits, if it is an optimizer of this package, which would not round; or, in
+        `update`, the trees differ.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -84,25 +86,32 @@ def in_float32(
       float32
     """
     _arguments.TRANSFORMATION.check(inner=inner)
+    tx = _in_float32(inner)
     refusals: Refusals = dict.fromkeys(
         (SPAState, StochasticRoundingState),
-        "`inner` must not round, got a `{}`, whose params would be in float32. Put "
-        "`in_float32` around the transformations before it.",
+        "`inner` must not be an optimizer of this package, got a `{}`: it computes in "
+        "float32 by itself, and would not round. Leave `in_float32` out, or put it "
+        "around the transformations before the optimizer.",
     )
-    return _in_float32(inner, refusals)
+
+    def init_fn(params):
+        state = tx.init(params)
+        if has_narrow_leaves(params):
+            check_base(state, refusals)
+        return state
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
 def _in_float32(
-    inner: optax.GradientTransformation, refusals: Refusals
+    inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """`in_float32` for an `inner` whose state holds none of some states."""
+    """`in_float32` for any `inner`, also the base of a wrapper."""
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
         wide = widen(params)
-        state = tx.init(wide)
-        check_base(state, refusals)
-        return shard_state_like(state, wide)
+        return shard_state_like(tx.init(wide), wide)
 
     def update_fn(updates, state, params=None, **extra):
         g = updates
@@ -214,12 +223,12 @@ def primal_averaging(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
+    tx = _in_float32(base)
     refusals = AVERAGING_REFUSALS | PRIMAL_AVERAGING_REFUSALS
     refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
     refusals[StochasticRoundingState] = (
         "`base` must not round, got a `{}`. Pass `rounding_key` instead."
     )
-    tx = _in_float32(base, refusals)
     spa_tx = spa(
         1.0,
         averaging,
@@ -231,6 +240,7 @@ def primal_averaging(
     def init_fn(params):
         base_state = tx.init(params)
         check_sam_is_opaque(base_state)
+        check_base(base_state, refusals)
         spa_state: Any = spa_tx.init(params)
         return PrimalAveragingState(base_state, spa_state)
 
@@ -304,10 +314,12 @@ def stochastic_rounding(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.KEY.check(rounding_key=rounding_key)
-    tx = _in_float32(base, AVERAGING_REFUSALS)
+    tx = _in_float32(base)
 
     def init_fn(params):
-        return StochasticRoundingState(jnp.zeros([], jnp.int32), tx.init(params))
+        base_state = tx.init(params)
+        check_base(base_state, AVERAGING_REFUSALS)
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), base_state)
 
     def update_fn(updates, state, params=None, **extra):
         check_params_passed(params)

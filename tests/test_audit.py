@@ -91,10 +91,11 @@ def test_a_schedule_of_high_momentum() -> None:
     """η_0 is Σ_j α_j β^j, in float64, which takes more than 2,000 terms."""
     rate, beta, num_steps = optax.cosine_decay_schedule(0.1, 10_000), 0.9995, 10_000
     with x64(), jax.numpy_dtype_promotion("standard"):
-        found = theory.audit_sgdm(rate, lambda k: jnp.asarray(beta), 2)
         alphas = np.asarray(rate(np.arange(num_steps)))
-    expected = np.sum(alphas * beta ** np.arange(num_steps))
-    np.testing.assert_allclose(found.eta[0], expected, rtol=1e-9)
+        expected = np.sum(alphas * beta ** np.arange(num_steps))
+        for momentum in (beta, jnp.asarray(beta), lambda k: jnp.asarray(beta)):
+            found = theory.audit_sgdm(rate, momentum, 2)
+            np.testing.assert_allclose(found.eta[0], expected, rtol=1e-9)
 
 
 def test_nesterov_momentum() -> None:

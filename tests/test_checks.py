@@ -461,7 +461,7 @@ def test_when_a_rounding_key_is_missed() -> None:
 
 def test_when_x_is_rough() -> None:
     """Beside params of 16 bits, not of 32, nor where x is the params."""
-    match = "x may have 18 times their rounding error"
+    match = "in x their rounding errors add up to some 17.7 times one"
     with pytest.warns(UserWarning, match=match):
         spa(0.1, 0.01, 0.4, rounding_key=KEY).init(PARAMS16)
     base = optax.sgd(0.1)

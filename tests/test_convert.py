@@ -968,35 +968,59 @@ class Mean:
     value: Any
 
 
-@pytest.mark.parametrize(
-    ("states", "new_states"),
-    [
-        ((Fisher(7.0), Mean(8.0)), (Mean(0.0), Fisher(0.0))),
-        (({"m": 7.0, "n": 8.0},), ({"n": 0.0, "m": 0.0},)),
-    ],
-    ids=["dataclasses", "a dict"],
-)
-def test_states_of_others_are_found_by_type_and_name(
-    states: Any, new_states: Any
-) -> None:
-    def chain(states: Any) -> Any:
-        as_arrays = [jax.tree.map(jnp.float32, state) for state in states]
-        inits = [lambda _, state=state: state for state in as_arrays]
-        txs = [
-            optax.GradientTransformation(init, lambda u, state, params=None: (u, state))
-            for init in inits
-        ]
-        return optax.chain(*txs, SPA)
+def chain_of(*states: Any) -> Any:
+    """Transformations with these states, which do nothing, and `SPA`."""
+    as_arrays = [jax.tree.map(jnp.asarray, state) for state in states]
+    txs = [
+        optax.GradientTransformation(
+            lambda _, state=state: state, lambda u, state, params=None: (u, state)
+        )
+        for state in as_arrays
+    ]
+    return optax.chain(*txs, SPA)
 
+
+def copied(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[Any]:
+    """What `convert` makes of the states."""
     x = start()
-    *found, _ = convert(chain(states).init(x), x, into=chain(new_states).init(x))
-    if isinstance(states[0], dict):
-        chex.assert_trees_all_equal(found, list(states))
-        unknown = chain([{"l": 0.0, "m": 0.0}])
-        with pytest.raises(ValueError, match="`into` must hold only states"):
-            convert(chain(states).init(x), x, into=unknown.init(x))
-    else:
-        chex.assert_trees_all_equal(found, [Mean(8.0), Fisher(7.0)])
+    result = convert(chain_of(*old).init(x), x, into=chain_of(*new).init(x))
+    return list(result[:-1])
+
+
+def test_arrays_outside_of_named_tuples_are_found_by_their_names() -> None:
+    """Of fields, with their types, and of keys, wherever in the chain they are."""
+    tree = {"w": 1.0}
+    for old, new in (
+        ((Fisher(7.0), Mean(8.0)), (Mean(0.0), Fisher(0.0))),
+        (({"m": 7.0}, {"n": 8.0}), ({"n": 0.0}, {"m": 0.0})),
+        (({"mu": tree}, {"nu": {"w": 2.0}}), ({"nu": tree}, {"mu": tree})),
+    ):
+        expected = [jax.tree.map(jnp.asarray, state) for state in reversed(old)]
+        chex.assert_trees_all_equal(copied(old, new), expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"m": 7.0, "n": 8.0}, {"l": 0.0, "m": 0.0}),
+        ({"m": 7.0, "v": 8.0}, {"m": 0.0}),
+        (Fisher(7.0), Mean(0.0)),
+        ({"mu": {"w": 7.0}}, {"variance": {"w": 0.0}}),
+    ],
+)
+def test_arrays_without_counterpart_are_refused(old: Any, new: Any) -> None:
+    with pytest.raises(ValueError, match="`into` must hold"):
+        copied((old,), (new,))
+
+
+def test_a_state_in_a_dataclass_is_converted() -> None:
+    """z keeps what the cast cuts off."""
+    x = {"w": jnp.full(4, 1.003)}
+    y = optax.tree.cast(x, jnp.bfloat16)
+    tx = spa(0.1, 0.1, state_dtype=jnp.bfloat16, rounding_key=KEY)
+    new = convert(Mean(tx.init(x)), x, into=Mean(tx.init(y)), new_params=y)
+    z = y["w"].astype(jnp.float32) + new.value.z.z_minus_params["w"]
+    np.testing.assert_allclose(z, x["w"], rtol=1e-5)
 
 
 def test_traced_calls_and_batches_are_refused() -> None:

@@ -193,9 +193,11 @@ def test_refused_by_stochastic_rounding(base: Any) -> None:
     "inner", [*AVERAGES[1:], stochastic_rounding(SGD, KEY)], ids=itertools.count()
 )
 def test_refused_by_in_float32(inner: Any) -> None:
-    """It would see params in float32, and not round."""
-    with pytest.raises(ValueError, match=r"`inner` must not round.*State"):
-        in_float32(optax.chain(optax.identity(), inner)).init(PARAMS)
+    """It would see params of 16 bits in float32, and not round them."""
+    tx = in_float32(optax.chain(optax.identity(), inner))
+    tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"`inner` must not be an optimizer.*State"):
+        tx.init(optax.tree.cast(PARAMS, jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

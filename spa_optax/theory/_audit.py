@@ -155,7 +155,7 @@ def audit_sgdm(
     _arguments.FRACTION_BELOW_1.check(momentum=momentum)
     _arguments.POSITIVE_INTEGER.check(num_steps=num_steps)
     horizon = None
-    if callable(momentum):
+    if not _arguments.is_static_number(momentum):
         betas = _arguments.sample(momentum, np.arange(num_steps))
         largest = np.nanmax(betas, where=betas < 1, initial=0.0)
         horizon = max(default_horizon(momentum), default_horizon(largest))
