@@ -201,6 +201,18 @@ def read(name: str) -> list[Record]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
+class FinishedRuns(common.Records):
+    """Records alone: a program that has none is not compiled, but an error."""
+
+    def get(self, key: tuple[Any, ...], _: Any) -> Record:
+        """The record; raises KeyError if there is none."""
+        return self.found[self.identity(dict(zip(self.keys, key, strict=True)))]
+
+
+def read_memory() -> FinishedRuns:
+    return FinishedRuns(RESULTS / "memory.jsonl", ("target", "optimizer"))
+
+
 def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
     """By one field or more, in the order in which their values come."""
     value_of = operator.itemgetter(*keys)
@@ -239,9 +251,8 @@ def is_shown(record: Record) -> bool:
     )
 
 
-def of_memory(path: Path) -> Iterator[tuple[str, str]]:
+def of_memory(found: common.Records) -> Iterator[tuple[str, str]]:
     """The largest models, then each target that has a table of its own."""
-    found = common.Records(path, ("target", "optimizer"))
     names = memory.both_ways(memory.BY_CARD)
     largest = memory.largest(list(memory.CARDS), names, found)
     yield "The largest model on one card, and the GiB of its step", largest
@@ -306,7 +317,7 @@ def pages() -> dict[str, str]:
     """From the name of a page to its text."""
     sections = {
         "language_model": of_language_model(read("language_model.jsonl")),
-        "memory": of_memory(RESULTS / "memory.jsonl"),
+        "memory": of_memory(read_memory()),
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
         "fidelity": of_fidelity(read("fidelity.jsonl")),
@@ -508,7 +519,7 @@ def missing_quotes() -> list[str]:
 def guides() -> dict[Path, str]:
     """Pages with their tables, each behind a comment with its name."""
     pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
-    found = common.Records(RESULTS / "memory.jsonl", ("target", "optimizer"))
+    found = read_memory()
     tables = {
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, ADVISED),

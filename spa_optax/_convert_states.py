@@ -18,12 +18,7 @@ from . import _arguments
 from ._checks import check_not_batched
 from ._float8_momentum import Float8MomentumState
 from ._state import SPAState
-from ._trees import (
-    arrays_by_path,
-    as_scalar,
-    node_type_names,
-    replace_leaves,
-)
+from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
