@@ -145,7 +145,7 @@ IN_SHORT = (
     ),
     ("Muon in float32", "`optax.contrib.muon`", "Muon"),
 )
-# The rows of docs/scale.md, with their bytes per parameter.
+# The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, float32": "AdamW, float32 params, 12",
     "AdamW, float32, bfloat16 m": "AdamW, float32 params, bfloat16 momentum, 10",
@@ -457,7 +457,7 @@ def of_closeness(records: list[Record]) -> str:
 
 
 def of_devices(records: list[Record]) -> str:
-    """GiB per device, in docs/scale.md, for what was compiled for every target."""
+    """GiB per device, in docs/fit.md, for what was compiled for every target."""
     of_target = {(r["optimizer"], r["target"]): r for r in records}
     limits = [f"*{memory.TARGETS[name].limit:.4g}*" for name in SCALED_TO]
     rows = [["*what a device has (on the H100, 95 % of it)*", *limits]]
@@ -482,7 +482,7 @@ def barely(size: float, limit: float) -> str:
 
 
 def of_cards(found: common.Records) -> str:
-    """The largest models in docs/scale.md: with an ordinary step, and in the backward
+    """The largest models in docs/fit.md: with an ordinary step, and in the backward
     pass.
     """
     rows = []
@@ -528,7 +528,7 @@ def guides() -> dict[Path, str]:
             "fine-tuning": of_fine_tuning(fine_tuning),
         },
         "docs/averages.md": {"averages": of_averages(pretraining)},
-        "docs/scale.md": {
+        "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
             "cards": of_cards(found),
         },
