@@ -23,10 +23,10 @@ from ._trees import (
     has_narrow_leaves,
     is_array_like,
     is_inexact,
+    is_known_true,
     is_none,
     leaves_by_path,
 )
-from ._xla import is_known_true
 
 LARGEST_ERROR_OF_X = 10  # times that of one rounding of a parameter of 16 bits
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#what-rounding-adds

@@ -28,8 +28,9 @@ from jaxtyping import Array, PyTree
 
 from ._coefficients import YZCoefficients
 from ._rounding import Seed, round_to, round_update
+from ._shardings import shard_like, where_sharded
 from ._trees import Flag, as_dtype, compute_dtype, has_narrow_leaves, is_inexact
-from ._xla import as_stored, shard_like, where_sharded
+from ._xla import as_stored
 
 # What a step of one array returns: u = y_{k+1} − y_k, in the dtype of y, and the array
 # to store for z_{k+1}.

@@ -12,8 +12,8 @@ from . import _arguments
 from ._checks import check_state_type
 from ._optax_states import AVERAGING_REFUSALS, FLOAT8_MOMENTUM_FIELDS, check_base
 from ._rounding import FOR_MOMENTUM, round_to, seeds_like
+from ._shardings import shard_state_like
 from ._trees import Count, find_nodes, is_none, node_type_names, replace_nodes
-from ._xla import shard_state_like
 
 FLOAT8 = jnp.float8_e4m3fn
 

@@ -19,12 +19,12 @@ from ._trees import (
     copy_arrays,
     find_nodes,
     is_inexact,
+    is_known_true,
     node_type_names,
     replace_leaves,
     replace_nodes,
 )
 from ._wrappers import StochasticRoundingState
-from ._xla import is_known_true
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:

@@ -1,5 +1,6 @@
 """Trees of arrays, their nodes, leaves and dtypes; and scalars."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,13 @@ def as_scalar(value: PyTree) -> Array:
     """A scalar of a state as an array."""
     (leaf,) = jax.tree.leaves(value)  # Flax nnx keeps it in a variable
     return jnp.asarray(leaf)
+
+
+def is_known_true(condition: Any) -> bool:
+    """Whether a scalar condition is true; False if it is traced."""
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        return bool(condition)
+    return False
 
 
 def copy_arrays(tree: PyTree) -> PyTree:

@@ -28,6 +28,7 @@ from ._optax_states import (
     check_sam_is_opaque,
 )
 from ._rounding import FOR_PARAMS_AND_Z, round_update, seeds_like
+from ._shardings import shard_state_like
 from ._spa import spa
 from ._state import SPAState, is_initial
 from ._trees import (
@@ -40,7 +41,6 @@ from ._trees import (
     map_inexact,
     widen,
 )
-from ._xla import shard_state_like
 
 
 class StochasticRoundingState(NamedTuple):

@@ -31,7 +31,7 @@ from optax import ScalarOrSchedule
 from spa_optax import _arguments
 from spa_optax._arguments import as_schedule
 from spa_optax._schedules import SPAHyperparams, as_vectorized
-from spa_optax._xla import is_known_true
+from spa_optax._trees import is_known_true
 
 Reals = Float[Array, "..."]
 
