@@ -6,8 +6,8 @@ Llama 3.
     python benchmarks/memory.py --largest "RTX 4090" H100 --json OUT
 
 XLA's compilers run without the hardware. The program is a whole training step, with
-params, gradients and state split over all devices (FSDP); README.md says more, and what
-the columns are. The decoder, and the update in the backward pass, are those of
+params, gradients and state split over all devices (FSDP). results/memory.md says more,
+and what the columns are. The decoder, and the update in the backward pass, are those of
 `examples/one_card.py`.
 
 --largest is the largest model that each optimizer trains on one card. The need for an

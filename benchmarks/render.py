@@ -47,9 +47,14 @@ RIVALS = {
         "Adafactor with a bfloat16 momentum, in `stochastic_rounding`"
     ),
     PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
-    "factored NAdamW, float8 m": "`factored_nadamw` in `float8_momentum`, as below",
+    "factored NAdamW, float8 m": (
+        "[`factored_nadamw`](#factored-nadamw) in `float8_momentum`"
+    ),
     "factored NAdamW, 8-bit m": "`factored_nadamw`, m in bitsandbytes' 8-bit codes",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
+    "AdamW, bfloat16 m": (
+        "AdamW with a bfloat16 momentum, not Nesterov's, in `stochastic_rounding`"
+    ),
     "AdamW": "AdamW, b1 = 0.7, float32 params",
 }
 # Whether the search found the settings of a row there; "yes" for all others.
@@ -57,9 +62,10 @@ TUNED = {
     "factored NAdamW, 8-bit m": "b1 only",
     "factored NAdamW, float8 m": "no",
     "AdamW, 8-bit moments": "no",
+    "AdamW, bfloat16 m": "no",
     "NAdamW, bfloat16 m": "no",
     "AdamW, rounded to nearest": "no",
-    "Adafactor, bfloat16 params": "then changed",
+    "Adafactor, bfloat16 params": "yes, then lowered",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
     "Muon": "rate only",
@@ -101,49 +107,53 @@ CHANGES = (
     "z or m in bfloat16",
     "z in float8, m in 8 bits",
 )
-# The rows of README.md: whom they help, what to type, and the name of the records.
+# The rows of README.md: whom they help, what to type, and the names of the records: of
+# this, and of the same in float32. Bytes stand here only if it was not pretrained.
 IN_SHORT = (
     (
         "AdamW",
         "`optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16)` in "
         "[`stochastic_rounding`](docs/start.md#adamw-in-8-bytes)",
         "NAdamW, bfloat16 m",
+        "NAdamW",
     ),
     (
         "AdamW, if 8 bytes do not fit",
         "[`spa_adamw`](docs/start.md#adamw-in-4-bytes), z in bfloat16",
         "spa_adamw, bfloat16 z",
+        "NAdamW",
     ),
-    ("AdamW, if 4 bytes do not fit", "`spa_adamw`, z in float8", "spa_adamw, 8-bit z"),
     (
-        "AdamW, to fine-tune on one device",
+        "AdamW, if 4 bytes do not fit",
+        "`spa_adamw`, z in float8",
+        "spa_adamw, 8-bit z",
+        "NAdamW",
+    ),
+    (
+        "AdamW, to fine-tune",
         "[`optax.adafactor` in `stochastic_rounding`]"
         "(docs/start.md#adafactor-in-2-bytes)",
-        "Adafactor, bfloat16 params",
+        "2",
+        "12",
     ),
     (
         "Muon",
         "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
         "Muon, 8-bit m",
+        "Muon",
     ),
     (
         "SGD with momentum",
         "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16",
-        None,  # not pretrained
+        "4",
+        "8",
     ),
-    ("*to compare:* AdamW in float32", "`optax.adamw(…, nesterov=True)`", "NAdamW"),
     (
-        "AdamW on bfloat16 params, rounded to nearest (6 bytes without float32 "
-        "clipping)",
-        "`optax.adamw`",
+        "*to compare:* AdamW on bfloat16 params, rounded to nearest",
+        "`optax.adamw` (6 bytes without float32 clipping)",
         "AdamW, rounded to nearest",
+        "NAdamW",
     ),
-    (
-        "AdamW with a factored second moment and Nesterov momentum, in float8",
-        "[some lines of Optax](docs/results.md#rivals-and-other-settings)",
-        "factored NAdamW, float8 m",
-    ),
-    ("Muon in float32", "`optax.contrib.muon`", "Muon"),
 )
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
@@ -163,8 +173,13 @@ SCALED_TO = {
     "8B on one H100": "8B on one H100",
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
-SCALED_CARDS = {"24 GB: L4, RTX 4090": "L4", "32 GB: RTX 5090": "RTX 5090"}
-SCALED_CARDS |= {"40 GB: A100": "A100 of 40 GB", "80 GB: H100": "H100"}
+SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
+# The rows of docs/backward.md, with the smallest card that 8B fits.
+IN_BACKWARD = {
+    "Adafactor, rounded": "RTX 4090",
+    "spa_adamw, 8-bit z, factored ν": "RTX 5090",
+    "spa_adamw, bfloat16 z, factored ν": "A100 of 40 GB",
+}
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
@@ -193,6 +208,13 @@ QUOTED_ACCURACIES = [
     ("README.md", "Adafactor, stochastic_rounding", 1e-4),
 ]
 SOURCE = "python benchmarks/render.py"
+TITLES = {  # of the pages of records
+    "language_model": "Loss by bytes, in pretraining",
+    "memory": "What fits on a device",
+    "trainers": "Trainers, killed and resumed",
+    "finetune": "Fine-tuning in bfloat16",
+    "fidelity": "How long few bits stay close to float32",
+}
 NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
 
@@ -324,7 +346,7 @@ def pages() -> dict[str, str]:
     }
     result = {}
     for name, of_page in sections.items():
-        parts = [f"# Results: {name}", f"Written by `{SOURCE}`."]
+        parts = [f"# {TITLES[name]}", f"<!-- Written by `{SOURCE}`. -->"]
         if (rows := RESULTS / f"rows_{name}.md").exists():
             parts.append(rows.read_text().rstrip())
         parts += [f"## {title}\n\n{text}" for title, text in of_page]
@@ -405,13 +427,18 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 def in_short(records: list[Record]) -> str:
     """The table of README.md."""
     of_row, rows = pretrained(records), []
-    for use, text, name in IN_SHORT:
-        numbers = ["4", ""]
-        if name is not None:
-            runs = of_row[name]
-            numbers = [f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}"]
-        rows.append([use, text, *numbers])
-    return common.markdown(["you train", "you type", "bytes", "loss"], rows)
+    for use, text, *names in IN_SHORT:
+        if set(names) <= of_row.keys():
+            both = [of_row[name] for name in names]
+            num_bytes, num_bytes_float32 = [f"{runs[0]['bytes']:.0f}" for runs in both]
+            loss, loss_float32 = [f"{mean_loss(runs):.3f}" for runs in both]
+        else:
+            num_bytes, num_bytes_float32 = names
+            loss = loss_float32 = ""
+        rows.append([use, text, num_bytes, num_bytes_float32, loss, loss_float32])
+    header = ["you train", "you type", "bytes", "bytes in float32"]
+    header += ["loss", "loss in float32"]
+    return common.markdown(header, rows)
 
 
 def mean_accuracy(runs: list[Record]) -> float:
@@ -481,21 +508,41 @@ def barely(size: float, limit: float) -> str:
     return ", barely" if size > 0.99 * limit else ""
 
 
-def of_cards(found: common.Records) -> str:
-    """The largest models in docs/fit.md: with an ordinary step, and in the backward
-    pass.
-    """
+def of_one_card(found: common.Records) -> str:
+    """GiB on an H100 in docs/fit.md, by an ordinary step and in the backward pass."""
     rows = []
     for name in (name for name in SCALED if name in memory.BY_CARD):
         row = [SCALED[name]]
-        for card in SCALED_CARDS.values():
-            limit, models = memory.TARGETS[f"8B on one {card}"].limit, []
-            for way in memory.both_ways([name]):
-                if fits := memory.largest_model(way, card, found):
-                    models.append(f"{fits[0]}{barely(fits[1], limit)}")
-            row.append(" → ".join(dict.fromkeys(models)))
+        for model in reversed(memory.SIZES):
+            target = f"{model} on one H100"
+            ways = memory.both_ways([name])
+            records = [memory.record_of(found, target, way) for way in ways]
+            sizes = ["–" if r["refused"] else f"{r['GiB']:.1f}" for r in records]
+            row.append(" → ".join(sizes))
         rows.append(row)
-    return common.markdown(["optimizer, bytes per parameter", *SCALED_CARDS], rows)
+    return common.markdown(["optimizer, bytes per parameter", *SCALED_SIZES], rows)
+
+
+def of_limits() -> str:
+    """What a program gets on each card, in docs/fit.md."""
+    limits = [memory.TARGETS[f"8B on one {card}"].limit for card in memory.CARDS]
+    row = ["GiB for a program", *(f"{limit:.1f}" for limit in limits)]
+    return common.markdown(["card", *memory.CARDS], [row])
+
+
+def of_backward(found: common.Records) -> str:
+    """8B on the smallest card that it fits, in docs/backward.md."""
+    rows = []
+    for name, card in IN_BACKWARD.items():
+        way = name + memory.IN_BACKWARD
+        record = memory.record_of(found, f"8B on one {card}", way)
+        size, limit = (
+            f"{record['GiB']:.1f}",
+            f"{memory.TARGETS[f'8B on one {card}'].limit:.1f}",
+        )
+        rows.append([SCALED[name], size, card, limit])
+    header = ["optimizer, bytes per parameter", "GiB", "card", "its GiB for a program"]
+    return common.markdown(header, rows)
 
 
 def missing_quotes() -> list[str]:
@@ -530,8 +577,10 @@ def guides() -> dict[Path, str]:
         "docs/averages.md": {"averages": of_averages(pretraining)},
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
-            "cards": of_cards(found),
+            "one card": of_one_card(found),
+            "limits": of_limits(),
         },
+        "docs/backward.md": {"backward": of_backward(found)},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}

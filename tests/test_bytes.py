@@ -67,8 +67,8 @@ def read_rows() -> list[Row]:
 
 
 def parts(cell: str) -> dict[str, int]:
-    """The numbers in a cell such as "z 2 + ν 0"."""
-    pairs = [part.split(" ") for part in cell.split(" + ")]
+    """The numbers in a cell such as "z 2 + ν ≈ 0"."""
+    pairs = [part.split(" ") for part in cell.replace("≈ ", "").split(" + ")]
     return {name: int(number) for name, number in pairs}
 
 

@@ -15,6 +15,10 @@ from .._sgdm import default_horizon, eta_and_c, evaluate_sgdm
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # True at the steps that a finding is about
+GRADUAL = (
+    "Let η fall by less than c per step. (`stagewise` does so for `spa`, with a "
+    "`step_divisor`. `spa_from_sgdm` in place of `spa` needs no change.)"
+)
 
 
 class Finding(NamedTuple):
@@ -230,9 +234,7 @@ def _find_high_beta(audited: Audit) -> Finding | None:
     text = (
         f"β is {beta[k]:.3g} {_describe_steps(is_high)}: no SGD+M has that. η falls by "
         f"{100 * (1 - eta[k] / eta[k - 1]):.3g} % there, where c is "
-        f"{100 * c[k - 1]:.3g} %. Let η fall by less than c per step (the "
-        "`step_divisor` of `stagewise`), or give the recipe as SGD+M, to "
-        "`spa_from_sgdm`."
+        f"{100 * c[k - 1]:.3g} %. {GRADUAL}"
     )
     return Finding("beta", text)
 
@@ -247,9 +249,8 @@ def _find_spikes(audited: Audit) -> Finding | None:
     c_is_early = c[k] > c[k - 1] and eta[k + 1] < eta[k]
     if c_is_early and not audited.is_from_sgdm:
         text = (
-            f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. Let "
-            "η fall by less than c per step (the `step_divisor` of `stagewise`), or "
-            "give the recipe as SGD+M, to `spa_from_sgdm`."
+            f"α spikes {change}, as in Figure 1(e): c rises a step before η falls. "
+            f"{GRADUAL}"
         )
     else:
         text = f"α spikes {change}. Make the change gradual."
