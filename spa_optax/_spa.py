@@ -170,9 +170,9 @@ def spa_from_sgdm(
       horizon: how many steps to look ahead, at least 1. None means, for a number β,
         until β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99.
         If it is too short, z is rescaled.
-      state_dtype: dtype of z: bfloat16 or float8_e4m3fn saves memory. None means that
-        of the params, but float32 for params of 16 bits. `spa` has the limits of
-        float8.
+      state_dtype: dtype of z: bfloat16 saves memory. None means that of the params, but
+        float32 for params of 16 bits. In float8_e4m3fn z − params is clipped at 1.75,
+        and nothing warns: prefer `float8_momentum` around `optax.sgd`.
       rounding_key: PRNG key, to round params and z up or down at random. Give it for
         params or z of 16 bits or fewer. Shards, groups and batches of runs need
         different keys, see `spa`.
