@@ -232,6 +232,16 @@ def check_spa_state(name: str, state: Any) -> None:
     """Raises ValueError if a state is of another type, batched, or cast to 16 bits."""
     check_state_type(name, state, SPAState)
     check_not_batched(name, state.count, state.mu_y)
+    check_wide_scalars(name, state)
+    if not codec_of(state.z).stores_difference and has_narrow_leaves(state.z):
+        raise ValueError(
+            f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
+            "`convert(state, params, into=tx.init(params))`."
+        )
+
+
+def check_wide_scalars(name: str, state: SPAState) -> None:
+    """Raises ValueError if the scalars of a state were cast to 16 bits."""
     for field in ("eta", "c", "w", "mu_y"):
         dtype = as_scalar(getattr(state, field)).dtype
         if dtype not in (jnp.float32, jnp.float64):
@@ -239,11 +249,6 @@ def check_spa_state(name: str, state: Any) -> None:
                 f"`{name}.{field}` must be float32 or float64, whatever the params, "
                 f"got {dtype}"
             )
-    if not codec_of(state.z).stores_difference and has_narrow_leaves(state.z):
-        raise ValueError(
-            f"`{name}.z` must hold z in 32 bits or more, got 16 or fewer. Use "
-            "`convert(state, params, into=tx.init(params))`."
-        )
 
 
 def check_state_fits(state: Any, params: PyTree | None) -> None:

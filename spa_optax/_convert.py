@@ -6,7 +6,7 @@ one. Between the two there are the last `Step` and z, by path. Counters count on
 All other states are copied by type and shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from ._checks import (
     check_paths,
     check_same_tree,
     check_state_type,
+    check_wide_scalars,
 )
 from ._codec import codec_of, stored_tree
 from ._convert_states import (
@@ -99,8 +100,8 @@ def convert(
       z = x − η (1 − c)/c · m / (1 − β₁^(k+1)) / (√ν̂ + ε).
 
     From `optax.sgd` w is computed as in `spa_from_sgdm`. To `optax.sgd` w is the one in
-    the `SPAState`. From AdamW to `spa_adamw`, the next step's momentum is AdamW's,
-    except for the gradient's effect on ν.
+    the `SPAState`. From AdamW to `spa_adamw`, the next step's momentum is AdamW's if
+    `averaging` is 1 − b1, except for the gradient's effect on ν.
 
     Other states of the same type and shapes are copied: whether both runs have the same
     kind of optimizer there is not checked. Arrays outside of named tuples need the same
@@ -123,7 +124,7 @@ def convert(
       averaging: c_{k+1} in (0, 1] of `spa_adamw`, a scalar or a schedule of the count
         k, from and to AdamW. None means 1 − b1. Ignored in other conversions.
       new_params: the params to go on with, if they are `params` in another dtype. z
-        keeps what is lost.
+        keeps what is lost, but for a float64 z before the first step.
       count: k ≥ 0, the number of steps taken. Needed if `old_state` has none, as that
         of `optax.sgd` with a number as learning rate.
 
@@ -177,11 +178,15 @@ def convert(
         old, new = pair
         optax_states = new_states if isinstance(old, SPAState) else old_states
         _check_injected(optax_states, hyperparams)
+        y = _inexact_params(old, arrays_by_path(params))
+        nu = _find_nu(old, new, old_states, new_states)
+        if nu is not None:
+            _check_nu(nu, y.keys() & arrays_by_path(_converted_tree(new)).keys())
         run = Run(
             count=k,
-            y=_inexact_params(old, arrays_by_path(params)),
+            y=y,
             new_params=arrays_by_path(new_params),
-            nu=_find_nu(old, new, old_states, new_states),
+            nu=nu or {},
             hyperparams=hyperparams,
             averaging=averaging,
         )
@@ -296,6 +301,8 @@ def _find_state(
             )
         if found:
             check_state_type(name, found[0], state_type)
+            if state_type is SPAState:
+                check_wide_scalars(name, found[0])
             check_one_run(name, found[0]._asdict().get("count", ()))
             check_paths(name, [_converted_tree(found[0])], params)
             return found[0]
@@ -308,10 +315,10 @@ def _find_state(
 
 def _find_nu(
     old: Any, new: Any, old_states: list[Any], new_states: list[Any]
-) -> ArraysByPath:
+) -> ArraysByPath | None:
     """Adam's ν as it is stored, if the run goes from or to AdamW."""
     if optax.ScaleByAdamState not in (type(old), type(new)):
-        return {}
+        return None
     spa_states = old_states if isinstance(old, SPAState) else new_states
     found = filter_states(spa_states, ScaleByRmsWithCountState)
     if len(found) != 1:
@@ -321,6 +328,15 @@ def _find_nu(
             f"{node_type_names(tuple(spa_states))}"
         )
     return arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
+
+
+def _check_nu(nu: ArraysByPath, paths: Set[str]) -> None:
+    """Raises ValueError if a parameter that keeps its momentum has no ν."""
+    if missing := paths - nu.keys():
+        raise ValueError(
+            "`old_state` must hold a second moment of every parameter with a momentum, "
+            f"got none of {min(missing) or 'its root'}"
+        )
 
 
 def _replace_momentum(states: list[Any], old: Any, written: Any) -> list[Any]:
@@ -351,7 +367,7 @@ def _inexact_params(state: Any, params: ArraysByPath) -> ArraysByPath:
 
 
 def _step_of_sgdm(run: Run) -> tuple[Step, ArraysByPath]:
-    """Step k − 1 as that of SPA. No divisors, since x − z = w m."""
+    """Step k − 1 as that of SPA, and the scales s in x − z = s m: w for all."""
     if not isinstance(run.hyperparams, SGDMHyperparams):
         raise ValueError(
             "`hyperparams` must be `SGDMHyperparams(learning_rate, momentum, "
@@ -362,13 +378,13 @@ def _step_of_sgdm(run: Run) -> tuple[Step, ArraysByPath]:
     sgdm = evaluate_sgdm(alpha, beta, last, nesterov=nesterov)
     w = ensure_positive_w(sgdm.next_resting_w, sgdm.a, w=jnp.zeros_like(sgdm.a))
     eta, c = eta_and_c(sgdm, w)
-    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), {}
+    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), dict.fromkeys(run.y, w)
 
 
 def _step_of_adamw(run: Run) -> tuple[Step, ArraysByPath]:
-    """Step k as that of `spa_adamw`, and the divisors: x − z = w m / divisor.
+    """Step k as that of `spa_adamw`, and the scales s in x − z = s m.
 
-        divisor = c (1 − β₁^(k+1)) (√ν̂ + ε)
+        s = w / (c (1 − β₁^(k+1)) (√ν̂ + ε))
 
     Unlike those of SGD they are of step k, so that the next step has AdamW's momentum:
     without a gradient step k of AdamW moves x by −η β₁ m / (1 − β₁^(k+1)) / (√ν̂ + ε),
@@ -391,17 +407,16 @@ def _step_of_adamw(run: Run) -> tuple[Step, ArraysByPath]:
             f"distance, got {c} and {eta}"
         )
 
-    def divisor(nu):
+    w = eta * (1 - c)  # as in `fill_next_w`
+
+    def scale(nu):
         nu = nu.astype(compute_dtype(nu))
         nu_hat = nu / _bias_correction(adamw.b2, jnp.maximum(k, 1), nu.dtype)
-        size = _bias_correction(adamw.b1, k + 1, nu.dtype) * (
-            jnp.sqrt(nu_hat) + adamw.eps
-        )
-        return c.astype(nu.dtype) * size
+        bias = _bias_correction(adamw.b1, k + 1, nu.dtype)
+        return (w / c).astype(nu.dtype) / (bias * (jnp.sqrt(nu_hat) + adamw.eps))
 
-    divisors = {path: divisor(nu) for path, nu in run.nu.items()}
-    w = eta * (1 - c)  # as in `fill_next_w`
-    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), divisors
+    scales = {path: scale(run.nu[path]) for path in run.y if path in run.nu}
+    return Step(run.count, eta, c, w, mu_y=jnp.ones([])), scales
 
 
 def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
@@ -430,27 +445,26 @@ def _write_spa(new: SPAState, step: Step, z: ArraysByPath, run: Run) -> SPAState
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
                 f"{path or 'its root'}"
             )
-    z_field = replace_leaves(new.z, list(stored_by_path.values()))
-    return SPAState(*map(replace_leaves, new, SPAState(z=z_field, **step._asdict())))
+    stored = list(stored_by_path.values())
+    return replace_leaves(new, SPAState(z=stored, **step._asdict()))
 
 
 def _read_optax(old: Any, run: Run) -> tuple[Step, ArraysByPath]:
-    """The last step, and z = x − w · m / divisor."""
+    """The last step, and z = x − s m. In Optax the params are x."""
     if isinstance(old, optax.TraceState):
-        step, divisors = _step_of_sgdm(run)
+        step, scales = _step_of_sgdm(run)
     else:
-        step, divisors = _step_of_adamw(run)
+        step, scales = _step_of_adamw(run)
     m, z = arrays_by_path(_converted_tree(old)), {}
-    for path, x in run.y.items():  # in Optax the params are x
-        divisor = divisors.get(path, 1)
-        z[path] = x - step.w.astype(x.dtype) * (m[path].astype(x.dtype) / divisor)
+    for path, x in run.y.items():
+        z[path] = x - scales[path].astype(x.dtype) * m[path].astype(x.dtype)
     if run.count == 0:
         if any(jnp.any(leaf != 0) for leaf in m.values()):
             raise ValueError(
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
         # As `init` makes them.
-        step = step._replace(**dict.fromkeys(("eta", "c", "w"), jnp.zeros([])))
+        step = Step(run.count, *jnp.zeros(3), mu_y=step.mu_y)
     return step, z
 
 
@@ -458,36 +472,33 @@ def _write_trace(
     new: optax.TraceState, step: Step, z: ArraysByPath, run: Run
 ) -> optax.TraceState:
     """The momentum of SGD: m = (x − z) / w."""
-    return optax.TraceState(_momentum_like(new.trace, z, step.w, {}, run))
+    scales = dict.fromkeys(run.y, as_scalar(step.w))
+    return optax.TraceState(_momentum_like(new.trace, z, scales, run))
 
 
 def _write_adam(
     new: optax.ScaleByAdamState, _: Step, z: ArraysByPath, run: Run
 ) -> optax.ScaleByAdamState:
-    """The moments of AdamW, whose hyper-parameters fix w: that of the run is not read.
-
-    m = (x − z) / w · divisor
-    """
-    step, divisors = _step_of_adamw(run)
+    """The moments of AdamW. Its hyper-parameters fix w: that of the run is not read."""
+    _, scales = _step_of_adamw(run)
     nu = [run.nu.get(path, leaf) for path, leaf in arrays_by_path(new.nu).items()]
     return new._replace(
         count=replace_leaves(new.count, run.count),
-        mu=_momentum_like(new.mu, z, step.w, divisors, run),
+        mu=_momentum_like(new.mu, z, scales, run),
         nu=replace_leaves(new.nu, nu),
     )
 
 
 def _momentum_like(
-    tree: PyTree, z: ArraysByPath, w: Scalar, divisors: ArraysByPath, run: Run
+    tree: PyTree, z: ArraysByPath, scales: ArraysByPath, run: Run
 ) -> PyTree:
-    """m = (x − z) / w · divisor, or 0 if w is 0, in place of the momentum of a tree."""
-    w, m = as_scalar(w), arrays_by_path(tree)
-    inverse = jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w))
+    """m = (x − z) / s, or 0 if s is 0, in place of the momentum of a tree."""
+    m = arrays_by_path(tree)
     for path in m.keys() & run.y.keys():
-        x = run.y[path]  # in Optax the params are x
+        x, s = run.y[path], scales[path]  # in Optax the params are x
         dtype = compute_dtype(x, z[path])
         x_minus_z = x.astype(dtype) - z[path].astype(dtype)
-        m[path] = inverse.astype(dtype) * x_minus_z * divisors.get(path, 1)
+        m[path] = jnp.where(s == 0, 0, x_minus_z / s.astype(dtype))
     return replace_leaves(tree, list(m.values()))
 
 

@@ -4,7 +4,6 @@ Momentum is not copied but translated. What wrappers must know of Optax's states
 `_optax_states.py`.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,13 @@ from . import _arguments
 from ._checks import check_not_batched
 from ._float8_momentum import Float8MomentumState
 from ._state import SPAState
-from ._trees import arrays_by_path, as_scalar, node_type_names, replace_leaves
+from ._trees import (
+    arrays_by_path,
+    as_scalar,
+    find_nodes,
+    node_type_names,
+    replace_leaves,
+)
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
 from .diagnostics._track import TrackMomentumState
 
@@ -62,27 +67,13 @@ COUNT_FIELDS: dict[type, str] = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BareArray:
-    """An array that is in no named tuple, and what leads to it.
-
-    Two of them belong together if the same names lead to both: keys of dicts, and
-    fields with the type that has them. Places in tuples do not count, since chains
-    differ.
-    """
-
-    array: Any
-    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-
-
-def _map_states(
-    function: Callable[[Any], Any], tree: PyTree, names: tuple[str, ...] = ()
-) -> PyTree:
+def _map_states(function: Callable[[Any], Any], tree: PyTree, name: str = "") -> PyTree:
     """A tree with a function of each state. A wrapper comes after its inner states.
 
-    The function sees a wrapper with None in place of its inner states, and an array
-    outside of named tuples as a `BareArray`.
+    The function sees a wrapper with None in place of its inner states. It sees an array
+    that is in no named tuple as a dict, whose one key is what leads to the array: keys
+    of dicts, and fields with the type that has them. Places in tuples do not count,
+    since chains differ.
     """
     if hasattr(tree, "_fields"):
         fields = INNER_FIELDS.get(type(tree), ())
@@ -92,22 +83,23 @@ def _map_states(
         without_inner = tree._replace(**dict.fromkeys(fields))
         return function(without_inner)._replace(**inner)
     if jax.tree_util.all_leaves([tree]):
-        return function(BareArray(tree, names)).array
+        (array,) = function({name: tree}).values()
+        return array
     children, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
     )
     return structure.unflatten(
-        _map_states(function, child, names + _names_of(tree, path))
+        _map_states(function, child, name + _name_of(tree, path))
         for path, child in children
     )
 
 
-def _names_of(node: Any, path: Any) -> tuple[str, ...]:
+def _name_of(node: Any, path: Any) -> str:
     """What leads to a child of a node."""
     if isinstance(node, (tuple, list)):
-        return ()
+        return ""
     key = jax.tree_util.keystr(path)
-    return (key,) if isinstance(node, Mapping) else (type(node).__name__ + key,)
+    return key if isinstance(node, Mapping) else type(node).__name__ + key
 
 
 def list_states(tree: PyTree) -> list[Any]:
@@ -185,16 +177,28 @@ def copy_into(into: PyTree, old_states: list[Any], k: Array) -> PyTree:
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {node_type_names(tuple(remaining))}. Build it from an optimizer "
+            f"for its {_names_of_states(remaining)}. Build it from an optimizer "
             "with the same chain."
         )
     return filled
+
+
+def _names_of_states(states: list[Any]) -> str:
+    """The types of states, and what leads to bare arrays."""
+    bare = [f"bare array {min(state)}" for state in states if isinstance(state, dict)]
+    named = tuple(state for state in states if not isinstance(state, dict))
+    return ", ".join([*bare, *([node_type_names(named)] if named else [])])
 
 
 def _is_copied(state: Any) -> bool:
     """Whether a state has arrays, and is neither a wrapper nor a schedule's count."""
     if _is_schedule_state(state) or type(state) in INNER_FIELDS:
         return False
+    if not isinstance(state, SPAState) and find_nodes(state, SPAState):
+        raise ValueError(
+            "`old_state` and `into` must hold an `SPAState` in wrappers that `convert` "
+            f"knows, got a `{type(state).__name__}`. Convert what is inside."
+        )
     return bool(_shapes(state))
 
 
@@ -206,21 +210,14 @@ def _pop_match(old_states: list[Any], new: Any) -> Any:
     """Removes from old states the first that fits a new one, which gets its arrays."""
     shapes = _shapes(new)
     for i, state in enumerate(old_states):
-        if _is_alike(state, new) and shapes.items() <= _shapes(state).items():
+        if type(state) is type(new) and shapes.items() <= _shapes(state).items():
             leaves = arrays_by_path(old_states.pop(i))
             return replace_leaves(new, [leaves[path] for path in shapes])
     name = f"`{type(new).__name__}`"
-    if isinstance(new, BareArray):
-        name = f"bare array {''.join(new.names)}"
+    if isinstance(new, dict):
+        name = f"bare array {min(new)}"
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
         f"shapes, got a {name} with {shapes}. Build it from an optimizer with the same "
         "chain, masks and options."
     )
-
-
-def _is_alike(state: Any, new: Any) -> bool:
-    """Whether two states are of one type, and if they are bare arrays, of one name."""
-    if isinstance(state, BareArray) and isinstance(new, BareArray):
-        return state.names == new.names
-    return type(state) is type(new)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -64,8 +65,8 @@ def hyperparams_from_sgdm(
         schedule up to 0.99. Beyond pass a longer one.
 
     Returns:
-      Numbers if both arguments are numbers, else schedules. Where α_k is 0, c_{k+1} is
-      0, or 1 if no later α is above 0 or the next β is 0.
+      Numbers if both arguments are numbers, else schedules. There, where α_k is 0,
+      c_{k+1} is 0, or 1 if no later α is above 0 or the next β is 0.
 
     Raises:
       ValueError: if a number is out of range.
@@ -231,6 +232,7 @@ def _as_boundaries(
     boundaries = list(boundaries)
     for b in boundaries:
         _arguments.POSITIVE_INTEGER.check(boundaries=b)
+    boundaries = list(map(operator.index, boundaries))  # NumPy's have a dtype
     lengths = [after - b for b, after in itertools.pairwise(boundaries)]
     shortest = min(lengths, default=math.inf)
     if shortest <= 0:

@@ -1,6 +1,6 @@
 """SGD with momentum as primal averaging, for any hyper-parameters, by a look ahead.
 
-Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k > 0 its scale. With
+Write z_k = x_k − w_k m_k, with m the momentum buffer and w_k its scale. With
 a_k = α_k (heavy ball) or α_k β_k (Nesterov), a step of SGD with momentum is, for any
 w_{k+1} > 0,
 
@@ -61,19 +61,20 @@ def evaluate_sgdm(
     alpha_at = _arguments.as_schedule("learning_rate", learning_rate)
     beta_at = _arguments.as_schedule("momentum", momentum)
 
-    def a_and_beta_at(k):
-        alpha, beta = alpha_at(k), beta_at(k)
-        return alpha * beta if nesterov else alpha, beta
+    def a_at(k):
+        return alpha_at(k) * beta_at(k) if nesterov else alpha_at(k)
 
-    a, beta = a_and_beta_at(count)
+    def valid_a_and_beta_at(k):
+        return _valid_a_and_beta(a_at(k), beta_at(k))
+
     if callable(learning_rate) or callable(momentum):
         if horizon is None:
             horizon = default_horizon(momentum)
         next_resting_w, has_all_terms = _next_resting_w_of_schedules(
-            a_and_beta_at, count, momentum, horizon
+            valid_a_and_beta_at, count, momentum, horizon
         )
     else:
-        next_resting_w = _resting_w_of_constants(*_valid_a_and_beta(a, beta))
+        next_resting_w = _resting_w_of_constants(*valid_a_and_beta_at(count))
         has_all_terms = True
     # An array is an injected number, which may change at any step.
     momentum_may_change = isinstance(momentum, jax.Array)
@@ -81,8 +82,8 @@ def evaluate_sgdm(
     next_beta = beta_at(jnp.asarray(optax.safe_increment(count)))
     return SGDMValues(
         alpha=alpha_at(count),
-        beta=beta,
-        a=a,
+        beta=beta_at(count),
+        a=a_at(count),
         next_resting_w=next_resting_w,
         is_foreseen=has_all_terms & (not may_change),
         next_beta_is_0=(next_beta == 0) & (not momentum_may_change),
@@ -91,7 +92,7 @@ def evaluate_sgdm(
 
 
 def _next_resting_w_of_schedules(
-    a_and_beta_at: Callable[[Array], tuple[Array, Array]],
+    valid_a_and_beta_at: Callable[[Array], tuple[Array, Array]],
     count: Count,
     momentum: optax.ScalarOrSchedule,
     horizon: int,
@@ -103,10 +104,10 @@ def _next_resting_w_of_schedules(
         return count + jnp.minimum(num_steps, jnp.iinfo(count.dtype).max - count)
 
     counts = count_after(jnp.arange(1, horizon + 1, dtype=count.dtype))
-    a, betas = _valid_a_and_beta(*jax.vmap(a_and_beta_at)(counts))
+    a, betas = jax.vmap(valid_a_and_beta_at)(counts)
     # Evaluated again: to slice the arrays above costs a kernel and keeps them alive.
     end = count_after(jnp.asarray(horizon, count.dtype))
-    tail = _resting_w_of_constants(*_valid_a_and_beta(*a_and_beta_at(end)))
+    tail = _resting_w_of_constants(*valid_a_and_beta_at(end))
     if _arguments.is_static_number(momentum):
         # Powers of β in float64: a product of rounded numbers collects their errors.
         beta = np.asarray(momentum, betas.dtype).astype(float)
@@ -126,7 +127,7 @@ def _resting_w_of_constants(a: Scalar, beta: Scalar) -> Scalar:
 def default_horizon(momentum: optax.ScalarOrSchedule) -> int:
     """The H at which β^H < 1e-8, at most 2^15 (0.999 needs 18,412).
 
-    It is 2,000 if β is a schedule.
+    It is 2,000 if β is a schedule or an array.
     """
     if not _arguments.is_static_number(momentum):
         return 2_000
@@ -198,7 +199,7 @@ def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     """
     m_is_0 = w <= 0  # at the start, and after momentum has ended
     w_or_1 = jnp.where(m_is_0, 1, w).astype(next_w.dtype)
-    eps = float(jnp.finfo(next_w.dtype).eps)
+    eps = float(jnp.finfo(w.dtype).eps)  # the state rounds every w to this dtype
     # r − 1, in the form that loses the fewest digits where r is close to 1.
     a, beta = sgdm.a, sgdm.beta
     r_minus_1 = ((next_w - w_or_1) + (beta * a - (1 - beta) * next_w)) / w_or_1
@@ -210,7 +211,7 @@ def _choose_r(sgdm: SGDMValues, next_w: Scalar, w: Scalar) -> Scalar:
     r = jnp.where(m_is_0, 1, 1 + r_minus_1)
     # r also multiplies the rounding error of x in z − x. From 1/√eps on, which costs
     # half the digits of x, momentum restarts from 0.
-    return jnp.where(r > float(jnp.finfo(w.dtype).eps) ** -0.5, 0, r)
+    return jnp.where(r > eps**-0.5, 0, r)
 
 
 def ensure_positive_w(next_w: Scalar, a: Scalar, w: Scalar) -> Scalar:

@@ -29,17 +29,15 @@ def shard_like(leaf: Any, param: Any) -> Any:
     XLA must not know the predicate, or it would remove the choice before it propagates
     shardings.
     """
-    are_arrays = isinstance(leaf, jax.Array) and isinstance(param, jax.Array)
-    if not are_arrays or param.shape != leaf.shape:
+    if not (isinstance(leaf, jax.Array) and isinstance(param, jax.Array)):
         return leaf
-    if not jnp.issubdtype(leaf.dtype, jnp.number):  # a key of `jax.random`
-        return leaf
-    if not isinstance(leaf, Tracer) and not isinstance(param, Tracer):
-        if len(param.sharding.device_set) == 1:
-            return leaf
-        return jax.device_put(leaf, param.sharding)
-    never = jax.lax.optimization_barrier(jnp.zeros([], bool))
-    return where_sharded(never, jnp.real(param).astype(leaf.dtype), leaf)
+    if param.shape != leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.number):
+        return leaf  # of another shape, or a key of `jax.random`
+    if isinstance(leaf, Tracer) or isinstance(param, Tracer):
+        never = jax.lax.optimization_barrier(jnp.zeros([], bool))
+        return where_sharded(never, jnp.real(param).astype(leaf.dtype), leaf)
+    is_on_one_device = len(param.sharding.device_set) == 1  # it stays uncommitted
+    return leaf if is_on_one_device else jax.device_put(leaf, param.sharding)
 
 
 def shard_state_like(state: PyTree, params: PyTree) -> PyTree:

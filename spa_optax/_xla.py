@@ -7,16 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ._trees import compute_dtype, is_array_like
-
-
-def tree_barrier(tree: PyTree) -> PyTree:
-    """`jax.lax.optimization_barrier` for a tree that may hold other leaves."""
-    leaves, structure = jax.tree.flatten(tree)
-    hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
-    return structure.unflatten(
-        [next(hidden) if is_array_like(leaf) else leaf for leaf in leaves]
-    )
+from ._trees import compute_dtype
 
 
 def hide_from_xla(
@@ -27,17 +18,17 @@ def hide_from_xla(
     If it knows that η is 1, as in `primal_averaging`, XLA on CPU folds the product away
     and no longer updates z in place, which is slower.
     """
-    one = jnp.ones([], jnp.float32)
+    hide, one = jax.lax.optimization_barrier, jnp.ones([], jnp.float32)
     leaves, structure = jax.tree.flatten((kernel_scalars, state_scalars, one))
 
     def as_slices(leaves):
         # XLA for GPUs merges the kernels of leaves only where these read one array.
         dtype = compute_dtype(*leaves)
-        vector = tree_barrier(jnp.stack([leaf.astype(dtype) for leaf in leaves]))
+        vector = hide(jnp.stack([leaf.astype(dtype) for leaf in leaves]))
         return [vector[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
 
     leaves = jax.lax.platform_dependent(
-        leaves, cuda=as_slices, rocm=as_slices, default=tree_barrier
+        leaves, cuda=as_slices, rocm=as_slices, default=hide
     )
     kernel_scalars, state_scalars, one = structure.unflatten(leaves)
     # XLA for GPUs makes one kernel of all stored scalars only if each is computed. So

@@ -144,6 +144,13 @@ def test_findings_of_figure_1() -> None:
         (theory.audit_sgdm, (0.1, step_at(50, 0.9, 1.0)), 50, 49),
         (theory.audit_sgdm, (0.1, step_at(1, jnp.nan, 0.9)), 0, 0),
         (theory.audit_sgdm, (0.1, step_at(97, 0.9, -0.5)), 97, 2),
+        # η, which is α_k + w_{k+1}, is positive there.
+        (
+            functools.partial(theory.audit_sgdm, nesterov=True),
+            (line((0, 0.1), (20, -0.1), (40, 0.3)), step_at(5, 0.9, 0.0)),
+            11,
+            13,
+        ),
         # The look-ahead counts what lies past the end of a schedule as 0.
         (theory.audit_sgdm, (line((0, 0.1), (121, -0.1)), 0.9), 61, 38),
         (
@@ -386,12 +393,33 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
     assert verdict(spike).startswith("α spikes from 0 to 1 at step 50.")
 
 
+@pytest.mark.parametrize("fall", [0.11, 0.2, 0.5])
+def test_a_fall_by_more_than_c_is_found(fall: float) -> None:
+    """In one step, at any level, and in each of ten steps; one by less than c is not.
+
+    Below half of the largest η a fall over several steps may be the end of a decay.
+    """
+    for level, where in ((1.0, "at step 60:"), (1e-3, "at step 20 and at 1 other:")):
+        rates = jnp.ones(100).at[20:].set(level).at[60:].multiply(1 - fall)
+        finding = theory.audit(table(rates), 0.1, 100).findings()[0]
+        assert finding.kind == "beta"
+        assert where in finding.text
+    for slower, expected in ((1.0, ["beta"]), (0.09 / fall, [])):
+        decay = (1 - fall * slower) ** jnp.clip(jnp.arange(100.0) - 50, 0, 10)
+        several = theory.audit(table(decay), 0.1, 100)
+        assert kinds(several, only_changes=True) == expected
+
+
 def test_where_x_stands_still() -> None:
     assert verdict(theory.audit(1.0, 0.0, 50)).startswith("α is 0 at every step")
     assert verdict(theory.audit(0.0, 0.1, 50)).startswith("α is 0 at every step")
     # Where x stands still, β = 1 for constants; z moves on, and x sets out after it.
     assert kinds(theory.audit(1.0, step_at(9, 0.0, 0.1), 50)) == ["average", "rise"]
     assert kinds(theory.audit(*formulas.momentum_drop(1.0, 0.1, 50), 100)) == ["rise"]
+    # x goes on towards z while η is 0, though α is 0 at every step.
+    audit = theory.audit(step_at(5, 1.0, 0.0), step_at(5, 0.0, 0.5), 50)
+    assert not audit.alpha.any()
+    assert "standstill" not in kinds(audit)
     # In the tail of a decay to 0 β is over 1, but nothing moves any more.
     audit = theory.audit(lenient(optax.cosine_decay_schedule(1.0, 1_000)), 0.1, 1_000)
     assert np.sum(audit.beta >= 1) > 5

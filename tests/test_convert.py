@@ -31,7 +31,7 @@ from spa_optax import (
     spa_from_sgdm,
     stochastic_rounding,
 )
-from spa_optax.diagnostics import track_momentum
+from spa_optax.diagnostics import guard_params, track_momentum
 
 KEY = jax.random.key(0)
 NUM_STEPS, BATCHES = 300, helpers.batches(300)
@@ -398,6 +398,47 @@ def test_adamw_goes_on_under_stochastic_rounding() -> None:
     chex.assert_trees_all_equal(moved.base_state, state)
     assert moved.count == 20
     chex.assert_trees_all_equal(convert(moved, narrow, into=adam.init(x)), state)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        guard_params,
+        lambda tx: optax.conditionally_mask(tx, lambda k: k >= 0),
+        lambda tx: optax.GradientTransformation(
+            lambda x: Custom(tx.init(x)),
+            lambda g, state, x: (lambda u, new: (u, Custom(new)))(
+                *tx.update(g, state.buffer, x)
+            ),
+        ),
+    ],
+)
+def test_z_in_an_unknown_wrapper_is_refused(wrap: Any) -> None:
+    """It would be copied, without the digits that a cast cuts off."""
+    tx = wrap(spa_from_sgdm(0.1, 0.5, state_dtype=jnp.bfloat16, rounding_key=KEY))
+    x = jnp.full(3, 1.001)
+    y = x.astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"in wrappers that `convert` knows, got a `"):
+        convert(tx.init(x), x, into=tx.init(y), new_params=y, count=1)
+
+
+def test_a_momentum_without_a_second_moment_is_refused() -> None:
+    """AdamW would divide it by the root of 0."""
+    rms = optax.scale_by_rms(0.99, bias_correction=True)
+    old = optax.chain(optax.masked(rms, {"a": True, "b": False}), spa(1e-2, 0.1))
+    x = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    x, state = run(old, x, [x] * 3)
+    into = optax.adam(1e-2).init(x)
+    with pytest.raises(ValueError, match=r"second moment of every .*none of \['b'\]"):
+        convert(state, x, into=into, hyperparams=AdamWHyperparams(1e-2))
+
+
+def test_a_state_whose_scalars_were_cast_is_refused() -> None:
+    tx, x = spa_from_sgdm(0.1, 0.9), jnp.ones(2)
+    x, state = run(tx, x, [x] * 3)
+    cast = state._replace(w=state.w.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"`old_state.w` must be float32 or float64"):
+        convert(cast, x, into=optax.sgd(0.1, 0.9).init(x))
 
 
 # Counts.

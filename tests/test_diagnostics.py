@@ -19,6 +19,7 @@ from helpers import (
     run,
     slow,
     unchecked,
+    x64,
 )
 from scipy import stats
 
@@ -546,3 +547,10 @@ def test_bad_state() -> None:
         momentum_report(batch)
     with pytest.raises(ValueError, match=r"shape \(4,\)"):
         jax.vmap(momentum_report)(batch).verdict()
+
+
+def test_a_decay_of_numpy_keeps_the_dtypes_of_the_state() -> None:
+    with x64():
+        tx, x = track_momentum(spa(0.1), decay=np.float64(0.9)), jnp.ones(2, float)
+        _, state = run(tx, x, [x])
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(x))

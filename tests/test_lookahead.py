@@ -10,6 +10,7 @@ import pytest
 from helpers import lenient, long, run, sgdm, table, trained, x64
 
 from spa_optax import spa, spa_from_sgdm
+from spa_optax._sgdm import evaluate_sgdm, sgdm_coefficients
 
 injected = optax.inject_hyperparams(spa_from_sgdm)
 
@@ -182,6 +183,19 @@ def test_injected_numbers_that_rise_again(alphas: Any, betas: Any, atol: float) 
     x, _ = run(injected(table(alphas), table(betas)), x_0, grads)
     reference, _ = run(sgdm(table(alphas), table(betas)), x_0, grads)
     np.testing.assert_allclose(x, reference, atol=atol)
+
+
+@pytest.mark.parametrize("in_64_bits", [False, True])
+def test_a_foreseen_schedule_never_rescales_z(in_64_bits: bool) -> None:
+    """The state rounds w to float32, also where schedules are in float64."""
+    rate = lenient(optax.cosine_decay_schedule(0.1, 150, alpha=0.1))
+    with x64(in_64_bits):
+        w = jnp.zeros([], jnp.float32)
+        for k in range(150):
+            sgdm = evaluate_sgdm(rate, 0.9, jnp.int32(k))
+            xz = sgdm_coefficients(sgdm, w, stores_difference=False)
+            assert xz.r == 1
+            w = xz.next_w.astype(w.dtype)
 
 
 def test_w_follows_a_foreseen_rate_down() -> None:

@@ -33,6 +33,12 @@ def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         return tuple(np.asarray(h(counts)) for h in hyperparams)  # pyright: ignore
 
 
+def test_boundaries_of_numpy() -> None:
+    """Their dtype would meet that of the count."""
+    found = values(stagewise(1.0, 0.1, np.array([2, 5])), 8)  # pyright: ignore
+    np.testing.assert_array_equal(found, values(stagewise(1.0, 0.1, [2, 5]), 8))
+
+
 @pytest.mark.parametrize("boundaries", [[20], [20, 25, 90], [1, 2, 3]])
 @pytest.mark.parametrize("s", [None, 1.1, 1.7, 50.0])
 def test_gradual_stages_to_the_step(boundaries: list[int], s: float | None) -> None:

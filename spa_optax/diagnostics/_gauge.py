@@ -73,7 +73,7 @@ class Gauge(NamedTuple):
     cross_error: Scalar  # √(Σ χ_k²), with the same weights
     means: Means
     num_steps: Count
-    num_measured: Count  # steps in the averages
+    num_measured: Count  # measured steps; the averages have each after the next step
     num_not_finite: Count  # consecutive steps up to the last one
 
 
@@ -150,8 +150,7 @@ def _rounding_error(array: Array, dtype: Any) -> Array:
 def update_gauge(gauge: Gauge, measured: Measurement, decay: Any) -> Gauge:
     """The gauge after a step."""
     sums, eta, c, delta, r = measured
-    sums_are_finite = jnp.isfinite(sums.sq_gradient) & jnp.isfinite(sums.sq_distance)
-    sums_are_finite &= jnp.isfinite(sums.inner_product)
+    sums_are_finite = jnp.isfinite(jnp.stack(sums[:3])).all()
     # At the first step of the gauge p_k is ‖e_k‖² itself.
     p = jnp.where(gauge.p < 0, sums.sq_distance, r**2 * gauge.p)
     terms, is_finite, is_negligible = _step_terms(measured, p)

@@ -21,9 +21,9 @@ from .._trees import (
     Scalar,
     as_scalar,
     find_nodes,
+    is_array_like,
     node_type_names,
 )
-from .._xla import tree_barrier
 from ._gauge import Gauge, init_gauge, measure, update_gauge
 
 
@@ -52,8 +52,8 @@ def track_momentum(
         or `primal_averaging(base, 0.1)`, also in a chain. For `optax.sgd` measure
         `spa_from_sgdm`, which has its iterates. Put wrappers that skip updates around
         `track_momentum`.
-      decay: of the moving averages, per step, in [0, 1). At 0 only the last step
-        counts.
+      decay: of the moving averages, per step, in [0, 1). At 0 they have the last step
+        alone. The sums of t decay no faster than by (1 − c)² a step.
 
     Returns:
       A transformation whose state is a `TrackMomentumState`: that of `inner`, and the
@@ -87,6 +87,7 @@ def track_momentum(
     """
     _arguments.TRANSFORMATION.check(inner=inner)
     _arguments.FRACTION_BELOW_1.with_type(_arguments.NUMBER).check(decay=decay)
+    decay = float(decay)  # NumPy's would change the dtypes of the gauge
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -101,7 +102,7 @@ def track_momentum(
         def measure_separately():
             # Updates a second time. Under `jax.jit` only what `observe` gets remains of
             # it, so the sums stay out of the kernels of the real update.
-            *_, observed = _update_and_observe(tx, tree_barrier(args), extra)
+            *_, observed = _update_and_observe(tx, _barrier(args), extra)
             return measure(*observed)
 
         if isinstance(state.inner_state, SPAState):
@@ -121,6 +122,15 @@ def track_momentum(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _barrier(tree: PyTree) -> PyTree:
+    """`jax.lax.optimization_barrier` for a tree that may hold other leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    hidden = iter(jax.lax.optimization_barrier(list(filter(is_array_like, leaves))))
+    return structure.unflatten(
+        [next(hidden) if is_array_like(leaf) else leaf for leaf in leaves]
+    )
 
 
 def _update_and_observe(

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """A schedule as SPA and as SGD+M, in float64, for k = 0, …, n − 1."""
+    """A schedule as SPA and as SGD+M, for k = 0, …, n − 1, as float64."""
 
     eta: Values  # η_k
     c: Values  # c_{k+1}, which step k uses
@@ -66,7 +66,7 @@ class Audit(NamedTuple):
         return [*filter(None, found), *_find_jumps(self)]
 
     def effective_learning_rate(self) -> tuple[str, Values]:
-        """How far a gradient moves the params in the end; at once it moves them by α.
+        """How far a gradient moves the params in the end, in units of itself.
 
         This is η, or α/(1 − β) of a schedule that was given as SGD+M.
         """
@@ -86,7 +86,9 @@ def audit(
     `summary()` names averages that leave more than 1 % of x_0 in x, and jumps of α and
     of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one
     step, above 1e-4 of the largest value, and more than 22 % of the change within four
-    steps on either side: a ramp of five equal steps is gradual.
+    steps on either side: a ramp of five equal steps is gradual. It also names falls of
+    η by more than c in a step, if they are as abrupt, or begin above half of the
+    largest η. (Below that they may be the end of a decay to 0, which is harmless.)
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
@@ -192,9 +194,11 @@ def _find_out_of_range(audited: Audit) -> Finding | None:
 
     In range are 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not.
     """
-    eta, c, beta = audited.eta, audited.c, audited.beta
-    beta_fits = (beta >= 0) & (beta < 1) if audited.is_from_sgdm else ~(beta < 0)
-    out = ~((eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & beta_fits)
+    eta, c, alpha, beta, is_from_sgdm = audited
+    is_in_range = (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & (alpha >= 0)
+    if is_from_sgdm:  # else β ≥ 0 follows
+        is_in_range &= (beta >= 0) & (beta < 1)
+    out = ~is_in_range
     if not out.any():
         return None
     return Finding(
@@ -204,7 +208,8 @@ def _find_out_of_range(audited: Audit) -> Finding | None:
 
 def _find_standstill(audited: Audit) -> Finding | None:
     """A schedule that never moves the params."""
-    if audited.alpha.any():
+    z_has_moved = np.maximum.accumulate(audited.eta > 0)
+    if (z_has_moved & (audited.c > 0)).any():
         return None
     return Finding("standstill", "α is 0 at every step: params stay.")
 
@@ -225,8 +230,10 @@ def _find_long_average(audited: Audit) -> Finding | None:
 def _find_high_beta(audited: Audit) -> Finding | None:
     """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
     eta, c, beta = audited.eta, audited.c, audited.beta
-    # A high β is harmless where η does not jump, and at c = 0, where x stands still.
-    is_high = (beta >= 1) & (_jump_signs(eta) < 0)
+    # It is harmless where η falls evenly to 0, and at c = 0, where x stands still.
+    before = _shifted(eta)
+    is_harmful = _abrupt_mask(eta) | (before > 0.5 * eta.max())
+    is_high = (beta >= 1) & (eta < before) & is_harmful
     is_high[1:] &= c[:-1] > 0
     if not is_high.any():
         return None
@@ -287,14 +294,27 @@ def _describe_jump(
 
 def _jump_signs(values: Values) -> Values:
     """1 where a value jumps up, −1 where it jumps down, else 0; see `audit`."""
-    before = np.append(values[:1], values[:-1])
+    before = _shifted(values)
     low, high = np.minimum(values, before), np.maximum(values, before)
-    size = high - low
-    # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
+    is_large = high >= 1.5 * (1 - 1e-6) * low
+    return np.sign(values - before) * (_abrupt_mask(values) & is_large)
+
+
+def _abrupt_mask(values: Values) -> StepMask:
+    """Whether a step has more of a change than one of a ramp of 5 steps, each a fifth.
+
+    Values below 1e-4 of the largest do not count.
+    """
+    before = _shifted(values)
+    size = np.abs(values - before)
     nearby = np.convolve(size, np.ones(9))[4:-4]
-    is_abrupt = size > 0.22 * nearby
-    is_large = (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
-    return np.sign(values - before) * (is_abrupt & is_large)
+    is_large = np.maximum(values, before) > 1e-4 * values.max()
+    return (size > 0.22 * nearby) & is_large
+
+
+def _shifted(values: Values) -> Values:
+    """The value before each step, and at the first step the first."""
+    return np.append(values[:1], values[:-1])
 
 
 def _describe_steps(mask: StepMask) -> str:
