@@ -152,7 +152,7 @@ IN_SHORT = (
         "*to compare:* AdamW on bfloat16 params, rounded to nearest",
         "`optax.adamw` (6 bytes without float32 clipping)",
         "AdamW, rounded to nearest",
-        "NAdamW",
+        DEFAULT_B1,
     ),
 )
 # The rows of docs/fit.md, with their bytes per parameter.
