@@ -48,7 +48,7 @@ RIVALS = {
     ),
     PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
     "factored NAdamW, float8 m": (
-        "[`factored_nadamw`](#factored-nadamw) in `float8_momentum`"
+        "[`factored_nadamw`](#factored_nadamw) in `float8_momentum`"
     ),
     "factored NAdamW, 8-bit m": "`factored_nadamw`, m in bitsandbytes' 8-bit codes",
     "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
@@ -68,7 +68,7 @@ TUNED = {
     "Adafactor, bfloat16 params": "yes, then lowered",
     "Muon, 8-bit m": "no",
     DEFAULT_B1: "rate only",
-    "Muon": "rate only",
+    "Muon": "nearly",
     "Adafactor with momentum, bfloat16 params": "rate only",
     PARAMS_ARE_X: "no",
     "spa_adamw, bfloat16 z": "no",
@@ -98,7 +98,7 @@ AVERAGED = {
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
 }
-# The rows of the ladders in docs/results.md: what changes from one to the next.
+# The rows of the ladders in docs/rivals.md: what changes from one to the next.
 CHANGES = (
     "AdamW, b1 = 0.7",
     "Nesterov momentum of 0.9",
@@ -174,12 +174,6 @@ SCALED_TO = {
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
 SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
-# The rows of docs/backward.md, with the smallest card that 8B fits.
-IN_BACKWARD = {
-    "Adafactor, rounded": "RTX 4090",
-    "spa_adamw, 8-bit z, factored ν": "RTX 5090",
-    "spa_adamw, bfloat16 z, factored ν": "A100 of 40 GB",
-}
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
@@ -189,7 +183,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/results.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
+    ("docs/rivals.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
     ("docs/compared.md", "AdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
@@ -199,7 +193,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
         {"rate": 4e-3, "momentum": 0.9},
     ),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
-    ("docs/results.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
+    ("docs/rivals.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
 # Accuracies there, each with its page, row and learning rate.
 QUOTED_ACCURACIES = [
@@ -252,14 +246,14 @@ def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
         if best:
             shown = [r for r in others if is_shown(r) and r not in best]
             table = language_model.table(best + shown)
-            yield f"{title}: the best settings and shown ones, other seeds", table
+            yield f"{title}, seeds 1 to 5", table
         for name, names in LADDERS.items():
             if {run["optimizer"] for run in best} >= set(names):
                 ladder = language_model.ladder(best, names)
                 yield f"{title}: from AdamW to 3 bytes by {name}", ladder
         if search:
             table = language_model.table(search)
-            yield f"{title}: the search, seeds 0 and 6", table
+            yield f"{title}, the search (seeds 0 and 6)", table
 
 
 def is_shown(record: Record) -> bool:
@@ -395,7 +389,7 @@ def of_pretraining(records: list[Record], texts: dict[str, str]) -> str:
 
 
 def of_ladders(records: list[Record]) -> str:
-    """The losses of both ladders side by side, in docs/results.md."""
+    """The losses of both ladders side by side, in docs/rivals.md."""
     of_row, rows = pretrained(records), []
     for change, *names in zip(CHANGES, *LADDERS.values(), strict=True):
         losses = [f"{mean_loss(of_row[name]):.3f}" for name in names]
@@ -530,21 +524,6 @@ def of_limits() -> str:
     return common.markdown(["card", *memory.CARDS], [row])
 
 
-def of_backward(found: common.Records) -> str:
-    """8B on the smallest card that it fits, in docs/backward.md."""
-    rows = []
-    for name, card in IN_BACKWARD.items():
-        way = name + memory.IN_BACKWARD
-        record = memory.record_of(found, f"8B on one {card}", way)
-        size, limit = (
-            f"{record['GiB']:.1f}",
-            f"{memory.TARGETS[f'8B on one {card}'].limit:.1f}",
-        )
-        rows.append([SCALED[name], size, card, limit])
-    header = ["optimizer, bytes per parameter", "GiB", "card", "its GiB for a program"]
-    return common.markdown(header, rows)
-
-
 def missing_quotes() -> list[str]:
     """What of QUOTED and QUOTED_ACCURACIES does not stand in its page."""
     numbers = []
@@ -570,9 +549,11 @@ def guides() -> dict[Path, str]:
     tables = {
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, ADVISED),
+            "fine-tuning": of_fine_tuning(fine_tuning),
+        },
+        "docs/rivals.md": {
             "rivals": of_pretraining(pretraining, RIVALS),
             "ladder": of_ladders(pretraining),
-            "fine-tuning": of_fine_tuning(fine_tuning),
         },
         "docs/averages.md": {"averages": of_averages(pretraining)},
         "docs/fit.md": {
@@ -580,7 +561,6 @@ def guides() -> dict[Path, str]:
             "one card": of_one_card(found),
             "limits": of_limits(),
         },
-        "docs/backward.md": {"backward": of_backward(found)},
         "README.md": {"in short": in_short(pretraining)},
     }
     result = {}
