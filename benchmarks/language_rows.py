@@ -228,7 +228,7 @@ ROWS = {
     "factored NAdamW": Row(factored_nadamw, {"rate": 4e-3, "b1": 0.9}),
     "spa_adamw": Row(spa_of_adam, {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
     "AdamW averaged": Row(
-        averaged_adamw, {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4}
+        averaged_adamw, {"rate": 4e-3, "b1": 0.7, "c": 0.025, "mu_y": 0.4}
     ),
     "Muon": Row(muon, {"rate": 8e-3, "momentum": 0.95}),
     "Muon averaged": Row(

@@ -92,7 +92,7 @@ CLOSE = {
 # The rows of docs/averages.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
-    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`",
+    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.025, 0.4)`",
     "NAdamW": "`optax.adamw(…, nesterov=True)`",
     "spa_adamw": "`spa_adamw(…, interpolation=0.9)`",
     "Muon": "`optax.contrib.muon(…)`",

@@ -22,7 +22,7 @@ PANELS = [
     (
         "AdamW",
         ("AdamW", ADAMW),
-        ("AdamW averaged", ADAMW | {"c": 0.00625, "mu_y": 0.4}),
+        ("AdamW averaged", ADAMW | {"c": 0.025, "mu_y": 0.4}),
     ),
     (
         "Muon",

@@ -175,6 +175,15 @@ def test_nan_and_out_of_range(
         np.testing.assert_allclose(audit[:2], values(recipe, np.arange(100)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("make", [theory.audit, theory.audit_sgdm])
+def test_a_decay_may_end_a_rounding_error_below_0(make: Any) -> None:
+    """As `optax.linear_schedule(1e-3, 0, 1_000)` does under `jax.jit`."""
+    rates = jnp.linspace(1e-3, 0, 1_001).at[-1].set(-5e-11)
+    assert verdict(make(table(rates), 0.5, 1_001)).startswith("Nothing to change")
+    (finding,) = make(table(rates.at[-1].set(-1e-6)), 0.5, 1_001).findings()
+    assert finding.kind == "range"
+
+
 @pytest.mark.parametrize(
     ("averaging", "num_steps"), [(0.0033, 300), (0.0033, 1_000), (0.05, 80)]
 )

@@ -195,7 +195,8 @@ def _find_out_of_range(audited: Audit) -> Finding | None:
     In range are 0 ≤ η < ∞, 0 ≤ c ≤ 1 and 0 ≤ β, below 1 if it was given. NaN is not.
     """
     eta, c, alpha, beta, is_from_sgdm = audited
-    is_in_range = (eta >= 0) & (eta < np.inf) & (c >= 0) & (c <= 1) & (alpha >= 0)
+    is_in_range = ~_negative_mask(eta) & (eta < np.inf) & (c >= 0) & (c <= 1)
+    is_in_range &= ~_negative_mask(alpha)
     if is_from_sgdm:  # else β ≥ 0 follows
         is_in_range &= (beta >= 0) & (beta < 1)
     out = ~is_in_range
@@ -204,6 +205,12 @@ def _find_out_of_range(audited: Audit) -> Finding | None:
     return Finding(
         "range", f"a hyper-parameter is NaN or out of range {_describe_steps(out)}."
     )
+
+
+def _negative_mask(values: Values) -> StepMask:
+    """Whether a value is NaN, or below 0 by more than the error of a decay to 0."""
+    largest = np.max(np.abs(values), initial=0.0, where=np.isfinite(values))
+    return ~(values >= -1e-6 * largest)
 
 
 def _find_standstill(audited: Audit) -> Finding | None:
