@@ -170,7 +170,6 @@ SCALED = {
 }
 SCALED_TO = {
     "8B on v5e-8": "8B on v5e-8",
-    "8B on one H100": "8B on one H100",
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
 SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
@@ -481,7 +480,7 @@ def of_devices(records: list[Record]) -> str:
     """GiB per device, in docs/fit.md, for what was compiled for every target."""
     of_target = {(r["optimizer"], r["target"]): r for r in records}
     limits = [f"*{memory.TARGETS[name].limit:.4g}*" for name in SCALED_TO]
-    rows = [["*what a device has (on the H100, 95 % of it)*", *limits]]
+    rows = [["*what a device has*", *limits]]
     for name, text in SCALED.items():
         keys = [(name, target) for target in SCALED_TO]
         if all(key in of_target for key in keys):
