@@ -41,7 +41,8 @@ def spa_adamw(
     with `state_dtype=jnp.bfloat16`, `second_moment="factored"` and a `rounding_key`.
 
     Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name a
-    function `mask`, `second_moment`, `state_dtype` and `rounding_key` in `static_args`.
+    function `mask`, `second_moment`, `state_dtype`, `rounding_key` and an
+    `interpolation` that stays in `static_args`.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k, as for AdamW.

@@ -180,7 +180,8 @@ def primal_averaging(
     `primal_averaging`, not inside.
 
     Under `optax.inject_hyperparams` set `hyperparam_dtype=jnp.float32`, and name
-    `base`, `params_of_base`, `state_dtype` and `rounding_key` in `static_args`.
+    `base`, `params_of_base`, `state_dtype`, `rounding_key` and an `interpolation` that
+    stays in `static_args`.
 
     Args:
       base: a finished optimizer: `optax.sgd(0.1)`, `optax.adamw(1e-3)`,
