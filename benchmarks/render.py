@@ -150,7 +150,7 @@ IN_SHORT = (
     ),
     (
         "*to compare:* AdamW on bfloat16 params, rounded to nearest",
-        "`optax.adamw` (6 bytes without float32 clipping)",
+        "`optax.adamw`",
         "AdamW, rounded to nearest",
         DEFAULT_B1,
     ),
