@@ -149,8 +149,8 @@ IN_SHORT = (
         "8",
     ),
     (
-        "*to compare:* AdamW on bfloat16 params, rounded to nearest",
-        "`optax.adamw`",
+        "*to compare:* AdamW",
+        "`optax.adamw` on bfloat16 params, rounded to nearest",
         "AdamW, rounded to nearest",
         DEFAULT_B1,
     ),
