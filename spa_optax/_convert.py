@@ -30,6 +30,7 @@ from ._convert_states import (
     copy_into,
     filter_states,
     list_states,
+    names_of_states,
     steps_taken,
 )
 from ._schedules import AdamWHyperparams, SGDMHyperparams
@@ -43,7 +44,6 @@ from ._trees import (
     compute_dtype,
     copy_arrays,
     is_inexact,
-    node_type_names,
     replace_leaves,
 )
 from ._wrappers import PrimalAveragingState
@@ -111,7 +111,7 @@ def convert(
 
     Args:
       old_state: the run's state, in any chain, in wrappers of Optax and of this
-        package, or of Flax nnx.
+        package but `guard_params`, or of Flax nnx.
       params: the run's current params, or their float32 master copy: z is made from
         them.
       into: the new optimizer's state from `init`. It may train fewer params, with
@@ -309,7 +309,7 @@ def _find_state(
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
-        f"{node_type_names(tuple(states))}"
+        f"{names_of_states(states)}"
     )
 
 
@@ -325,7 +325,7 @@ def _find_nu(
         raise ValueError(
             "`old_state` and `into` must be of `optax.adamw` and "
             '`spa_adamw(second_moment="full")`, got one with '
-            f"{node_type_names(tuple(spa_states))}"
+            f"{names_of_states(spa_states)}"
         )
     return arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
 
@@ -498,7 +498,8 @@ def _momentum_like(
         x, s = run.y[path], scales[path]  # in Optax the params are x
         dtype = compute_dtype(x, z[path])
         x_minus_z = x.astype(dtype) - z[path].astype(dtype)
-        m[path] = jnp.where(s == 0, 0, x_minus_z / s.astype(dtype))
+        divisor = jnp.where(s == 0, 1, s).astype(dtype)
+        m[path] = jnp.where(s == 0, 0, x_minus_z / divisor)
     return replace_leaves(tree, list(m.values()))
 
 

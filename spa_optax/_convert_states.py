@@ -21,7 +21,6 @@ from ._trees import (
     arrays_by_path,
     as_scalar,
     find_nodes,
-    node_type_names,
     replace_leaves,
 )
 from ._wrappers import PrimalAveragingState, StochasticRoundingState
@@ -177,17 +176,21 @@ def copy_into(into: PyTree, old_states: list[Any], k: Array) -> PyTree:
     if remaining:
         raise ValueError(
             "`into` must hold all states of `old_state` beside the momentum, got none "
-            f"for its {_names_of_states(remaining)}. Build it from an optimizer "
+            f"for its {names_of_states(remaining)}. Build it from an optimizer "
             "with the same chain."
         )
     return filled
 
 
-def _names_of_states(states: list[Any]) -> str:
+def names_of_states(states: list[Any]) -> str:
     """The types of states, and what leads to bare arrays."""
-    bare = [f"bare array {min(state)}" for state in states if isinstance(state, dict)]
-    named = tuple(state for state in states if not isinstance(state, dict))
-    return ", ".join([*bare, *([node_type_names(named)] if named else [])])
+    return ", ".join(sorted(set(map(_name_of_state, states)))) or "none"
+
+
+def _name_of_state(state: Any) -> str:
+    if isinstance(state, dict):
+        return f"bare array {min(state) or 'at the root'}"
+    return f"`{type(state).__name__}`"
 
 
 def _is_copied(state: Any) -> bool:
@@ -213,11 +216,9 @@ def _pop_match(old_states: list[Any], new: Any) -> Any:
         if type(state) is type(new) and shapes.items() <= _shapes(state).items():
             leaves = arrays_by_path(old_states.pop(i))
             return replace_leaves(new, [leaves[path] for path in shapes])
-    name = f"`{type(new).__name__}`"
-    if isinstance(new, dict):
-        name = f"bare array {min(new)}"
+    sizes = list(shapes.values()) if isinstance(new, dict) else shapes
     raise ValueError(
         "`into` must hold only states of `old_state` beside the momentum, in the same "
-        f"shapes, got a {name} with {shapes}. Build it from an optimizer with the same "
-        "chain, masks and options."
+        f"shapes, got a {_name_of_state(new)} with {sizes}. Build it from an optimizer "
+        "with the same chain, masks and options."
     )

@@ -868,7 +868,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"hyperparams": SGDMHyperparams(0.1, 0.9)},
         "`into` must hold",
     ),
-    "spa_adamw to sgd": (SPA_ADAMW, SGD, {}, "none for its ScaleByRmsWithCountState"),
+    "spa_adamw to sgd": (SPA_ADAMW, SGD, {}, "none for its `ScaleByRmsWithCountState`"),
     "adamw to spa": (ADAM_TX, SPA, {"hyperparams": AdamWHyperparams(0.1)}, BOTH_SIDES),
     "spa to adamw": (SPA, ADAM_TX, {"hyperparams": AdamWHyperparams(0.1)}, BOTH_SIDES),
     "two second moments": (
@@ -889,7 +889,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {},
         "`primal_averaging`",
     ),
-    "an unknown momentum": (optax.lion(decaying), SPA, {}, "got EmptyState, ScaleByLi"),
+    "an unknown momentum": (optax.lion(decaying), SPA, {}, "got `EmptyState`, `ScaleByLi"),
     "float8": (
         float8_momentum(SGD, KEY),
         SPA,
@@ -900,7 +900,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         optax.lookahead(SPA, 2, 0.5),
         SPA,
         {"count": 0},
-        "`old_state` must hold .* got LookaheadState",
+        "`old_state` must hold .* got `LookaheadState`",
     ),
     "a transform": (SPA, SPA, {"into": SPA}, "`into` must hold .*TransformationExtra"),
     "no other": (SGD, SPA, {}, SGDM_NAME + "None"),

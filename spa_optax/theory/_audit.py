@@ -86,9 +86,8 @@ def audit(
     `summary()` names averages that leave more than 1 % of x_0 in x, and jumps of α and
     of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one
     step, above 1e-4 of the largest value, and more than 22 % of the change within four
-    steps on either side: a ramp of five equal steps is gradual. It also names falls of
-    η by more than c in a step, if they are as abrupt, or begin above half of the
-    largest η. (Below that they may be the end of a decay to 0, which is harmless.)
+    steps on either side: a ramp of five equal steps is gradual. Slower falls of η are
+    not named, though x lags behind z in those that are shorter than some 5/c steps.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
@@ -126,7 +125,7 @@ def audit(
         lambda k: [schedule(k) for schedule in schedules], num_steps
     )
     beta[0] = np.nan
-    return Audit(eta, c, alpha, beta, is_from_sgdm=False)
+    return Audit(eta, c, alpha, np.abs(beta), is_from_sgdm=False)  # at η = −0.0, too
 
 
 def audit_sgdm(
@@ -216,7 +215,7 @@ def _negative_mask(values: Values) -> StepMask:
 def _find_standstill(audited: Audit) -> Finding | None:
     """A schedule that never moves the params."""
     z_has_moved = np.maximum.accumulate(audited.eta > 0)
-    if (z_has_moved & (audited.c > 0)).any():
+    if audited.alpha.any() or (z_has_moved & (audited.c > 0)).any():
         return None
     return Finding("standstill", "α is 0 at every step: params stay.")
 
@@ -237,10 +236,9 @@ def _find_long_average(audited: Audit) -> Finding | None:
 def _find_high_beta(audited: Audit) -> Finding | None:
     """β_k = (η_{k−1}/η_k) (1 − c_k) is 1 or more where η falls by more than c_k."""
     eta, c, beta = audited.eta, audited.c, audited.beta
-    # It is harmless where η falls evenly to 0, and at c = 0, where x stands still.
-    before = _shifted(eta)
-    is_harmful = _abrupt_mask(eta) | (before > 0.5 * eta.max())
-    is_high = (beta >= 1) & (eta < before) & is_harmful
+    # β is over 1 in the end of any decay to 0, so only jumps count. At c = 0 x stands
+    # still.
+    is_high = (beta >= 1) & (_jump_signs(eta) < 0)
     is_high[1:] &= c[:-1] > 0
     if not is_high.any():
         return None
@@ -301,27 +299,14 @@ def _describe_jump(
 
 def _jump_signs(values: Values) -> Values:
     """1 where a value jumps up, −1 where it jumps down, else 0; see `audit`."""
-    before = _shifted(values)
+    before = np.append(values[:1], values[:-1])
     low, high = np.minimum(values, before), np.maximum(values, before)
-    is_large = high >= 1.5 * (1 - 1e-6) * low
-    return np.sign(values - before) * (_abrupt_mask(values) & is_large)
-
-
-def _abrupt_mask(values: Values) -> StepMask:
-    """Whether a step has more of a change than one of a ramp of 5 steps, each a fifth.
-
-    Values below 1e-4 of the largest do not count.
-    """
-    before = _shifted(values)
-    size = np.abs(values - before)
+    size = high - low
+    # A ramp of 5 steps has a fifth of its change in each, one of 4 a quarter.
     nearby = np.convolve(size, np.ones(9))[4:-4]
-    is_large = np.maximum(values, before) > 1e-4 * values.max()
-    return (size > 0.22 * nearby) & is_large
-
-
-def _shifted(values: Values) -> Values:
-    """The value before each step, and at the first step the first."""
-    return np.append(values[:1], values[:-1])
+    is_abrupt = size > 0.22 * nearby
+    is_large = (high >= 1.5 * (1 - 1e-6) * low) & (high > 1e-4 * values.max())
+    return np.sign(values - before) * (is_abrupt & is_large)
 
 
 def _describe_steps(mask: StepMask) -> str:
