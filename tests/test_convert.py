@@ -889,7 +889,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {},
         "`primal_averaging`",
     ),
-    "an unknown momentum": (optax.lion(decaying), SPA, {}, "got `EmptyState`, `ScaleByLi"),
+    "an unknown momentum": (
+        optax.lion(decaying),
+        SPA,
+        {},
+        "got `EmptyState`, `ScaleByLi",
+    ),
     "float8": (
         float8_momentum(SGD, KEY),
         SPA,
