@@ -108,8 +108,8 @@ CHANGES = (
     "z in float8, m in 8 bits",
 )
 # The rows of README.md: whom they help, what to type, and the names of the records: of
-# this, and of the same in float32. Bytes stand here only if it was not pretrained.
-IN_SHORT = (
+# this, and of the same in float32. What was not pretrained has bytes in their place.
+IN_SHORT: tuple[tuple[str, str, str | int, str | int], ...] = (
     (
         "AdamW",
         "`optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16)` in "
@@ -133,8 +133,8 @@ IN_SHORT = (
         "AdamW, to fine-tune",
         "[`optax.adafactor` in `stochastic_rounding`]"
         "(docs/start.md#adafactor-in-2-bytes)",
-        "2",
-        "12",
+        2,
+        12,
     ),
     (
         "Muon",
@@ -145,8 +145,8 @@ IN_SHORT = (
     (
         "SGD with momentum",
         "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16",
-        "4",
-        "8",
+        4,
+        8,
     ),
     (
         "*to compare:* AdamW",
@@ -182,6 +182,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
+    ("README.md", "AdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/rivals.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
@@ -420,15 +421,13 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 def in_short(records: list[Record]) -> str:
     """The table of README.md."""
     of_row, rows = pretrained(records), []
-    for use, text, *names in IN_SHORT:
-        if set(names) <= of_row.keys():
-            both = [of_row[name] for name in names]
-            num_bytes, num_bytes_float32 = [f"{runs[0]['bytes']:.0f}" for runs in both]
-            loss, loss_float32 = [f"{mean_loss(runs):.3f}" for runs in both]
-        else:
-            num_bytes, num_bytes_float32 = names
-            loss = loss_float32 = ""
-        rows.append([use, text, num_bytes, num_bytes_float32, loss, loss_float32])
+    for use, text, *names_or_bytes in IN_SHORT:
+        num_bytes, losses = [], []
+        for cell in names_or_bytes:
+            runs = None if isinstance(cell, int) else of_row[cell]
+            num_bytes.append(str(cell) if runs is None else f"{runs[0]['bytes']:.0f}")
+            losses.append("" if runs is None else f"{mean_loss(runs):.3f}")
+        rows.append([use, text, *num_bytes, *losses])
     header = ["you train", "you type", "bytes", "bytes in float32"]
     header += ["loss", "loss in float32"]
     return common.markdown(header, rows)
@@ -494,11 +493,7 @@ def memory_cell(record: Record) -> str:
     limit = memory.TARGETS[record["target"]].limit
     if record["refused"] or record["GiB"] > limit:
         return f"{record['GiB']:.1f}, OOM"
-    return f"{record['GiB']:.1f}{barely(record['GiB'], limit)}"
-
-
-def barely(size: float, limit: float) -> str:
-    return ", barely" if size > 0.99 * limit else ""
+    return f"{record['GiB']:.1f}"
 
 
 def of_one_card(found: common.Records) -> str:

@@ -27,6 +27,7 @@ from ._convert_states import (
     CONVERTED_FIELDS,
     ScaleByRmsWithCountState,
     check_one_run,
+    check_wrappers,
     copy_into,
     filter_states,
     list_states,
@@ -179,14 +180,11 @@ def convert(
         optax_states = new_states if isinstance(old, SPAState) else old_states
         _check_injected(optax_states, hyperparams)
         y = _inexact_params(old, arrays_by_path(params))
-        nu = _find_nu(old, new, old_states, new_states)
-        if nu is not None:
-            _check_nu(nu, y.keys() & arrays_by_path(_converted_tree(new)).keys())
         run = Run(
             count=k,
             y=y,
             new_params=arrays_by_path(new_params),
-            nu=nu or {},
+            nu=_find_nu(old, new, old_states, new_states, y.keys()),
             hyperparams=hyperparams,
             averaging=averaging,
         )
@@ -196,6 +194,7 @@ def convert(
         # `copy_into` finds states by type. So the written one joins the old states, in
         # place of the momentum that it was made of.
         old_states = _replace_momentum(old_states, old, written)
+    check_wrappers(old_states + new_states)
     return copy_arrays(copy_into(into, old_states, k))
 
 
@@ -314,11 +313,18 @@ def _find_state(
 
 
 def _find_nu(
-    old: Any, new: Any, old_states: list[Any], new_states: list[Any]
-) -> ArraysByPath | None:
-    """Adam's ν as it is stored, if the run goes from or to AdamW."""
+    old: Any,
+    new: Any,
+    old_states: list[Any],
+    new_states: list[Any],
+    paths: Set[str],
+) -> ArraysByPath:
+    """Adam's ν as it is stored, if the run goes from or to AdamW.
+
+    Raises ValueError if a parameter of `paths` that keeps its momentum has none.
+    """
     if optax.ScaleByAdamState not in (type(old), type(new)):
-        return None
+        return {}
     spa_states = old_states if isinstance(old, SPAState) else new_states
     found = filter_states(spa_states, ScaleByRmsWithCountState)
     if len(found) != 1:
@@ -327,16 +333,14 @@ def _find_nu(
             '`spa_adamw(second_moment="full")`, got one with '
             f"{names_of_states(spa_states)}"
         )
-    return arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
-
-
-def _check_nu(nu: ArraysByPath, paths: Set[str]) -> None:
-    """Raises ValueError if a parameter that keeps its momentum has no ν."""
-    if missing := paths - nu.keys():
+    nu = arrays_by_path(found[0].nu if isinstance(old, SPAState) else old.nu)
+    kept = paths & arrays_by_path(_converted_tree(new)).keys()
+    if missing := kept - nu.keys():
         raise ValueError(
             "`old_state` must hold a second moment of every parameter with a momentum, "
             f"got none of {min(missing) or 'its root'}"
         )
+    return nu
 
 
 def _replace_momentum(states: list[Any], old: Any, written: Any) -> list[Any]:

@@ -88,12 +88,12 @@ def _map_states(function: Callable[[Any], Any], tree: PyTree, name: str = "") ->
         tree, is_leaf=lambda node: node is not tree
     )
     return structure.unflatten(
-        _map_states(function, child, name + _name_of(tree, path))
+        _map_states(function, child, name + _name_of_child(tree, path))
         for path, child in children
     )
 
 
-def _name_of(node: Any, path: Any) -> str:
+def _name_of_child(node: Any, path: Any) -> str:
     """What leads to a child of a node."""
     if isinstance(node, (tuple, list)):
         return ""
@@ -182,6 +182,20 @@ def copy_into(into: PyTree, old_states: list[Any], k: Array) -> PyTree:
     return filled
 
 
+def check_wrappers(states: list[Any]) -> None:
+    """Raises ValueError if an `SPAState` is in a wrapper that `convert` does not know.
+
+    The wrapper would be copied whole, with z as it was stored.
+    """
+    for state in states:
+        if not isinstance(state, SPAState) and find_nodes(state, SPAState):
+            raise ValueError(
+                "`old_state` and `into` must hold an `SPAState` in wrappers that "
+                f"`convert` knows, got a `{type(state).__name__}`. Convert what is "
+                "inside."
+            )
+
+
 def names_of_states(states: list[Any]) -> str:
     """The types of states, and what leads to bare arrays."""
     return ", ".join(sorted(set(map(_name_of_state, states)))) or "none"
@@ -197,11 +211,6 @@ def _is_copied(state: Any) -> bool:
     """Whether a state has arrays, and is neither a wrapper nor a schedule's count."""
     if _is_schedule_state(state) or type(state) in INNER_FIELDS:
         return False
-    if not isinstance(state, SPAState) and find_nodes(state, SPAState):
-        raise ValueError(
-            "`old_state` and `into` must hold an `SPAState` in wrappers that `convert` "
-            f"knows, got a `{type(state).__name__}`. Convert what is inside."
-        )
     return bool(_shapes(state))
 
 
