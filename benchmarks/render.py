@@ -98,6 +98,24 @@ AVERAGED = {
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
 }
+# And after 5,000 steps: the optimizer and its settings.
+LONGER = {
+    "`optax.adamw(…, b1=0.7)`": ("AdamW", {"rate": 4e-3, "b1": 0.7}),
+    "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`": (
+        "AdamW averaged",
+        {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4},
+    ),
+    "`optax.adamw(…, nesterov=True)`": ("NAdamW", {"rate": 4e-3, "b1": 0.9}),
+    "`spa_adamw(…, interpolation=0.9)`": (
+        "spa_adamw",
+        {"rate": 4e-3, "c": 0.1, "mu_y": 0.9},
+    ),
+    "`optax.contrib.muon(…)`": ("Muon", {"rate": 8e-3, "momentum": 0.95}),
+    "`primal_averaging(optax.contrib.muon(…), 0.0015625, 0.4)`": (
+        "Muon averaged",
+        {"rate": 8e-3, "momentum": 0.95, "c": 0.0015625, "mu_y": 0.4},
+    ),
+}
 # The rows of the ladders in docs/rivals.md: what changes from one to the next.
 CHANGES = (
     "AdamW, b1 = 0.7",
@@ -181,7 +199,7 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
         for name in ("Muon", "Muon, 8-bit m")
     ),
     ("README.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
-    ("README.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
     ("README.md", "AdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/rivals.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
     ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
@@ -398,19 +416,34 @@ def of_ladders(records: list[Record]) -> str:
     return common.markdown(["bytes", *LADDERS, "the change"], rows)
 
 
-def of_averages(records: list[Record]) -> str:
-    """The losses of params, of an EMA of them, and of x, in docs/averages.md."""
-    rows, of_row = [], pretrained(records)
-    for name, text in AVERAGED.items():
-        ends = [run["curve"][-1] for run in of_row[name]]
-        losses = [
-            f"{statistics.mean(end[point] for end in ends):.3f}"
-            if all(point in end for end in ends)
-            else ""
-            for point in ("weights", "EMA 0.99", "x")
-        ]
-        rows.append([text, *losses])
-    return common.markdown(["optimizer", "params", "EMA of them", "x"], rows)
+def of_averages(rows: dict[str, list[Record]], *emas: str) -> str:
+    """The losses of params, of the best of these EMAs, and of x, in docs/averages.md."""
+
+    def mean(runs: list[Record], point: str) -> float:
+        return statistics.mean(run["curve"][-1][point] for run in runs)
+
+    cells = []
+    for text, runs in rows.items():
+        best_ema = min(mean(runs, ema) for ema in emas)
+        has_x = "x" in runs[0]["curve"][-1]
+        losses = [f"{mean(runs, 'weights'):.3f}", f"{best_ema:.3f}"]
+        cells.append([text, *losses, f"{mean(runs, 'x'):.3f}" if has_x else ""])
+    return common.markdown(["optimizer", "params", "EMA of them", "x"], cells)
+
+
+def averaged(records: list[Record]) -> dict[str, list[Record]]:
+    """The runs of 2,000 steps, by the code of their optimizer."""
+    of_row = pretrained(records)
+    return {text: of_row[name] for name, text in AVERAGED.items()}
+
+
+def averaged_longer(records: list[Record]) -> dict[str, list[Record]]:
+    """Those of 5,000 steps, of all seeds, at the settings of LONGER."""
+    runs = [r for r in records if r["steps"] == 5_000]
+    return {
+        text: [r for r in runs if (r["optimizer"], r["settings"]) == row]
+        for text, row in LONGER.items()
+    }
 
 
 def fine_tuned(records: list[Record]) -> list[Record]:
@@ -461,6 +494,19 @@ def of_fine_tuning(records: list[Record]) -> str:
     rows.sort(key=lambda row: -float(row[1]))
     header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]
     return common.markdown(["optimizer", "bytes", *header], rows)
+
+
+def of_longer_fine_tuning(records: list[Record]) -> str:
+    """Accuracy and loss on SST-2 at 1e-4, after 2,600 steps, in docs/results.md."""
+    runs = [r for r in records if (r["steps"], r["rate"]) == (2_600, 1e-4)]
+    rows = []
+    for name, of_row in groups(runs, "row").items():
+        accuracy = f"{mean_accuracy(of_row):.3f}"
+        loss = f"{statistics.mean(run['loss'] for run in of_row):.3f}"
+        num_bytes, num_seeds = f"{of_row[0]['bytes']:.1f}", str(len(of_row))
+        rows.append([FINE_TUNED[name], num_bytes, num_seeds, accuracy, loss])
+    header = ["optimizer", "bytes", "seeds", "accuracy", "loss"]
+    return common.markdown(header, rows)
 
 
 def of_closeness(records: list[Record]) -> str:
@@ -544,12 +590,18 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, ADVISED),
             "fine-tuning": of_fine_tuning(fine_tuning),
+            "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
         "docs/rivals.md": {
             "rivals": of_pretraining(pretraining, RIVALS),
             "ladder": of_ladders(pretraining),
         },
-        "docs/averages.md": {"averages": of_averages(pretraining)},
+        "docs/averages.md": {
+            "averages": of_averages(averaged(pretraining), "EMA 0.99"),
+            "longer averages": of_averages(
+                averaged_longer(pretraining), "EMA 0.99", "EMA 0.995", "EMA 0.999"
+            ),
+        },
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
             "one card": of_one_card(found),
