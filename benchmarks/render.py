@@ -417,7 +417,7 @@ def of_ladders(records: list[Record]) -> str:
 
 
 def of_averages(rows: dict[str, list[Record]], *emas: str) -> str:
-    """The losses of params, of the best of these EMAs, and of x, in docs/averages.md."""
+    """The losses of params, of the best of the EMAs, and of x: docs/averages.md."""
 
     def mean(runs: list[Record], point: str) -> float:
         return statistics.mean(run["curve"][-1][point] for run in runs)
