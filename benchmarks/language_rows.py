@@ -19,6 +19,7 @@ from rivals import BF16, COMPANDED, DYNAMIC, F32, LINEAR, Tx, in_codes, with_low
 
 from spa_optax import (
     float8_momentum,
+    in_float32,
     primal_averaging,
     schedule_free_averaging,
     spa_adamw,
@@ -49,6 +50,11 @@ def adamw(rate: optax.Schedule, key: jax.Array, b1: float, **options: Any) -> Tx
 
 
 nadamw = functools.partial(adamw, nesterov=True)
+
+
+def adamw_in_float32(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
+    """With bfloat16 params only the params are rounded, to nearest: a control."""
+    return in_float32(adamw(rate, key, b1))
 
 
 def spa_of_adam(
@@ -242,6 +248,7 @@ ROWS = {
 }
 ROWS |= {
     "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
+    "AdamW, rounded to nearest, float32 moments": Row(adamw_in_float32, ADAMW, BF16),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
     "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),
     "AdamW, 8-bit moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
@@ -302,6 +309,6 @@ LADDERS = {
         "factored NAdamW",
         "factored NAdamW, bfloat16 params",
         "factored NAdamW, bfloat16 m",
-        "factored NAdamW, 8-bit m",
+        "factored NAdamW, float8 m",
     ),
 }
