@@ -33,14 +33,14 @@ AT = (10, 30, 100, 300, 1_000, 2_000)  # the steps after which runs are compared
 GROUPS = {
     "spa_adamw": (
         "spa_adamw, factored ν",
-        ("spa_adamw, bfloat16 params", "spa_adamw, bfloat16 z", "spa_adamw, 8-bit z"),
+        ("spa_adamw, bfloat16 params", "spa_adamw, bfloat16 z", "spa_adamw, float8 z"),
     ),
     "factored NAdamW": (
         "factored NAdamW",
         (
             "factored NAdamW, bfloat16 params",
             "factored NAdamW, bfloat16 m",
-            "factored NAdamW, 8-bit m",
+            "factored NAdamW, bitsandbytes m",
         ),
     ),
     **{
@@ -48,7 +48,7 @@ GROUPS = {
             name,
             (
                 f"{name}, rounded",
-                f"{name}, 8-bit copy",
+                f"{name}, float8 copy",
                 f"{name}, bfloat16 copy",
                 f"{name}, low half",
             ),

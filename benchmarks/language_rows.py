@@ -251,15 +251,15 @@ ROWS |= {
     "AdamW, rounded to nearest, float32 moments": Row(adamw_in_float32, ADAMW, BF16),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
     "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),
-    "AdamW, 8-bit moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
-    "AdamW, companded moments": Row(rounded(coded_adamw(COMPANDED)), ADAMW, BF16),
+    "AdamW, bitsandbytes moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
+    "AdamW, FlashOptim moments": Row(rounded(coded_adamw(COMPANDED)), ADAMW, BF16),
     "factored NAdamW, bfloat16 params": in_bfloat16(
         "factored NAdamW", rounded(factored_nadamw)
     ),
     "factored NAdamW, bfloat16 m": in_bfloat16(
         "factored NAdamW", rounded(factored_nadamw, dtype=BF16)
     ),
-    "factored NAdamW, 8-bit m": in_bfloat16(
+    "factored NAdamW, bitsandbytes m": in_bfloat16(
         "factored NAdamW", rounded(factored_nadamw, in_8_bits=True)
     ),
     "factored NAdamW, float8 m": in_bfloat16(
@@ -271,9 +271,9 @@ ROWS |= {
     ),
     "spa_adamw, bfloat16 params": in_bfloat16("spa_adamw", with_z(F32)),
     "spa_adamw, bfloat16 z": in_bfloat16("spa_adamw", with_z(BF16)),
-    "spa_adamw, 8-bit z": in_bfloat16("spa_adamw", with_z(E4M3)),
-    "Muon, 8-bit m": in_bfloat16("Muon", rounded(muon_in_8_bits)),
-    "Muon, 8-bit m, linear": in_bfloat16("Muon", rounded(muon_in_codes)),
+    "spa_adamw, float8 z": in_bfloat16("spa_adamw", with_z(E4M3)),
+    "Muon, float8 m": in_bfloat16("Muon", rounded(muon_in_8_bits)),
+    "Muon, linear m": in_bfloat16("Muon", rounded(muon_in_codes)),
     "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
     "Adafactor with momentum, bfloat16 params": in_bfloat16(
         "Adafactor with momentum", rounded(adafactor, dtype_momentum=BF16)
@@ -283,7 +283,7 @@ for name, make in (("AdamW", adamw), ("Muon", muon)):
     ROWS |= {
         f"{name}, rounded": in_bfloat16(name, rounded(make)),
         f"{name}, bfloat16 copy": in_bfloat16(name, with_copy(make, BF16)),
-        f"{name}, 8-bit copy": in_bfloat16(name, with_copy(make, E4M3)),
+        f"{name}, float8 copy": in_bfloat16(name, with_copy(make, E4M3)),
         f"{name}, low half": in_bfloat16(name, low_half(make)),
     }
 ROWS |= {
@@ -301,7 +301,7 @@ LADDERS = {
         "spa_adamw, factored ν",
         "spa_adamw, bfloat16 params",
         "spa_adamw, bfloat16 z",
-        "spa_adamw, 8-bit z",
+        "spa_adamw, float8 z",
     ),
     "momentum": (
         "AdamW",

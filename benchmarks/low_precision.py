@@ -136,7 +136,7 @@ SCHEMES = {
         BF16,
         lambda a, b, k: stochastic_rounding(optax.sgd(a, b, accumulator_dtype=BF16), k),
     ),
-    "SGD+M, 8-bit m, stochastic": Scheme(
+    "SGD+M, float8 m, stochastic": Scheme(
         BF16,
         lambda a, b, k: stochastic_rounding(float8_momentum(optax.sgd(a, b), k), k),
     ),

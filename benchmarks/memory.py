@@ -130,21 +130,19 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
         "Adafactor, rounded": in_16_bits(
             optax.adafactor(1e-3, multiply_by_parameter_scale=False)
         ),
-        "Lion, bfloat16": in_16_bits(optax.lion(1e-4, mu_dtype=BF16)),
     }
     if hasattr(optax.contrib, "MuonDimensionNumbers"):  # optax 0.2.6 or newer
         options: Any = {
             "mu_dtype": BF16,
             "muon_weight_dimension_numbers": muon_dimensions,
         }
-        muon = optax.contrib.muon(1e-3, **options)
-        result["Muon, bfloat16"] = in_16_bits(muon)
-        result["Muon, rounded, 8-bit m"] = in_16_bits(float8_momentum(muon, key))
+        muon = float8_momentum(optax.contrib.muon(1e-3, **options), key)
+        result["Muon, rounded, float8 m"] = in_16_bits(muon)
     return result | {
         "spa_adamw, bfloat16": spa(),
         "spa_adamw, bfloat16 z": spa(state_dtype=BF16),
         "spa_adamw, bfloat16 z, factored ν": factored(state_dtype=BF16),
-        "spa_adamw, 8-bit z, factored ν": factored(state_dtype=jnp.float8_e4m3fn),
+        "spa_adamw, float8 z, factored ν": factored(state_dtype=jnp.float8_e4m3fn),
     }
 
 
@@ -153,9 +151,9 @@ BY_CARD = [
     "Adafactor, float32",
     "AdamW, rounded",
     "spa_adamw, bfloat16 z, factored ν",
-    "spa_adamw, 8-bit z, factored ν",
+    "spa_adamw, float8 z, factored ν",
     "Adafactor, rounded",
-    "Muon, rounded, 8-bit m",
+    "Muon, rounded, float8 m",
 ]
 
 
@@ -328,13 +326,13 @@ def table(records: list[dict[str, Any]]) -> str:
             f"{record['bytes']:.1f}",
             "" if size is None else f"{size:.2f}",
         ]
-        row += ["" if fits else "out of memory", f"{record['whole']:.2f}", kinds]
+        row += ["yes" if fits else "no", f"{record['whole']:.2f}", kinds]
         rows.append([*row, f"{record['seconds']:.0f}"])
     header = [
         "optimizer",
         "bytes/param",
         "GiB/device",
-        "",
+        "fits",
         "whole",
         "collectives",
         "compile",

@@ -25,71 +25,36 @@ from language_rows import ADAMW, LADDERS
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
-PARAMS_ARE_X = "spa_adamw, 8-bit z, μ_y = 1"
+PARAMS_ARE_X = "spa_adamw, float8 z, μ_y = 1"
 AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
-# The rows of the first table of docs/results.md: what the pages advise, and its peers.
-ADVISED = {
-    "Adafactor, bfloat16 params": "Adafactor in `stochastic_rounding`",
-    "spa_adamw, 8-bit z": "`spa_adamw`, z in float8",
-    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16",
-    "NAdamW, bfloat16 m": (
-        "AdamW with a bfloat16 Nesterov momentum, in `stochastic_rounding`"
-    ),
-    "AdamW, rounded to nearest": "AdamW, bfloat16 params",
-    DEFAULT_B1: "AdamW, float32 params",
-    "NAdamW": "AdamW with Nesterov momentum, float32 params",
-    "Muon, 8-bit m": "Muon in `float8_momentum` and `stochastic_rounding`",
-    "Muon": "Muon, float32 params",
-}
-# And those of the second.
-RIVALS = {
-    "Adafactor with momentum, bfloat16 params": (
-        "Adafactor with a bfloat16 momentum, in `stochastic_rounding`"
-    ),
-    PARAMS_ARE_X: "`spa_adamw`, z in float8, `interpolation=1`",
+# The rows of the first table of docs/results.md, with the dtype of their params.
+PRETRAINED = {
+    "Muon": ("Muon", "float32"),
+    "Muon, float8 m": ("Muon in `float8_momentum`", "bfloat16"),
+    "NAdamW": ("AdamW, Nesterov momentum", "float32"),
+    "NAdamW, bfloat16 m": ("AdamW, Nesterov momentum in bfloat16", "bfloat16"),
+    "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
+    "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
+    PARAMS_ARE_X: ("`spa_adamw`, z in float8, `interpolation` of 1", "bfloat16"),
     "factored NAdamW, float8 m": (
-        "[`factored_nadamw`](#factored_nadamw) in `float8_momentum`"
+        "[`factored_nadamw`](rivals.md#factored_nadamw) in `float8_momentum`",
+        "bfloat16",
     ),
-    "factored NAdamW, 8-bit m": "`factored_nadamw`, m in bitsandbytes' 8-bit codes",
-    "AdamW, 8-bit moments": "AdamW with bitsandbytes' 8-bit moments",
-    "AdamW, bfloat16 m": (
-        "AdamW with a bfloat16 momentum, not Nesterov's, in `stochastic_rounding`"
+    "AdamW": ("AdamW, b1 of 0.7", "float32"),
+    DEFAULT_B1: ("AdamW", "float32"),
+    "AdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
+    "AdamW, bitsandbytes moments": ("AdamW, moments in bitsandbytes' 8 bits", "bfloat16"),
+    "AdamW, FlashOptim moments": ("AdamW, moments in FlashOptim's 8 bits", "bfloat16"),
+#CONTROL
+    "AdamW, rounded to nearest": ("AdamW", "bfloat16, rounded to nearest"),
+    "Adafactor with momentum, bfloat16 params": (
+        "Adafactor, momentum in bfloat16",
+        "bfloat16",
     ),
-    "AdamW": "AdamW, b1 = 0.7, float32 params",
+    "Adafactor": ("Adafactor", "float32"),
+    "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
 }
-# Whether the search found the settings of a row there; "yes" for all others.
-TUNED = {
-    "factored NAdamW, 8-bit m": "b1 only",
-    "factored NAdamW, float8 m": "no",
-    "AdamW, 8-bit moments": "no",
-    "AdamW, bfloat16 m": "no",
-    "NAdamW, bfloat16 m": "no",
-    "AdamW, rounded to nearest": "no",
-    "Adafactor, bfloat16 params": "yes, then lowered",
-    "Muon, 8-bit m": "no",
-    DEFAULT_B1: "rate only",
-    "Muon": "nearly",
-    "Adafactor with momentum, bfloat16 params": "rate only",
-    PARAMS_ARE_X: "no",
-    "spa_adamw, bfloat16 z": "no",
-}
-FINE_TUNED = {
-    "float32": "AdamW, float32 params",
-    "bfloat16": "AdamW, bfloat16 params",
-    "stochastic_rounding": "AdamW in `stochastic_rounding`",
-    "z in bfloat16": "`spa_adamw`, z in bfloat16",
-    "z in float8": "`spa_adamw`, z in float8",
-    "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
-}
-# The rows of the first table of results/fidelity.md.
-CLOSE = {
-    "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
-    "AdamW, 8-bit copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
-    "AdamW, bfloat16 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in bfloat16",
-    "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
-    fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
-}
-# The rows of docs/averages.md, with what users type.
+# The rows of docs/averages.md, with what to type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
     "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.025, 0.4)`",
@@ -118,12 +83,12 @@ LONGER = {
 }
 # The rows of the ladders in docs/rivals.md: what changes from one to the next.
 CHANGES = (
-    "AdamW, b1 = 0.7",
-    "Nesterov momentum of 0.9",
-    "factored second moment",
-    "bfloat16 params, rounded at random",
-    "z or m in bfloat16",
-    "z in float8, m in 8 bits",
+    "AdamW with a b1 of 0.7, its best",
+    "Nesterov momentum, or an `interpolation` of 0.9; a b1 of 0.9",
+    "the second moment is factored",
+    "params in bfloat16, rounded at random",
+    "z or momentum in bfloat16",
+    "z or momentum in float8",
 )
 # The rows of README.md: whom they help, what to type, and the names of the records: of
 # this, and of the same in float32. What was not pretrained has bytes and a result.
@@ -145,7 +110,7 @@ IN_SHORT: tuple[tuple[str, str, Entry, Entry], ...] = (
     (
         "AdamW, if 4 bytes do not fit",
         "`spa_adamw`, z in float8",
-        "spa_adamw, 8-bit z",
+        "spa_adamw, float8 z",
         "NAdamW",
     ),
     (
@@ -158,7 +123,7 @@ IN_SHORT: tuple[tuple[str, str, Entry, Entry], ...] = (
     (
         "Muon",
         "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
-        "Muon, 8-bit m",
+        "Muon, float8 m",
         "Muon",
     ),
     (
@@ -175,8 +140,8 @@ SCALED = {
     "Adafactor, float32": "Adafactor, float32 params, 4",
     "AdamW, rounded": "AdamW in `stochastic_rounding`, 8",
     "spa_adamw, bfloat16 z, factored ν": "`spa_adamw`, z in bfloat16, 4",
-    "spa_adamw, 8-bit z, factored ν": "`spa_adamw`, z in float8, 3",
-    "Muon, rounded, 8-bit m": (
+    "spa_adamw, float8 z, factored ν": "`spa_adamw`, z in float8, 3",
+    "Muon, rounded, float8 m": (
         "Muon in `float8_momentum` and `stochastic_rounding`, 3.1 to 3.7"
     ),
     "Adafactor, rounded": "Adafactor in `stochastic_rounding`, 2",
@@ -191,19 +156,14 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
         (page, name, {"rate": 8e-3, "momentum": 0.95})
         for page in ("docs/muon.md", "docs/results.md")
-        for name in ("Muon", "Muon, 8-bit m")
+        for name in ("Muon", "Muon, float8 m")
     ),
-    ("docs/rivals.md", "NAdamW", {"rate": 4e-3, "b1": 0.9}),
     ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/rivals.md", "spa_adamw, 8-bit z", AT_MU_Y_1),
-    ("docs/compared.md", "AdamW, 8-bit moments", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/rivals.md", "factored NAdamW, bitsandbytes m", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/compared.md", "AdamW, FlashOptim moments", {"rate": 4e-3, "b1": 0.9}),
+    ("docs/compared.md", "AdamW, bitsandbytes moments", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
     ("docs/compared.md", "AdamW, bfloat16 m", {"rate": 4e-3, "b1": 0.9}),
-    (
-        "docs/compared.md",
-        "Adafactor with momentum, bfloat16 params",
-        {"rate": 4e-3, "momentum": 0.9},
-    ),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/rivals.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
@@ -224,6 +184,7 @@ TITLES = {  # of the pages of records
     "finetune": "Fine-tuning in bfloat16",
     "fidelity": "How long few bits stay close to float32",
 }
+TASKS = {"sst2": "SST-2", "trec": "TREC"}
 NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
 
@@ -251,9 +212,19 @@ def groups(records: list[Record], *keys: str) -> dict[Any, list[Record]]:
     return {value: [r for r in records if value_of(r) == value] for value in values}
 
 
+def seeds_of(runs: list[Record]) -> str:
+    """Such as "seed 0", or "seeds 0 and 6"."""
+    seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"seeds {', '.join(seeds[:-1])} and {seeds[-1]}"
+
+
 def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """For each length of the runs: the best settings, ladders, and the search."""
-    for num_steps, runs in sorted(groups(records, "steps").items()):
+    """For each length of the runs, 2,000 first: the best settings, ladders, search."""
+    of_steps = groups(records, "steps")
+    for num_steps in sorted(of_steps, key=lambda steps: (steps != 2_000, steps)):
+        runs = of_steps[num_steps]
         search = [run for run in runs if run["seed"] in language_model.SEARCH]
         others = [run for run in runs if run["seed"] not in language_model.SEARCH]
         best = language_model.best_settings(others)
@@ -261,14 +232,14 @@ def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
         if best:
             shown = [r for r in others if is_shown(r) and r not in best]
             table = language_model.table(best + shown)
-            yield f"{title}, seeds 1 to 5", table
+            yield f"{title}, {seeds_of(others)}", table
         for name, names in LADDERS.items():
             if {run["optimizer"] for run in best} >= set(names):
                 ladder = language_model.ladder(best, names)
                 yield f"{title}: from AdamW to 3 bytes by {name}", ladder
         if search:
             table = language_model.table(search)
-            yield f"{title}, the search (seeds 0 and 6)", table
+            yield f"{title}, the search ({seeds_of(search)})", table
 
 
 def is_shown(record: Record) -> bool:
@@ -276,7 +247,7 @@ def is_shown(record: Record) -> bool:
     row = record["optimizer"], record["settings"]
     return row in (
         ("AdamW", ADAMW),
-        ("spa_adamw, 8-bit z", AT_MU_Y_1),
+        ("spa_adamw, float8 z", AT_MU_Y_1),
         ("spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
         ("Adafactor, bfloat16 params", {"rate": 8e-3}),
     )
@@ -314,9 +285,9 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
 def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
     """Means over seeds, for each rate."""
     keys = ("accuracy", "loss", "moved", "cosine", "length", "distance")
-    for (task, num_steps, rate), runs in groups(
-        records, "task", "steps", "rate"
-    ).items():
+    for (task, num_steps, rate), runs in sorted(
+        groups(records, "task", "steps", "rate").items()
+    ):
         rows, of_rows = [], groups(runs, "row")
         for name, of_row in of_rows.items():
             means = [
@@ -334,7 +305,8 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
             rows.append([name, num_bytes, str(len(of_row)), *means, less, ema])
         header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
         header.append("accuracy of an EMA")
-        yield f"{task}, {num_steps:,} steps at {rate:g}", common.markdown(header, rows)
+        title = f"{TASKS[task]}, {num_steps:,} steps at {as_text(rate)}"
+        yield title, common.markdown(header, rows)
 
 
 def of_fidelity(records: list[Record]) -> Iterator[tuple[str, str]]:
@@ -369,7 +341,7 @@ def pretrained(records: list[Record]) -> dict[str, list[Record]]:
     chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
     of_row[DEFAULT_B1] = of_others(records, "AdamW", ADAMW)
-    of_row[PARAMS_ARE_X] = of_others(records, "spa_adamw, 8-bit z", AT_MU_Y_1)
+    of_row[PARAMS_ARE_X] = of_others(records, "spa_adamw, float8 z", AT_MU_Y_1)
     return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
 
@@ -390,16 +362,16 @@ def mean_loss(runs: list[Record]) -> float:
     return statistics.mean(map(language_model.best, runs))
 
 
-def of_pretraining(records: list[Record], texts: dict[str, str]) -> str:
-    """Rows of docs/results.md at their best settings, by loss."""
+def of_pretraining(records: list[Record]) -> str:
+    """The rows of docs/results.md at their best settings, by loss."""
     rows, of_row = [], pretrained(records)
-    for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
+    for name in sorted(PRETRAINED, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
         difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
         difference = difference.replace(" ", NO_BREAK) or "the reference"
-        row = [texts[name], f"{runs[0]['bytes']:.1f}", f"{mean_loss(runs):.3f}"]
-        rows.append([*row, difference, TUNED.get(name, "yes")])
-    header = ["optimizer", "bytes", "loss", "− the best AdamW", "tuned"]
+        loss, num_bytes = f"{mean_loss(runs):.3f}", f"{runs[0]['bytes']:.1f}"
+        rows.append([*PRETRAINED[name], num_bytes, loss, difference])
+    header = ["optimizer", "params", "bytes", "loss", "− the reference"]
     return common.markdown(header, rows)
 
 
@@ -469,6 +441,10 @@ def mean_accuracy(runs: list[Record]) -> float:
     return statistics.mean(run["accuracy"] for run in runs)
 
 
+def as_text(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def cell_of(runs: list[Record]) -> str:
     """The mean accuracy, with the number of seeds if there are fewer than five."""
     if not runs:
@@ -491,8 +467,8 @@ def of_fine_tuning(records: list[Record]) -> str:
         cells = [cell_of(by_rate.get(rate, [])) for rate in rates]
         rows.append([FINE_TUNED[name], f"{of_row[0]['bytes']:.1f}", *cells])
     rows.sort(key=lambda row: -float(row[1]))
-    header = [f"{rate:.0e}".replace("e-0", "e-") for rate in rates]
-    return common.markdown(["optimizer", "bytes", *header], rows)
+    header = ["optimizer", "bytes", *map(as_text, rates)]
+    return common.markdown(header, rows)
 
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
@@ -587,14 +563,11 @@ def guides() -> dict[Path, str]:
     found = read_memory()
     tables = {
         "docs/results.md": {
-            "pretraining": of_pretraining(pretraining, ADVISED),
+            "pretraining": of_pretraining(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
-        "docs/rivals.md": {
-            "rivals": of_pretraining(pretraining, RIVALS),
-            "ladder": of_ladders(pretraining),
-        },
+        "docs/rivals.md": {"ladder": of_ladders(pretraining)},
         "docs/averages.md": {
             "averages": of_averages(averaged(pretraining), "EMA 0.99"),
             "longer averages": of_averages(

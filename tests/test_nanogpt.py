@@ -205,7 +205,7 @@ def test_settings_that_a_row_lacks(small: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name == "spa_adamw, 8-bit z" else long(name) for name in ROWS],
+    [name if name == "spa_adamw, float8 z" else long(name) for name in ROWS],
 )
 def test_rows(name: str, small: Any) -> None:
     row = ROWS[name]

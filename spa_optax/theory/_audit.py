@@ -16,8 +16,8 @@ from .._sgdm import default_horizon, eta_and_c, evaluate_sgdm
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # True at the steps that a finding is about
 GRADUAL = (
-    "Let η fall by less than c per step. (`stagewise` does so for `spa`, with a "
-    "`step_divisor`. `spa_from_sgdm` in place of `spa` needs no change.)"
+    "Let η fall by a smaller fraction than c per step. (`stagewise` does so for `spa`, "
+    "with a `step_divisor`. `spa_from_sgdm` in place of `spa` needs no change.)"
 )
 
 
@@ -244,9 +244,8 @@ def _find_high_beta(audited: Audit) -> Finding | None:
         return None
     k = is_high.argmax()
     text = (
-        f"β is {beta[k]:.3g} {_describe_steps(is_high)}: no SGD+M has that. η falls by "
-        f"{100 * (1 - eta[k] / eta[k - 1]):.3g} % there, where c is "
-        f"{100 * c[k - 1]:.3g} %. {GRADUAL}"
+        f"η falls {_describe_change(eta, is_high)}, where c is {c[k - 1]:.3g}: x "
+        f"overshoots (as SGD+M, β is {beta[k]:.3g}). {GRADUAL}"
     )
     return Finding("beta", text)
 
@@ -321,7 +320,8 @@ def _describe_steps(mask: StepMask) -> str:
 def _describe_change(values: Values, mask: StepMask) -> str:
     """The change at the first of some steps, and where the others are."""
     k = mask.argmax()
-    return f"from {values[k - 1]:.3g} to {values[k]:.3g} {_describe_steps(mask)}"
+    before, after = values[k - 1 : k + 1] + 0.0  # −0.0 + 0.0 is 0.0
+    return f"from {before:.3g} to {after:.3g} {_describe_steps(mask)}"
 
 
 def _describe_range(values: Values) -> str:
