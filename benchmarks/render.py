@@ -43,9 +43,11 @@ PRETRAINED = {
     "AdamW": ("AdamW, b1 of 0.7", "float32"),
     DEFAULT_B1: ("AdamW", "float32"),
     "AdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
-    "AdamW, bitsandbytes moments": ("AdamW, moments in bitsandbytes' 8 bits", "bfloat16"),
+    "AdamW, bitsandbytes moments": (
+        "AdamW, moments in bitsandbytes' 8 bits",
+        "bfloat16",
+    ),
     "AdamW, FlashOptim moments": ("AdamW, moments in FlashOptim's 8 bits", "bfloat16"),
-#CONTROL
     "AdamW, rounded to nearest": ("AdamW", "bfloat16, rounded to nearest"),
     "Adafactor with momentum, bfloat16 params": (
         "Adafactor, momentum in bfloat16",
@@ -54,7 +56,23 @@ PRETRAINED = {
     "Adafactor": ("Adafactor", "float32"),
     "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
 }
-# The rows of docs/averages.md, with what to type.
+FINE_TUNED = {
+    "float32": "AdamW, float32 params",
+    "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
+    "stochastic_rounding": "AdamW in `stochastic_rounding`",
+    "z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "z in float8": "`spa_adamw`, z in float8",
+    "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
+}
+# The rows of the first table of results/fidelity.md.
+CLOSE = {
+    "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
+    "AdamW, float8 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
+    "AdamW, bfloat16 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in bfloat16",
+    "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
+    fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
+}
+# The rows of docs/averages.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
     "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.025, 0.4)`",
