@@ -53,7 +53,7 @@ BLOCKS = {
     if (blocks := re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
 }
 # These need trainers that are not installed here.
-OF_TRAINERS = BLOCKS.pop("docs/trainers.md")
+OF_TRAINERS = BLOCKS.pop("docs/trainers_x.md")
 
 
 @functools.cache
@@ -121,11 +121,11 @@ def printed_without_digits(cells: Any) -> str:
 
 def test_other_code_for_trainers_is_python() -> None:
     """It does not run here, since it needs a trainer."""
-    page = PAGES["docs/trainers.md"]
-    blocks = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    text = PAGES["docs/trainers.md"] + PAGES["docs/trainers_x.md"]
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 7
     for block in blocks:
-        compile(block, "docs/trainers.md", "exec")
+        compile(block, "docs/trainers*.md", "exec")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -191,7 +191,7 @@ def test_x_outlives_a_donated_step(tx: Any) -> None:
 
     step(model, optimizer)
     x = eval_params(optimizer.opt_state, nnx.state(model, nnx.Param))
-    average = page["at"](model, x)
+    average = page["with_params"](model, x)
     before = average(batch)
     step(model, optimizer)
     np.testing.assert_array_equal(average(batch), before)
