@@ -127,7 +127,6 @@ SCHEMES = {
     "SPA, float32 z": Scheme(BF16, lambda a, b, key: spa_from_sgdm(a, b)),
     "SPA, float32 z, stochastic": spa_in(F32),
     "SPA, bfloat16 z, stochastic": spa_in(BF16),
-    "SPA, float8_e4m3fn z, stochastic": spa_in(jnp.float8_e4m3fn),
     "SGD+M, float32 m": Scheme(BF16, lambda a, b, key: in_float32(sgd(a, b))),
     "SGD+M, float32 m, stochastic": Scheme(
         BF16, lambda a, b, k: stochastic_rounding(sgd(a, b), k)

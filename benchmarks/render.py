@@ -48,6 +48,10 @@ PRETRAINED = {
         "bfloat16",
     ),
     "AdamW, FlashOptim moments": ("AdamW, moments in FlashOptim's 8 bits", "bfloat16"),
+    "AdamW, rounded to nearest, float32 moments": (
+        "AdamW, moments in float32",
+        "bfloat16, rounded to nearest",
+    ),
     "AdamW, rounded to nearest": ("AdamW", "bfloat16, rounded to nearest"),
     "Adafactor with momentum, bfloat16 params": (
         "Adafactor, momentum in bfloat16",
@@ -109,9 +113,8 @@ CHANGES = (
     "z or momentum in float8",
 )
 # The rows of README.md: whom they help, what to type, and the names of the records: of
-# this, and of the same in float32. What was not pretrained has bytes and a result.
-Entry = str | tuple[int, str]
-IN_SHORT: tuple[tuple[str, str, Entry, Entry], ...] = (
+# this, and of the same in float32.
+IN_SHORT = (
     (
         "AdamW",
         "`optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16)` in "
@@ -132,23 +135,10 @@ IN_SHORT: tuple[tuple[str, str, Entry, Entry], ...] = (
         "NAdamW",
     ),
     (
-        "AdamW, to fine-tune",
-        "[`optax.adafactor` in `stochastic_rounding`]"
-        "(docs/start.md#adafactor-in-2-bytes)",
-        (2, "accuracy 0.832"),
-        (12, "0.822"),
-    ),
-    (
         "Muon",
         "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
         "Muon, float8 m",
         "Muon",
-    ),
-    (
-        "SGD with momentum",
-        "[`spa_from_sgdm`](docs/start.md#sgd-in-4-bytes), z in bfloat16",
-        (4, "ratio 1.04"),
-        (8, "1"),
     ),
 )
 # The rows of docs/fit.md, with their bytes per parameter.
@@ -441,18 +431,14 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 def in_short(records: list[Record]) -> str:
     """The table of README.md."""
     of_row, rows = pretrained(records), []
-
-    def cells_of(entry: Entry) -> tuple[str, str]:
-        if isinstance(entry, tuple):
-            num_bytes, result = entry
-            return str(num_bytes), result
-        runs = of_row[entry]
-        return f"{runs[0]['bytes']:.0f}", f"{mean_loss(runs):.3f}"
-
-    for use, text, *entries in IN_SHORT:
-        pairs = zip(*map(cells_of, entries), strict=True)
-        rows.append([use, text, *(f"{here} ({wide})" for here, wide in pairs)])
-    return common.markdown(["you train", "you type", "bytes", "loss"], rows)
+    for use, text, *names in IN_SHORT:
+        narrow, wide = (of_row[name] for name in names)
+        num_bytes = ", not ".join(f"{runs[0]['bytes']:.0f}" for runs in (narrow, wide))
+        difference = language_model.minus(narrow, wide, digits=3)
+        loss = f"{mean_loss(narrow):.3f}"
+        rows.append([use, text, num_bytes, loss, difference.replace(" ", NO_BREAK)])
+    header = ["you train", "you type", "bytes", "loss", "− that in float32"]
+    return common.markdown(header, rows)
 
 
 def mean_accuracy(runs: list[Record]) -> float:

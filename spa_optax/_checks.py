@@ -53,9 +53,22 @@ def check_state_dtype(
     last = values[~np.isnan(values)][-1:]  # as past the end of a schedule
     if np.any((last > 0) & (last < (1 - 1e-6) * LEAST_AVERAGING_OF_8_BITS)):
         raise ValueError(
-            "`averaging`, which is 1 − momentum, must stay >= "
-            f"{LEAST_AVERAGING_OF_8_BITS} with a `state_dtype` of 8 bits, got a "
-            f"final value of {last[0]:.4g}. Use bfloat16."
+            f"`averaging` must stay >= {LEAST_AVERAGING_OF_8_BITS} with a "
+            f"`state_dtype` of 8 bits, got a final value of {last[0]:.4g}. Use "
+            "bfloat16."
+        )
+
+
+def check_holds_plain_steps(state_dtype: DTypeLike | None) -> None:
+    """Raises ValueError for a z of 8 bits, which clips z − params at 1.75: steps of
+    plain gradients may be as large.
+    """
+    _arguments.STATE_DTYPE.optional().check(state_dtype=state_dtype)
+    if state_dtype is not None and jnp.dtype(state_dtype).itemsize == 1:
+        raise ValueError(
+            "`state_dtype` must have 16 bits or more beside plain gradients, got "
+            f"{jnp.dtype(state_dtype).name}. For SGD in 8 bits put `float8_momentum` "
+            "around `optax.sgd`."
         )
 
 

@@ -4,6 +4,7 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _arguments
+from ._checks import check_holds_plain_steps
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import member_from_rule
@@ -170,11 +171,10 @@ def spa_from_sgdm(
       horizon: how many steps to look ahead, at least 1. None means, for a number β,
         until β^horizon < 1e-8 (at most 2^15), else 2,000 steps, enough up to β = 0.99.
         If it is too short, z is rescaled.
-      state_dtype: dtype of z: bfloat16 saves memory. None means that of the params, but
-        float32 for params of 16 bits. In float8_e4m3fn z − params is clipped at 1.75,
-        and nothing warns: prefer `float8_momentum` around `optax.sgd`.
+      state_dtype: dtype of z, of 16 bits or more: bfloat16 saves memory. None means
+        that of the params, but float32 for params of 16 bits.
       rounding_key: PRNG key, to round params and z up or down at random. Give it for
-        params or z of 16 bits or fewer. Shards, groups and batches of runs need
+        params or z of 16 bits. Shards, groups and batches of runs need
         different keys, see `spa`.
 
     Returns:
@@ -203,6 +203,7 @@ def spa_from_sgdm(
     _arguments.FRACTION_BELOW_1.check(momentum=momentum)
     _arguments.BOOLEAN.check(nesterov=nesterov)
     _arguments.POSITIVE_INTEGER.optional().check(horizon=horizon)
+    check_holds_plain_steps(state_dtype)
 
     def rule(state):
         sgdm = evaluate_sgdm(

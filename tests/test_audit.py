@@ -327,7 +327,7 @@ def test_the_remedy_helps() -> None:
 
 def test_the_reports_of_the_docs() -> None:
     folder = Path(__file__).parent.parent / "docs"
-    pages = [folder / name for name in ("audit.md", "paper.md")]
+    pages = [folder / name for name in ("audit.md", "momentum.md")]
     docs = "".join(page.read_text(encoding="utf-8") for page in pages)
     for audit in (
         theory.audit(step_at(200, 1e-3, 1e-4), 0.1, 400),
@@ -401,6 +401,14 @@ def test_jumps_ramps_and_spikes_of_recipes() -> None:
     # A spike of a recipe is not blamed on c.
     spike = theory.audit_sgdm(lambda k: jnp.where(k == 50, 1.0, 0.0), 0.9, 100)
     assert verdict(spike).startswith("α spikes from 0 to 1 at step 50.")
+
+
+@pytest.mark.parametrize("num_steps", [10, 20, 30, 40, 50, 100])
+def test_a_decay_that_ends_just_below_0_has_no_spikes(num_steps: int) -> None:
+    decay = optax.linear_schedule(1e-3, 0.0, num_steps, transition_begin=200)
+    audit = theory.audit(decay, 0.1, 400)
+    assert -1e-9 < audit.eta.min() <= 0
+    assert not kinds(audit, only_changes=True)
 
 
 def test_a_rate_of_minus_0_is_0() -> None:

@@ -61,6 +61,8 @@ MAKE: dict[str, Any] = {
 def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> None:
     """The first step makes z − y a power of two, and what follows halves or keeps
     it."""
+    if dtype == E4M3 and name in ("sgdm", "nesterov"):
+        pytest.skip("refused, as test_plain_steps_are_not_for_8_bits says")
     params = {"w": jnp.array([[1.0, -3.0], [0.25, 8.0]]), "b": jnp.array(2.0)}
     grads = [jax.tree.map(lambda p: jnp.sign(p) * 2.0**-4, params)]
     make = MAKE[name]
@@ -273,25 +275,27 @@ def test_params_that_are_replaced_or_edited() -> None:
 
 @pytest.mark.slow
 def test_a_rate_that_falls_to_0_or_jumps() -> None:
-    """z − x has the scale of params, so nothing overflows, and where it is rescaled no
-    m is lost.
+    """Where z − x is rescaled, unforeseen, no m is lost.
 
     A rise by 11 times would restart momentum where x of 16 bits is a term of z − x.
     """
-    n, rates = 20_000, jnp.array([0.5, 0.5, 1e-6, 0.0, 0.0, 1e-3, 0.03, 0.5])
+    n, rates = 20_000, jnp.array([0.5, 0.5, 1e-3, 0.0, 0.0, 1e-3, 0.03, 0.5])
 
-    def in_8_bits(learning_rate: Any) -> Any:
-        return spa_from_sgdm(learning_rate, 0.75, state_dtype=E4M3, rounding_key=KEY)
+    def narrow(learning_rate: Any) -> Any:
+        return spa_from_sgdm(
+            learning_rate, 0.75, state_dtype=jnp.bfloat16, rounding_key=KEY
+        )
 
     g = [jnp.full(n, 2.0**-6)] * len(rates)
     expected, _ = run(spa_from_sgdm(table(rates), 0.75), jnp.ones(n), g)
-    make = optax.inject_hyperparams(in_8_bits, hyperparam_dtype=jnp.float32)
-    tx = make(table(rates))
+    tx = optax.inject_hyperparams(narrow, hyperparam_dtype=jnp.float32)(table(rates))
+    # z is x + d in float32, to half an ulp of x, and the rise from 1e-3 multiplies it.
+    rounding = 500 * 2.0**-24
     for dtype in (jnp.float32, jnp.bfloat16):
         x, _ = run(tx, jnp.ones(n, dtype), g)
         x = x.astype(float)
         error = 5 * x.std() / np.sqrt(n)
-        assert abs(x.mean() - expected[0]) < error + 1e-6
+        assert abs(x.mean() - expected[0]) < error + rounding
         assert 0 < error < 0.01  # a momentum lost at the last rise would be 0.02
 
 
@@ -502,15 +506,10 @@ def test_every_state_of_adams_type_in_optax_is_refused() -> None:
             0.1, lambda k: 1 / (k + 1).astype(float), **options
         ),
         lambda **options: primal_averaging(SGD, 0.012, **options),
-        lambda **options: spa_from_sgdm(0.1, 0.99, **options),
-        lambda **options: spa_from_sgdm(0.1, jnp.array(0.99), **options),
-        lambda **options: spa_from_sgdm(0.1, optax.constant_schedule(0.99), **options),
     ],
 )
 def test_an_average_too_long_for_8_bits_is_refused(make: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"`(averaging|1 - momentum)`.*0\.0125.*got .*bfloat16"
-    ):
+    with pytest.raises(ValueError, match=r"`averaging`.*0\.0125.*got .*bfloat16"):
         make(state_dtype=E4M3, rounding_key=KEY)
     make(state_dtype=jnp.bfloat16, rounding_key=KEY)
 
@@ -519,8 +518,15 @@ def test_an_average_that_8_bits_can_hold() -> None:
     warm_up = optax.linear_schedule(0.0, 0.1, 1_000)
     for averaging in (0.0125, 1, stagewise(0.1, 0.1, [100]).averaging, warm_up):
         spa(0.1, averaging, state_dtype=E4M3, rounding_key=KEY)
-    for momentum in (0.0, 0.9, 0.9875):
-        spa_from_sgdm(0.1, momentum, state_dtype=E4M3, rounding_key=KEY)
+
+
+def test_plain_steps_are_not_for_8_bits() -> None:
+    """z − params would be clipped at 1.75."""
+    match = "`state_dtype` must have 16 bits or more.*got float8_e4m3fn.*`float8_mom"
+    with pytest.raises(ValueError, match=match):
+        spa_from_sgdm(0.1, state_dtype=E4M3, rounding_key=KEY)
+    with pytest.raises(ValueError, match=r"`state_dtype`.*got 'wide'"):
+        spa_from_sgdm(0.1, state_dtype="wide")
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "float64"])

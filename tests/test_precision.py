@@ -18,7 +18,6 @@ from spa_optax import (
     _rounding,
     float8_momentum,
     spa,
-    spa_from_sgdm,
     stochastic_rounding,
 )
 from spa_optax._codec import stored_tree
@@ -216,9 +215,7 @@ def make_gpa(key: Any = KEY) -> Any:
 
 
 def make_8_bit_z(key: Any = KEY) -> Any:
-    return spa_from_sgdm(
-        falling_rate, 0.9, state_dtype="float8_e4m3fn", rounding_key=key
-    )
+    return spa(falling_rate, 0.1, state_dtype="float8_e4m3fn", rounding_key=key)
 
 
 def make_8_bit_m(key: Any = KEY) -> Any:

@@ -183,9 +183,13 @@ def _evaluate(values_at: Callable[[Array], Any], num_steps: int) -> list[Values]
 
 
 def _spike_mask(alpha: Values) -> StepMask:
-    """Whether α is over twice both neighbours. The first and last never are."""
+    """Whether α is over twice both neighbours. The first and last never are.
+
+    Nor is rounding error at the end of a decay to 0.
+    """
     padded = np.pad(alpha, 1, constant_values=np.inf)
-    return alpha > 2 * np.maximum(padded[:-2], padded[2:])
+    highest_around = np.maximum(padded[:-2], padded[2:])
+    return alpha > np.maximum(2 * highest_around, 1e-4 * alpha.max())
 
 
 def _find_out_of_range(audited: Audit) -> Finding | None:
