@@ -166,10 +166,10 @@ def minus(
     both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
     if not both or runs is others:
         return ""
-    text = f"{statistics.mean(both):+.{digits}f}"
+    text = f"{statistics.mean(both):+z.{digits}f}"
     if len(both) > 1 and np.all(np.isfinite(both)):
         low, high = stats.ttest_1samp(both, 0).confidence_interval(0.95)
-        text += f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+        text += f" [{low:+z.{digits}f}, {high:+z.{digits}f}]"
     return text.replace("-", "−")
 
 

@@ -140,6 +140,12 @@ IN_SHORT = (
         "Muon, float8 m",
         "Muon",
     ),
+    (
+        "*to compare:* AdamW without Nesterov momentum",
+        "`optax.adamw` on bfloat16 params, rounded to nearest",
+        "AdamW, rounded to nearest",
+        DEFAULT_B1,
+    ),
 )
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
@@ -437,7 +443,7 @@ def in_short(records: list[Record]) -> str:
         difference = language_model.minus(narrow, wide, digits=3)
         loss = f"{mean_loss(narrow):.3f}"
         rows.append([use, text, num_bytes, loss, difference.replace(" ", NO_BREAK)])
-    header = ["you train", "you type", "bytes", "loss", "− that in float32"]
+    header = ["you train", "you type", "bytes", "loss", "above float32 by"]
     return common.markdown(header, rows)
 
 
