@@ -173,7 +173,6 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
         for name in ("Muon", "Muon, float8 m")
     ),
     ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/rivals.md", "factored NAdamW, bitsandbytes m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "AdamW, FlashOptim moments", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "AdamW, bitsandbytes moments", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
@@ -421,12 +420,14 @@ def averaged(records: list[Record]) -> dict[str, list[Record]]:
 
 
 def averaged_longer(records: list[Record]) -> dict[str, list[Record]]:
-    """Those of 5,000 steps, of all seeds, at the settings of LONGER."""
+    """Those of 5,000 steps, at the settings of LONGER and of the seeds of all rows."""
     runs = [r for r in records if r["steps"] == 5_000]
-    return {
+    of_row = {
         text: [r for r in runs if (r["optimizer"], r["settings"]) == row]
         for text, row in LONGER.items()
     }
+    seeds = set.intersection(*({r["seed"] for r in rs} for rs in of_row.values()))
+    return {text: [r for r in rs if r["seed"] in seeds] for text, rs in of_row.items()}
 
 
 def fine_tuned(records: list[Record]) -> list[Record]:

@@ -62,7 +62,7 @@ def test_where_it_is_representable_nothing_is_rounded(name: str, dtype: Any) -> 
     """The first step makes z − y a power of two, and what follows halves or keeps
     it."""
     if dtype == E4M3 and name in ("sgdm", "nesterov"):
-        pytest.skip("refused, as test_plain_steps_are_not_for_8_bits says")
+        pytest.skip("spa_from_sgdm refuses float8")
     params = {"w": jnp.array([[1.0, -3.0], [0.25, 8.0]]), "b": jnp.array(2.0)}
     grads = [jax.tree.map(lambda p: jnp.sign(p) * 2.0**-4, params)]
     make = MAKE[name]

@@ -193,6 +193,8 @@ def test_the_run_goes_on_after_a_conversion() -> None:
 @every_member
 def test_digits_of_a_float32_checkpoint(make: Any, dtype: Any) -> None:
     """z_0 has what a cast to bfloat16 loses, and the first step adds −η g to it."""
+    if dtype == E4M3 and make is MEMBERS["schedule"]:
+        pytest.skip("spa_from_sgdm refuses float8")
     tx = make(state_dtype=dtype, rounding_key=KEY)
     checkpoint, g = jnp.linspace(1, 2, 1_000), jnp.full(1_000, 2.0**-9, jnp.bfloat16)
     y = checkpoint.astype(jnp.bfloat16)
