@@ -6,7 +6,7 @@ parameter.
 Runs the rows of language_rows.py. nanoGPT's README has a validation loss of 1.88 after
 2,000 steps, from a sample of batches. Here the loss in the end is that of the whole
 validation text. All runs of a seed have the same initial params and batches. Computed
-in float32, with gradients in the params' dtype.
+in float32, unless a row's name says bfloat16, with gradients in the params' dtype.
 """
 
 import functools
@@ -43,6 +43,10 @@ Record = dict[str, Any]
 Settings = dict[str, float]
 
 
+def losses_of(row: Row) -> Callable[..., jax.Array]:
+    return functools.partial(nanogpt.losses, dtype=row.compute)
+
+
 def make_steps(
     row: Row, settings: Settings, num_steps: int, key: jax.Array
 ) -> tuple[Any, Any]:
@@ -58,7 +62,7 @@ def make_steps(
     schedule_free = language_rows.schedule_free(rate)
 
     def loss(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        return nanogpt.losses(params, inputs, labels).mean()
+        return losses_of(row)(params, inputs, labels).mean()
 
     def start(params: Any) -> Any:
         params = optax.tree.cast(params, row.dtype)
@@ -109,7 +113,7 @@ def train(
     def mean_loss(params: Any, batches: Any) -> jax.Array:
         def total(batch: Any) -> jax.Array:
             inputs, labels, counts = batch
-            return (nanogpt.losses(params, inputs, labels) * counts).sum()
+            return (losses_of(row)(params, inputs, labels) * counts).sum()
 
         return jax.lax.map(total, batches).sum() / batches[2].sum()
 

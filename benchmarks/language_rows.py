@@ -39,6 +39,7 @@ class Row(NamedTuple):
     settings: dict[str, float]  # "rate" is its peak
     dtype: Any = F32  # of the params
     floor: float = 0.1  # the last rate over the peak
+    compute: Any = F32  # the dtype in which the network computes
 
 
 matrices: dict[str, Any] = {"mask": nanogpt.is_matrix}
@@ -294,6 +295,12 @@ ROWS["spa_adamw, Schedule-Free, constant"] = Row(
     schedule_free_adamw, {"rate": 4e-3, "mu_y": 0.9}, floor=1.0
 )
 # From AdamW to 3 bytes, one change a row: by z, and by momentum.
+COMPUTED_IN_BF16 = ("NAdamW", "NAdamW, bfloat16 m", "spa_adamw, bfloat16 z")
+ROWS |= {
+    f"{name}, computed in bfloat16": ROWS[name]._replace(compute=BF16)
+    for name in COMPUTED_IN_BF16
+}
+
 LADDERS = {
     "z": (
         "AdamW",

@@ -77,11 +77,19 @@ def logits(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
 
 
 def losses(
-    params: Any, inputs: jax.Array, labels: jax.Array, sizes: Sizes = SIZES
+    params: Any,
+    inputs: jax.Array,
+    labels: jax.Array,
+    sizes: Sizes = SIZES,
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """The cross-entropy of each label in nats, computed in float32."""
-    scores = logits(optax.tree.cast(params, jnp.float32), inputs, sizes.heads)
-    return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+    """The cross-entropy of each label in nats. The network computes in `dtype`, and
+    the cross-entropy in float32.
+    """
+    scores = logits(optax.tree.cast(params, dtype), inputs, sizes.heads)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        scores.astype(jnp.float32), labels
+    )
 
 
 def read(folder: Path) -> tuple[np.ndarray, ...]:
