@@ -112,41 +112,18 @@ CHANGES = (
     "z or momentum in bfloat16",
     "z or momentum in float8",
 )
-# The rows of README.md: whom they help, what to type, and the names of the records: of
-# this, and of the same in float32.
-IN_SHORT = (
-    (
-        "AdamW",
-        "`optax.adamw(…, nesterov=True, mu_dtype=jnp.bfloat16)` in "
-        "[`stochastic_rounding`](docs/start.md#adamw-in-8-bytes)",
-        "NAdamW, bfloat16 m",
-        "NAdamW",
+# The rows of README.md, by the names of their records.
+IN_SHORT = {
+    "NAdamW": "`optax.adamw`, float32 params",
+    "NAdamW, bfloat16 m": (
+        "`optax.adamw` with a bfloat16 momentum, in "
+        "[`stochastic_rounding`](docs/start.md#adamw-in-8-bytes)"
     ),
-    (
-        "AdamW, if 8 bytes do not fit",
-        "[`spa_adamw`](docs/start.md#adamw-in-4-bytes), z in bfloat16",
-        "spa_adamw, bfloat16 z",
-        "NAdamW",
+    "spa_adamw, bfloat16 z": (
+        "[`spa_adamw`](docs/start.md#adamw-in-4-bytes), z in bfloat16"
     ),
-    (
-        "AdamW, if 4 bytes do not fit",
-        "`spa_adamw`, z in float8",
-        "spa_adamw, float8 z",
-        "NAdamW",
-    ),
-    (
-        "Muon",
-        "[Muon in `float8_momentum` and `stochastic_rounding`](docs/muon.md)",
-        "Muon, float8 m",
-        "Muon",
-    ),
-    (
-        "*to compare:* AdamW without Nesterov momentum",
-        "`optax.adamw` on bfloat16 params, rounded to nearest",
-        "AdamW, rounded to nearest",
-        DEFAULT_B1,
-    ),
-)
+    "spa_adamw, float8 z": "`spa_adamw`, z in float8",
+}
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, float32": "AdamW, float32 params, 12",
@@ -437,15 +414,12 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 
 def in_short(records: list[Record]) -> str:
     """The table of README.md."""
-    of_row, rows = pretrained(records), []
-    for use, text, *names in IN_SHORT:
-        narrow, wide = (of_row[name] for name in names)
-        num_bytes = ", not ".join(f"{runs[0]['bytes']:.0f}" for runs in (narrow, wide))
-        difference = language_model.minus(narrow, wide, digits=3)
-        loss = f"{mean_loss(narrow):.3f}"
-        rows.append([use, text, num_bytes, loss, difference.replace(" ", NO_BREAK)])
-    header = ["you train", "you type", "bytes", "loss", "above float32 by"]
-    return common.markdown(header, rows)
+    of_row = pretrained(records)
+    rows = [
+        [text, f"{of_row[name][0]['bytes']:.0f}", f"{mean_loss(of_row[name]):.3f}"]
+        for name, text in IN_SHORT.items()
+    ]
+    return common.markdown(["to pretrain", "bytes", "loss"], rows)
 
 
 def mean_accuracy(runs: list[Record]) -> float:
