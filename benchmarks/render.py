@@ -27,21 +27,23 @@ ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
 PARAMS_ARE_X = "spa_adamw, float8 z, μ_y = 1"
 AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
-# The rows of the first table of docs/results.md, with the dtype of their params.
-PRETRAINED = {
+# The rows of docs/results.md, with the dtype of their params; first the reference.
+WITH_NESTEROV = {
+    "NAdamW": ("AdamW", "float32"),
     "Muon": ("Muon", "float32"),
     "Muon, float8 m": ("Muon in `float8_momentum`", "bfloat16"),
-    "NAdamW": ("AdamW, Nesterov momentum", "float32"),
-    "NAdamW, bfloat16 m": ("AdamW, Nesterov momentum in bfloat16", "bfloat16"),
+    "NAdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
-    PARAMS_ARE_X: ("`spa_adamw`, z in float8, `interpolation` of 1", "bfloat16"),
     "factored NAdamW, float8 m": (
         "[`factored_nadamw`](rivals.md#factored_nadamw) in `float8_momentum`",
         "bfloat16",
     ),
-    "AdamW": ("AdamW, b1 of 0.7", "float32"),
+}
+WITHOUT_NESTEROV = {
     DEFAULT_B1: ("AdamW", "float32"),
+    "AdamW": ("AdamW, b1 of 0.7", "float32"),
+    PARAMS_ARE_X: ("`spa_adamw`, z in float8, `interpolation` of 1", "bfloat16"),
     "AdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
     "AdamW, bitsandbytes moments": (
         "AdamW, moments in bitsandbytes' 8 bits",
@@ -84,24 +86,6 @@ AVERAGED = {
     "spa_adamw": "`spa_adamw(…, interpolation=0.9)`",
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
-}
-# And after 5,000 steps: the optimizer and its settings.
-LONGER = {
-    "`optax.adamw(…, b1=0.7)`": ("AdamW", {"rate": 4e-3, "b1": 0.7}),
-    "`primal_averaging(optax.adamw(…, b1=0.7), 0.00625, 0.4)`": (
-        "AdamW averaged",
-        {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4},
-    ),
-    "`optax.adamw(…, nesterov=True)`": ("NAdamW", {"rate": 4e-3, "b1": 0.9}),
-    "`spa_adamw(…, interpolation=0.9)`": (
-        "spa_adamw",
-        {"rate": 4e-3, "c": 0.1, "mu_y": 0.9},
-    ),
-    "`optax.contrib.muon(…)`": ("Muon", {"rate": 8e-3, "momentum": 0.95}),
-    "`primal_averaging(optax.contrib.muon(…), 0.0015625, 0.4)`": (
-        "Muon averaged",
-        {"rate": 8e-3, "momentum": 0.95, "c": 0.0015625, "mu_y": 0.4},
-    ),
 }
 # The rows of the ladders in docs/rivals.md: what changes from one to the next.
 CHANGES = (
@@ -352,15 +336,16 @@ def mean_loss(runs: list[Record]) -> float:
     return statistics.mean(map(language_model.best, runs))
 
 
-def of_pretraining(records: list[Record]) -> str:
-    """The rows of docs/results.md at their best settings, by loss."""
+def of_pretraining(records: list[Record], texts: dict[str, tuple[str, str]]) -> str:
+    """Rows of docs/results.md at their best settings, by loss."""
     rows, of_row = [], pretrained(records)
-    for name in sorted(PRETRAINED, key=lambda name: mean_loss(of_row[name])):
+    reference, *_ = texts
+    for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
-        difference = language_model.minus(runs, of_row["NAdamW"], digits=3)
+        difference = language_model.minus(runs, of_row[reference], digits=3)
         difference = difference.replace(" ", NO_BREAK) or "the reference"
         loss, num_bytes = f"{mean_loss(runs):.3f}", f"{runs[0]['bytes']:.1f}"
-        rows.append([*PRETRAINED[name], num_bytes, loss, difference])
+        rows.append([*texts[name], num_bytes, loss, difference])
     header = ["optimizer", "params", "bytes", "loss", "− the reference"]
     return common.markdown(header, rows)
 
@@ -375,36 +360,19 @@ def of_ladders(records: list[Record]) -> str:
     return common.markdown(["bytes", *LADDERS, "the change"], rows)
 
 
-def of_averages(rows: dict[str, list[Record]], *emas: str) -> str:
-    """The losses of params, of the best of the EMAs, and of x: docs/averages.md."""
-
-    def mean(runs: list[Record], point: str) -> float:
-        return statistics.mean(run["curve"][-1][point] for run in runs)
-
-    cells = []
-    for text, runs in rows.items():
-        best_ema = min(mean(runs, ema) for ema in emas)
-        has_x = "x" in runs[0]["curve"][-1]
-        losses = [f"{mean(runs, 'weights'):.3f}", f"{best_ema:.3f}"]
-        cells.append([text, *losses, f"{mean(runs, 'x'):.3f}" if has_x else ""])
-    return common.markdown(["optimizer", "params", "EMA of them", "x"], cells)
-
-
-def averaged(records: list[Record]) -> dict[str, list[Record]]:
-    """The runs of 2,000 steps, by the code of their optimizer."""
-    of_row = pretrained(records)
-    return {text: of_row[name] for name, text in AVERAGED.items()}
-
-
-def averaged_longer(records: list[Record]) -> dict[str, list[Record]]:
-    """Those of 5,000 steps, at the settings of LONGER and of the seeds of all rows."""
-    runs = [r for r in records if r["steps"] == 5_000]
-    of_row = {
-        text: [r for r in runs if (r["optimizer"], r["settings"]) == row]
-        for text, row in LONGER.items()
-    }
-    seeds = set.intersection(*({r["seed"] for r in rs} for rs in of_row.values()))
-    return {text: [r for r in rs if r["seed"] in seeds] for text, rs in of_row.items()}
+def of_averages(records: list[Record]) -> str:
+    """The losses of params, of an EMA of them, and of x, in docs/averages.md."""
+    rows, of_row = [], pretrained(records)
+    for name, text in AVERAGED.items():
+        ends = [run["curve"][-1] for run in of_row[name]]
+        losses = [
+            f"{statistics.mean(end[point] for end in ends):.3f}"
+            if all(point in end for end in ends)
+            else ""
+            for point in ("weights", "EMA 0.99", "x")
+        ]
+        rows.append([text, *losses])
+    return common.markdown(["optimizer", "params", "EMA of them", "x"], rows)
 
 
 def fine_tuned(records: list[Record]) -> list[Record]:
@@ -457,10 +425,14 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
-    """Accuracy and loss on SST-2 at 1e-4, after 2,600 steps, in docs/results.md."""
+    """Accuracy and loss on SST-2 at 1e-4, after 2,600 steps, in docs/results.md: of the
+    seeds that all rows have.
+    """
     runs = [r for r in records if (r["steps"], r["rate"]) == (2_600, 1e-4)]
+    by_row = groups(runs, "row")
+    seeds = set.intersection(*({r["seed"] for r in rs} for rs in by_row.values()))
     rows = []
-    for name, of_row in groups(runs, "row").items():
+    for name, of_row in groups([r for r in runs if r["seed"] in seeds], "row").items():
         accuracy = f"{mean_accuracy(of_row):.3f}"
         loss = f"{statistics.mean(run['loss'] for run in of_row):.3f}"
         num_bytes, num_seeds = f"{of_row[0]['bytes']:.1f}", str(len(of_row))
@@ -548,17 +520,13 @@ def guides() -> dict[Path, str]:
     found = read_memory()
     tables = {
         "docs/results.md": {
-            "pretraining": of_pretraining(pretraining),
+            "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
+            "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
         "docs/rivals.md": {"ladder": of_ladders(pretraining)},
-        "docs/averages.md": {
-            "averages": of_averages(averaged(pretraining), "EMA 0.99"),
-            "longer averages": of_averages(
-                averaged_longer(pretraining), "EMA 0.99", "EMA 0.995", "EMA 0.999"
-            ),
-        },
+        "docs/averages.md": {"averages": of_averages(pretraining)},
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
             "one card": of_one_card(found),

@@ -135,7 +135,8 @@ def spa_from_sgdm(
         m_{k+1} = β_k m_k + g_k        x_{k+1} = x_k − α_k m_{k+1}
 
     In place of m the state holds z_k = x_k − w_k m_k, the point at which x would come
-    to rest if every later gradient were zero. These are the steps of `spa` with
+    to rest if every later gradient were zero (or z_k − x_k, see `SPAState`). These are
+    the steps of `spa` with
 
         w_k = Σ_{j≥k} α_j Π_{i=k..j} β_i
         η_k = α_k + w_{k+1}      c_{k+1} = α_k / η_k

@@ -72,12 +72,14 @@ def test_another_dtype_at_a_restore(kind: str, member: str, tmp_path: Path) -> N
     """Raises in the checkpoint's reader or in the first update, for each two dtypes."""
     params = {"w": jnp.ones(3), "n": jnp.array(3)}
     grads = [{"w": jnp.full(3, 0.125), "n": jnp.array(0)}] * 3
-    runs = {}
-    for dtype, node in NODES.items():
+    runs, nodes = {}, dict(NODES)
+    if member == "schedule":
+        del nodes[E4M3]  # spa_from_sgdm refuses float8
+    for dtype, node in nodes.items():
         tx = MEMBERS[member](state_dtype=dtype, rounding_key=KEY)
         runs[dtype] = (tx, *run(tx, params, grads))
         assert type(spa_state(runs[dtype][2]).z) is node
-    for old, new in itertools.product(NODES, NODES):
+    for old, new in itertools.product(nodes, nodes):
         (_, x, state), (tx, _, like) = runs[old], runs[new]
         folder = tmp_path / f"{jnp.dtype(old)} {jnp.dtype(new)}"
         restore = functools.partial(save_and_load, kind, state, like, folder)
