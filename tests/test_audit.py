@@ -325,6 +325,11 @@ def test_the_remedy_helps() -> None:
     assert kinds(earlier) == ["rise", "drop"]
 
 
+def test_print_shows_the_summary() -> None:
+    audit = theory.audit(0.1, 0.1, 100)
+    assert str(audit) == audit.summary()
+
+
 def test_the_reports_of_the_docs() -> None:
     folder = Path(__file__).parent.parent / "docs"
     pages = [folder / name for name in ("audit.md", "momentum.md")]

@@ -40,8 +40,11 @@ class Audit(NamedTuple):
     beta: Values  # β_k of SGD+M; β_0 is free: NaN, unless the schedule is SGD+M's
     is_from_sgdm: bool  # whether the schedule was given as SGD+M
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
-        """The audit in words, the most important finding first."""
+        """The audit in words, the most important finding first. `print` shows it."""
         findings = self.findings()
         lines = [finding.text for finding in findings]
         if not lines:
