@@ -42,8 +42,6 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 TASKS, MOMENTA = ("digits", "images"), (0.9, 0.99)
 SCHEDULES = ("constant", "cosine")  # the latter with a warm-up
 Tx = optax.GradientTransformation
-# z in float8 needs a momentum of at most 0.9875.
-REFUSED = "SPA, float8_e4m3fn z, stochastic", 0.99
 
 
 class Scheme(NamedTuple):
@@ -368,7 +366,6 @@ def main(argv: list[str] | None = None) -> str:
     runs: Any = [
         (task, scheme, beta, shape, rate, seed)
         for task, beta, shape, scheme in settings
-        if (scheme, beta) != REFUSED
         for rate, seed in itertools.product(tasks[task].rates, range(arguments.seeds))
     ]
 
