@@ -521,7 +521,11 @@ def test_an_average_that_8_bits_can_hold() -> None:
 
 
 def test_plain_steps_are_not_for_8_bits() -> None:
-    """z − params would be clipped at 1.75."""
+    """z − params would be clipped at 1.75, and steps would be a quarter of SGD's."""
+    g = [jnp.ones(100)] * 60
+    clipped, _ = run(spa(1.0, 0.1, state_dtype=E4M3, rounding_key=KEY), -g[0], g)
+    expected, _ = run(optax.sgd(0.1, 0.9), -g[0], g)
+    assert clipped.mean() > 0.4 * expected.mean()
     match = "`state_dtype` must have 16 bits or more.*got float8_e4m3fn.*`float8_mom"
     with pytest.raises(ValueError, match=match):
         spa_from_sgdm(0.1, state_dtype=E4M3, rounding_key=KEY)
