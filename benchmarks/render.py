@@ -96,7 +96,11 @@ CHANGES = (
     "z or momentum in bfloat16",
     "z or momentum in float8",
 )
-# The rows of README.md, by the names of their records.
+ROUNDED_TO_NEAREST = (
+    "*to compare, without Nesterov momentum:* `optax.adamw`, bfloat16 params, rounded to "
+    "nearest"
+)
+# The other rows of README.md, by the names of their records.
 IN_SHORT = {
     "NAdamW": "`optax.adamw`, float32 params",
     "NAdamW, bfloat16 m": (
@@ -387,6 +391,9 @@ def in_short(records: list[Record]) -> str:
         [text, f"{of_row[name][0]['bytes']:.0f}", f"{mean_loss(of_row[name]):.3f}"]
         for name, text in IN_SHORT.items()
     ]
+    nearest, wide = of_row["AdamW, rounded to nearest"], of_row[DEFAULT_B1]
+    loss = f"{mean_loss(nearest):.3f}; in float32 {mean_loss(wide):.3f}"
+    rows.append([ROUNDED_TO_NEAREST, "6", loss])
     return common.markdown(["to pretrain", "bytes", "loss"], rows)
 
 
