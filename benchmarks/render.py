@@ -97,8 +97,8 @@ CHANGES = (
     "z or momentum in float8",
 )
 ROUNDED_TO_NEAREST = (
-    "*to compare, without Nesterov momentum:* `optax.adamw`, bfloat16 params, rounded to "
-    "nearest"
+    "*to compare, without Nesterov momentum:* `optax.adamw`, bfloat16 params, rounded "
+    "to nearest"
 )
 # The other rows of README.md, by the names of their records.
 IN_SHORT = {
@@ -228,6 +228,7 @@ def is_shown(record: Record) -> bool:
         ("spa_adamw, float8 z", AT_MU_Y_1),
         ("spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
         ("Adafactor, bfloat16 params", {"rate": 8e-3}),
+        ("AdamW averaged", {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4}),
     )
 
 
