@@ -1146,3 +1146,21 @@ def test_a_moved_state_shares_no_buffer() -> None:
         assert not set(pointers(moved)) & set(pointers(arguments))
         jax.jit(tx.update, donate_argnums=1)(x, moved, x)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(arguments))
+
+
+def test_a_state_that_began_to_average_in_mid_run() -> None:
+    """As docs/change.md fills it, with the count of the run."""
+    params = {"w": jnp.ones(3)}
+    base = optax.adamw(1e-2)
+    old_state = run(base, params, [params] * 5)[1]
+    wide = primal_averaging(base, 0.1, 0.4)
+    state = wide.init(params)
+    counted = state.spa_state._replace(count=jnp.int32(5))
+    state = state._replace(base_state=old_state, spa_state=counted)
+    params, state = run(wide, params, [params] * 3, state)
+    narrow = primal_averaging(
+        base, 0.1, 0.4, state_dtype=jnp.bfloat16, rounding_key=KEY
+    )
+    converted = convert(state, params, into=narrow.init(params))
+    assert converted.spa_state.count == 8
+    chex.assert_trees_all_equal(converted.base_state, state.base_state)
