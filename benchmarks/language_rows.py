@@ -294,13 +294,14 @@ ROWS |= {
 ROWS["spa_adamw, Schedule-Free, constant"] = Row(
     schedule_free_adamw, {"rate": 4e-3, "mu_y": 0.9}, floor=1.0
 )
-# From AdamW to 3 bytes, one change a row: by z, and by momentum.
+# Computed in bfloat16, as large models are.
 COMPUTED_IN_BF16 = ("NAdamW", "NAdamW, bfloat16 m", "spa_adamw, bfloat16 z")
 ROWS |= {
     f"{name}, computed in bfloat16": ROWS[name]._replace(compute=BF16)
     for name in COMPUTED_IN_BF16
 }
 
+# From AdamW to 3 bytes, one change a row: by z, and by momentum.
 LADDERS = {
     "z": (
         "AdamW",
