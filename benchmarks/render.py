@@ -18,6 +18,7 @@ from typing import Any
 import common
 import fidelity
 import language_model
+import language_rows
 import memory
 import numpy as np
 from language_rows import ADAMW, LADDERS
@@ -61,6 +62,10 @@ WITHOUT_NESTEROV = {
     ),
     "Adafactor": ("Adafactor", "float32"),
     "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
+}
+COMPUTED_IN_BF16 = {
+    f"{name}, computed in bfloat16": WITH_NESTEROV[name]
+    for name in language_rows.COMPUTED_IN_BF16
 }
 FINE_TUNED = {
     "float32": "AdamW, float32 params",
@@ -530,6 +535,7 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
             "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
+            "computed in bfloat16": of_pretraining(pretraining, COMPUTED_IN_BF16),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
