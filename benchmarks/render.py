@@ -18,10 +18,9 @@ from typing import Any
 import common
 import fidelity
 import language_model
-import language_rows
 import memory
 import numpy as np
-from language_rows import ADAMW, LADDERS
+from language_rows import ADAMW, COMPUTED_IN_BF16, LADDERS
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -63,9 +62,8 @@ WITHOUT_NESTEROV = {
     "Adafactor": ("Adafactor", "float32"),
     "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
 }
-COMPUTED_IN_BF16 = {
-    f"{name}, computed in bfloat16": WITH_NESTEROV[name]
-    for name in language_rows.COMPUTED_IN_BF16
+IN_BF16 = {
+    f"{name}, computed in bfloat16": WITH_NESTEROV[name] for name in COMPUTED_IN_BF16
 }
 FINE_TUNED = {
     "float32": "AdamW, float32 params",
@@ -139,7 +137,7 @@ SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
         (page, name, {"rate": 8e-3, "momentum": 0.95})
-        for page in ("docs/muon.md", "docs/results.md")
+        for page in ("README.md", "docs/muon.md")
         for name in ("Muon", "Muon, float8 m")
     ),
     ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
@@ -445,7 +443,8 @@ def of_longer_fine_tuning(records: list[Record]) -> str:
     by_row = groups(runs, "row")
     seeds = set.intersection(*({r["seed"] for r in rs} for rs in by_row.values()))
     rows = []
-    for name, of_row in groups([r for r in runs if r["seed"] in seeds], "row").items():
+    for name, of_all_seeds in by_row.items():
+        of_row = [run for run in of_all_seeds if run["seed"] in seeds]
         accuracy = f"{mean_accuracy(of_row):.3f}"
         loss = f"{statistics.mean(run['loss'] for run in of_row):.3f}"
         num_bytes, num_seeds = f"{of_row[0]['bytes']:.1f}", str(len(of_row))
@@ -535,7 +534,7 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
             "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
-            "computed in bfloat16": of_pretraining(pretraining, COMPUTED_IN_BF16),
+            "computed in bfloat16": of_pretraining(pretraining, IN_BF16),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
