@@ -53,6 +53,13 @@ def adamw(rate: optax.Schedule, key: jax.Array, b1: float, **options: Any) -> Tx
 nadamw = functools.partial(adamw, nesterov=True)
 
 
+def nadamw_in_bfloat16(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
+    """Optax' own steps from bfloat16 gradients: its state is in bfloat16, too."""
+
+    narrow = optax.stateless(lambda grads, params: optax.tree.cast(grads, BF16))
+    return optax.chain(narrow, nadamw(rate, key, b1))
+
+
 def adamw_in_float32(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
     """With bfloat16 params only the params are rounded, to nearest: a control."""
     return in_float32(adamw(rate, key, b1))
@@ -249,6 +256,7 @@ ROWS = {
 }
 ROWS |= {
     "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
+    "NAdamW, rounded to nearest": Row(nadamw_in_bfloat16, ADAMW, BF16),
     "AdamW, rounded to nearest, float32 moments": Row(adamw_in_float32, ADAMW, BF16),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
     "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),

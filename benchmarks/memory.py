@@ -320,23 +320,14 @@ def table(records: list[dict[str, Any]]) -> str:
     for record in records:
         size, limit = record["GiB"], TARGETS[record["target"]].limit
         fits = not record["refused"] and size <= limit
-        kinds = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
         row = [
             record["optimizer"],
             f"{record['bytes']:.1f}",
             "" if size is None else f"{size:.2f}",
+            "yes" if fits else "no",
         ]
-        row += ["yes" if fits else "no", f"{record['whole']:.2f}", kinds]
-        rows.append([*row, f"{record['seconds']:.0f}"])
-    header = [
-        "optimizer",
-        "bytes/param",
-        "GiB/device",
-        "fits",
-        "whole",
-        "collectives",
-        "compile",
-    ]
+        rows.append(row)
+    header = ["optimizer", "bytes/param", "GiB/device", "fits"]
     return common.markdown(header, rows)
 
 

@@ -310,9 +310,7 @@ def test_the_remedy_helps() -> None:
     for name, schedule in schedules.items():
         abrupt = theory.audit(*schedule(), 400)
         assert kinds(abrupt, only_changes=True) == expected.get(name, ["beta"])
-        remedy = (
-            "Let η fall by a smaller fraction than c per step. (`stagewise` does so"
-        )
+        remedy = "Let η fall by a smaller fraction than c in each step."
         assert remedy in verdict(abrupt)
         slow = theory.audit(*schedule(step_divisor=gradual), 400)
         assert not kinds(slow, only_changes=True)
@@ -345,9 +343,7 @@ def test_verdicts_on_an_eta_and_c_of_ones_own() -> None:
     c_rises_first = theory.audit(*stagewise(10.0, 0.1, [200]), 400)
     assert verdict(c_rises_first) == (
         "α spikes from 1 to 10 at step 199, as in Figure 1(e): c rises a step before η "
-        "falls. Let η fall by a smaller fraction than c per step. (`stagewise` does so "
-        "for `spa`, with a `step_divisor`. `spa_from_sgdm` in place of `spa` needs no "
-        "change.)"
+        "falls. Let η fall by a smaller fraction than c in each step."
     )
     too_long = theory.audit(1.0, 0.0033, 300)
     assert verdict(too_long) == (

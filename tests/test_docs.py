@@ -130,8 +130,11 @@ def test_other_code_for_trainers_is_python() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_table_is_broken(name: str) -> None:
-    """An empty line ends a table, and its other rows become text."""
+    """An empty line ends a table: before it text becomes a row, and after it a row
+    becomes text.
+    """
     assert not re.search(r"^\|.*\|\n\n\|(?! ?-)", PAGES[name], re.MULTILINE)
+    assert not re.search(r"^\|.*\|\n(?![|\n])", PAGES[name] + "\n", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", PAGES)

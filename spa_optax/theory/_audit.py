@@ -15,10 +15,7 @@ from .._sgdm import default_horizon, eta_and_c, evaluate_sgdm
 
 Values = Float[np.ndarray, " n"]
 StepMask = Bool[np.ndarray, " n"]  # True at the steps that a finding is about
-GRADUAL = (
-    "Let η fall by a smaller fraction than c per step. (`stagewise` does so for `spa`, "
-    "with a `step_divisor`. `spa_from_sgdm` in place of `spa` needs no change.)"
-)
+GRADUAL = "Let η fall by a smaller fraction than c in each step."
 
 
 class Finding(NamedTuple):
@@ -87,10 +84,13 @@ def audit(
     """Checks a schedule of SPA at every step.
 
     `summary()` names averages that leave more than 1 % of x_0 in x, and jumps of α and
-    of η (of α/(1 − β), for SGD+M). A jump is a change by a factor of 1.5 or more in one
-    step, above 1e-4 of the largest value, and more than 22 % of the change within four
-    steps on either side: a ramp of five equal steps is gradual. Slower falls of η are
-    not named, though x lags behind z in those that are shorter than some 5/c steps.
+    of η. For SGD+M these are jumps of α/(1 − β). Where η should fall gradually,
+    `stagewise` does so with a `step_divisor`, and `spa_from_sgdm` needs no change.
+
+    A jump is a change by a factor of 1.5 or more in one step. It must be above 1e-4 of
+    the largest value, and more than 22 % of the change within four steps on either
+    side, so that a ramp of five equal steps is gradual. Slower falls of η are not
+    named, though x lags behind z in those that are shorter than some 5/c steps.
 
     Args:
       learning_rate: η_k ≥ 0, a scalar or a schedule of the count k that can be vmapped.
@@ -252,7 +252,7 @@ def _find_high_beta(audited: Audit) -> Finding | None:
     k = is_high.argmax()
     text = (
         f"η falls {_describe_change(eta, is_high)}, where c is {c[k - 1]:.3g}: x "
-        f"overshoots (as SGD+M, β is {beta[k]:.3g}). {GRADUAL}"
+        f"overshoots. {GRADUAL}"
     )
     return Finding("beta", text)
 
