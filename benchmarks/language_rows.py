@@ -55,7 +55,6 @@ nadamw = functools.partial(adamw, nesterov=True)
 
 def nadamw_in_bfloat16(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
     """Optax' own steps from bfloat16 gradients: its state is in bfloat16, too."""
-
     narrow = optax.stateless(lambda grads, params: optax.tree.cast(grads, BF16))
     return optax.chain(narrow, nadamw(rate, key, b1))
 
