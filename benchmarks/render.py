@@ -144,11 +144,6 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/rivals.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
-# Accuracies there, each with its page, row and learning rate.
-QUOTED_ACCURACIES = [
-    ("README.md", "float32", 1e-4),
-    ("README.md", "Adafactor, stochastic_rounding", 1e-4),
-]
 SOURCE = "python benchmarks/render.py"
 TITLES = {  # of the pages of records
     "language_model": "Loss by bytes, in pretraining",
@@ -431,21 +426,22 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
-    """Accuracy and loss on SST-2 at 1e-4, after 2,600 steps, in docs/results.md: of the
-    seeds that all rows have.
+    """Accuracy and loss on SST-2 after 2,600 steps, in docs/results.md: of the learning
+    rates and seeds that all rows have.
     """
-    runs = [r for r in records if (r["steps"], r["rate"]) == (2_600, 1e-4)]
-    by_row = groups(runs, "row")
-    seeds = set.intersection(*({r["seed"] for r in rs} for rs in by_row.values()))
+    of_row = groups([r for r in records if r["steps"] == 2_600], "row")
+    columns = set.intersection(
+        *({(r["rate"], r["seed"]) for r in runs} for runs in of_row.values())
+    )
+    columns = sorted(columns, reverse=True, key=lambda column: (column[0], -column[1]))
     rows = []
-    for name, of_all_seeds in by_row.items():
-        of_row = [run for run in of_all_seeds if run["seed"] in seeds]
-        accuracy = f"{mean_accuracy(of_row):.3f}"
-        loss = f"{statistics.mean(run['loss'] for run in of_row):.3f}"
-        num_bytes, num_seeds = f"{of_row[0]['bytes']:.1f}", str(len(of_row))
-        rows.append([FINE_TUNED[name], num_bytes, num_seeds, accuracy, loss])
-    header = ["optimizer", "bytes", "seeds", "accuracy", "loss"]
-    return common.markdown(header, rows)
+    for name, runs in of_row.items():
+        of_column = {(r["rate"], r["seed"]): r for r in runs}
+        ends = [of_column[column] for column in columns]
+        cells = [f"{end['accuracy']:.3f}, {end['loss']:.3f}" for end in ends]
+        rows.append([FINE_TUNED[name], f"{runs[0]['bytes']:.0f}", *cells])
+    titles = [f"{as_text(rate)}, seed {seed}" for rate, seed in columns]
+    return common.markdown(["optimizer", "bytes", *titles], rows)
 
 
 def of_closeness(records: list[Record]) -> str:
@@ -504,16 +500,12 @@ def of_limits() -> str:
 
 
 def missing_quotes() -> list[str]:
-    """What of QUOTED and QUOTED_ACCURACIES does not stand in its page."""
+    """What of QUOTED does not stand in its page."""
     numbers = []
     records = read("language_model.jsonl")
     for page, optimizer, settings in QUOTED:
         loss = mean_loss(of_others(records, optimizer, settings))
         numbers.append((page, optimizer, f"{loss:.3f}"))
-    records = fine_tuned(read("finetune.jsonl"))
-    for page, name, rate in QUOTED_ACCURACIES:
-        runs = [r for r in records if (r["row"], r["rate"]) == (name, rate)]
-        numbers.append((page, name, f"{mean_accuracy(runs):.3f}"))
     return [
         f"{page} lacks the {number} of {name}"
         for page, name, number in numbers
