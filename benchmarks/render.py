@@ -99,6 +99,13 @@ CHANGES = (
     "z or momentum in bfloat16",
     "z or momentum in float8",
 )
+# The rows at a small learning rate in docs/results.md, the reference first.
+AT_SMALL_RATE = (
+    "NAdamW",
+    "NAdamW, bfloat16 m",
+    "spa_adamw, bfloat16 z",
+    "NAdamW, rounded to nearest",
+)
 # The rows of README.md, by the names of their records of both tasks.
 IN_SHORT = {
     ("NAdamW", "float32"): "`optax.adamw`, float32 params",
@@ -115,6 +122,7 @@ IN_SHORT = {
 SMALL_RATE = 2e-5  # of fine-tuning, there
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
+    "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
     "AdamW, float32": "AdamW, float32 params, 12",
     "AdamW, float32, bfloat16 m": "AdamW, float32 params, bfloat16 momentum, 10",
     "Adafactor, float32": "Adafactor, float32 params, 4",
@@ -219,7 +227,13 @@ def is_shown(record: Record) -> bool:
         ("spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
         ("Adafactor, bfloat16 params", {"rate": 8e-3}),
         ("AdamW averaged", {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4}),
-    )
+    ) or is_at_small_rate(record)
+
+
+def is_at_small_rate(record: Record) -> bool:
+    """Whether at a sixteenth of the best rate, and one of the rows of results.md."""
+    found = record["steps"], record["settings"].get("rate")
+    return found == (2_000, 2.5e-4) and record["optimizer"] in AT_SMALL_RATE
 
 
 def of_memory(found: common.Records) -> Iterator[tuple[str, str]]:
@@ -346,6 +360,24 @@ def of_pretraining(records: list[Record], texts: dict[str, tuple[str, str]]) -> 
         rows.append([*texts[name], num_bytes, loss, difference])
     header = ["optimizer", "params", "bytes", "loss", "− the reference"]
     return common.markdown(header, rows)
+
+
+def of_small_rate(records: list[Record]) -> str:
+    """The losses at a sixteenth of the best rate, in docs/results.md: of the seeds that
+    all rows have.
+    """
+    of_row = groups(list(filter(is_at_small_rate, records)), "optimizer")
+    seeds = set.intersection(*({r["seed"] for r in of_row[n]} for n in AT_SMALL_RATE))
+    of_row = {
+        name: [r for r in of_row[name] if r["seed"] in seeds] for name in AT_SMALL_RATE
+    }
+    reference, *_ = of_row.values()
+    rows = []
+    for name, runs in of_row.items():
+        difference = language_model.minus(runs, reference, digits=3)
+        difference = difference.replace(" ", NO_BREAK) or "the reference"
+        rows.append([*WITH_NESTEROV[name], f"{mean_loss(runs):.3f}", difference])
+    return common.markdown(["optimizer", "params", "loss", "− the reference"], rows)
 
 
 def of_ladders(records: list[Record]) -> str:
@@ -522,6 +554,7 @@ def guides() -> dict[Path, str]:
             "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
             "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
             "computed in bfloat16": of_pretraining(pretraining, IN_BF16),
+            "small rate": of_small_rate(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },

@@ -85,7 +85,8 @@ def audit(
 
     `summary()` names averages that leave more than 1 % of x_0 in x, and jumps of α and
     of η. For SGD+M these are jumps of α/(1 − β). Where η should fall gradually,
-    `stagewise` does so with a `step_divisor`, and `spa_from_sgdm` needs no change.
+    `stagewise` does so with a `step_divisor` below 1/(1 − c), and `spa_from_sgdm` needs
+    no change.
 
     A jump is a change by a factor of 1.5 or more in one step. It must be above 1e-4 of
     the largest value, and more than 22 % of the change within four steps on either
