@@ -129,6 +129,7 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
 factored = partial(averaged, second_moment="factored")
 ROWS = {
     "float32": Row(lambda run: (F32, adamw(run))),
+    "float32, bfloat16 m": Row(lambda run: (F32, adamw(run, mu_dtype=BF16))),
     "bfloat16": Row(lambda run: (BF16, adamw(run))),
     "stochastic_rounding": Row(partial(rounded, make=optax.adamw, **with_narrow_m)),
     "z in bfloat16": Row(partial(factored, state_dtype=BF16)),

@@ -257,6 +257,9 @@ ROWS |= {
     "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
     "NAdamW, rounded to nearest": Row(nadamw_in_bfloat16, ADAMW, BF16),
     "AdamW, rounded to nearest, float32 moments": Row(adamw_in_float32, ADAMW, BF16),
+    "NAdamW, bfloat16 m, float32 params": Row(
+        functools.partial(nadamw, mu_dtype=BF16), ADAMW
+    ),
     "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
     "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),
     "AdamW, bitsandbytes moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),

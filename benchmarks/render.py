@@ -20,7 +20,7 @@ import fidelity
 import language_model
 import memory
 import numpy as np
-from language_rows import ADAMW, COMPUTED_IN_BF16, LADDERS
+from language_rows import ADAMW, LADDERS
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -62,9 +62,6 @@ WITHOUT_NESTEROV = {
     "Adafactor": ("Adafactor", "float32"),
     "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
 }
-IN_BF16 = {
-    f"{name}, computed in bfloat16": WITH_NESTEROV[name] for name in COMPUTED_IN_BF16
-}
 FINE_TUNED = {
     "float32": "AdamW, float32 params",
     "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
@@ -93,8 +90,8 @@ AVERAGED = {
 # The rows of the ladders in docs/rivals.md: what changes from one to the next.
 CHANGES = (
     "AdamW with a b1 of 0.7, its best",
-    "Nesterov momentum, or an `interpolation` of 0.9; a b1 of 0.9",
-    "the second moment is factored",
+    "Nesterov momentum with a b1 of 0.9; in z an `interpolation` of 0.9",
+    "the second moment is factored; params still in float32",
     "params in bfloat16, rounded at random",
     "z or momentum in bfloat16",
     "z or momentum in float8",
@@ -142,8 +139,7 @@ SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
 # Losses in the text of pages, each with its page, optimizer and settings.
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
-        (page, name, {"rate": 8e-3, "momentum": 0.95})
-        for page in ("README.md", "docs/muon.md")
+        ("docs/muon.md", name, {"rate": 8e-3, "momentum": 0.95})
         for name in ("Muon", "Muon, float8 m")
     ),
     ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
@@ -553,7 +549,6 @@ def guides() -> dict[Path, str]:
         "docs/results.md": {
             "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
             "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
-            "computed in bfloat16": of_pretraining(pretraining, IN_BF16),
             "small rate": of_small_rate(pretraining),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
