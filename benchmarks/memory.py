@@ -20,8 +20,6 @@ import math
 import os
 import re
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,12 +254,6 @@ def compile_step(
     )
 
 
-def collectives(text: str) -> dict[str, int]:
-    """How many of each kind are in a program. XLA may copy one into many fusions."""
-    found = re.findall(rf" {compiled.COLLECTIVE}\(.*?channel_id=(\d+)", text)
-    return dict(sorted(Counter(kind for kind, _, _ in set(found)).items()))
-
-
 def measure(target_name: str, optimizer: str) -> dict[str, Any]:
     target, name = TARGETS[target_name], optimizer.removesuffix(IN_BACKWARD)
     tx, dtype = optimizers()[name]
@@ -276,19 +268,17 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
             return optimizers(place)[name][0]
 
         trainer = one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
-    start = time.perf_counter()
-    state, whole = split_state(trainer, model, params)
+    state, _ = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
     )
-    result = {"bytes": num_bytes / size, "whole": whole / 2**30}
-    result |= {
+    result = {
+        "bytes": num_bytes / size,
         "versions": compiled.versions(target.device),
         "refused": True,
         "GiB": None,
     }
-    result |= {"collectives": {}, "seconds": 0.0}
     if num_bytes / mesh.size > target.limit * 2**30:  # needs no compiler
         return result
     try:
@@ -296,13 +286,12 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
         memory = program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
-        found = collectives(compiled.text_of(program))
-        result |= {"refused": False, "GiB": total / 2**30, "collectives": found}
+        result |= {"refused": False, "GiB": total / 2**30}
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise
         result["GiB"] = gigabytes(str(error))
-    return result | {"seconds": time.perf_counter() - start}
+    return result
 
 
 def record_of(found: common.Records, target: str, optimizer: str) -> dict[str, Any]:
