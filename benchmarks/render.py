@@ -34,6 +34,7 @@ WITH_NESTEROV = {
     "Muon, float8 m": ("Muon in `float8_momentum`", "bfloat16"),
     "NAdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
     "NAdamW, rounded to nearest": ("AdamW", "bfloat16, rounded to nearest"),
+    "NAdamW, bfloat16 m, float32 params": ("AdamW, momentum in bfloat16", "float32"),
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
@@ -144,7 +145,13 @@ QUOTED: list[tuple[str, str, dict[str, float]]] = [
     ),
     ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
     ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
-    ("docs/compared.md", "NAdamW, rounded to nearest", {"rate": 4e-3, "b1": 0.9}),
+    *(
+        ("docs/compared.md", name, {"rate": 4e-3, "b1": 0.9})
+        for name in (
+            "NAdamW, rounded to nearest",
+            "NAdamW, bfloat16 m, float32 params",
+        )
+    ),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/rivals.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
 ]
