@@ -65,6 +65,7 @@ WITHOUT_NESTEROV = {
 }
 FINE_TUNED = {
     "float32": "AdamW, float32 params",
+    "float32, bfloat16 m": "AdamW, momentum in bfloat16, float32 params",
     "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
     "stochastic_rounding": "AdamW in `stochastic_rounding`",
     "z in bfloat16": "`spa_adamw`, z in bfloat16",
@@ -107,10 +108,13 @@ AT_SMALL_RATE = (
 # The rows of README.md, by the names of their records of both tasks.
 IN_SHORT = {
     ("NAdamW", "float32"): "`optax.adamw`, float32 params",
-    ("NAdamW, rounded to nearest", "bfloat16"): "`optax.adamw`, bfloat16 params",
+    ("NAdamW, bfloat16 m, float32 params", "float32, bfloat16 m"): (
+        "`optax.adamw` with a bfloat16 momentum, float32 params"
+    ),
     ("NAdamW, bfloat16 m", "stochastic_rounding"): (
         "`optax.adamw` in `stochastic_rounding`"
     ),
+    ("NAdamW, rounded to nearest", "bfloat16"): "`optax.adamw`, bfloat16 params",
     ("spa_adamw, bfloat16 z", "z in bfloat16"): "`spa_adamw`, z in bfloat16",
     ("spa_adamw, float8 z", "z in float8"): "`spa_adamw`, z in float8",
     ("Adafactor, bfloat16 params", "Adafactor, stochastic_rounding"): (
