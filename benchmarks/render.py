@@ -98,7 +98,8 @@ CHANGES = (
     "z or momentum in bfloat16",
     "z or momentum in float8",
 )
-# The rows at a small learning rate in docs/results.md, the reference first.
+# A sixteenth of the best rate, and its rows in docs/results.md, the reference first.
+SMALL_RATE = 2.5e-4
 AT_SMALL_RATE = (
     "NAdamW",
     "NAdamW, bfloat16 m",
@@ -121,7 +122,7 @@ IN_SHORT = {
         "`optax.adafactor` in `stochastic_rounding`"
     ),
 }
-SMALL_RATE = 2e-5  # of fine-tuning, there
+FINE_TUNING_RATE = 2e-5  # there
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
@@ -142,22 +143,34 @@ SCALED_TO = {
 }
 SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
 # Losses in the text of pages, each with its page, optimizer and settings.
+OF_MUON = {"rate": 8e-3, "momentum": 0.95}
+OF_SPA = {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}
 QUOTED: list[tuple[str, str, dict[str, float]]] = [
     *(
-        ("docs/muon.md", name, {"rate": 8e-3, "momentum": 0.95})
+        (page, name, OF_MUON)
+        for page in ("docs/compared.md", "docs/muon.md")
         for name in ("Muon", "Muon, float8 m")
     ),
-    ("docs/rivals.md", "factored NAdamW, float8 m", {"rate": 4e-3, "b1": 0.9}),
-    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
     *(
-        ("docs/compared.md", name, {"rate": 4e-3, "b1": 0.9})
+        ("docs/compared.md", name, ADAMW)
         for name in (
-            "NAdamW, rounded to nearest",
+            "AdamW",
+            "NAdamW",
             "NAdamW, bfloat16 m, float32 params",
+            "NAdamW, bfloat16 m",
+            "NAdamW, rounded to nearest",
+            "AdamW, FlashOptim moments",
+            "AdamW, bitsandbytes moments",
         )
     ),
+    ("docs/compared.md", "spa_adamw, bfloat16 z", OF_SPA),
+    ("docs/compared.md", "spa_adamw, float8 z", OF_SPA),
+    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
+    ("docs/compared.md", "Adafactor, bfloat16 params", {"rate": 4e-3}),
+    ("docs/start.md", "AdamW, bfloat16 m", ADAMW),
+    ("docs/start.md", "NAdamW, bfloat16 m", ADAMW),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
-    ("docs/rivals.md", "spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
+    ("docs/rivals.md", "spa_adamw", OF_SPA | {"c": 0.05}),
 ]
 SOURCE = "python benchmarks/render.py"
 TITLES = {  # of the pages of records
@@ -238,9 +251,9 @@ def is_shown(record: Record) -> bool:
 
 
 def is_at_small_rate(record: Record) -> bool:
-    """Whether at a sixteenth of the best rate, and one of the rows of results.md."""
+    """Whether of 2,000 steps at the small rate, and one of the rows of results.md."""
     found = record["steps"], record["settings"].get("rate")
-    return found == (2_000, 2.5e-4) and record["optimizer"] in AT_SMALL_RATE
+    return found == (2_000, SMALL_RATE) and record["optimizer"] in AT_SMALL_RATE
 
 
 def of_memory(found: common.Records) -> Iterator[tuple[str, str]]:
@@ -370,8 +383,8 @@ def of_pretraining(records: list[Record], texts: dict[str, tuple[str, str]]) -> 
 
 
 def of_small_rate(records: list[Record]) -> str:
-    """The losses at a sixteenth of the best rate, in docs/results.md: of the seeds that
-    all rows have.
+    """The losses at the small rate, in docs/results.md: of the seeds that all rows
+    have.
     """
     of_row = groups(list(filter(is_at_small_rate, records)), "optimizer")
     seeds = set.intersection(*({r["seed"] for r in of_row[n]} for n in AT_SMALL_RATE))
@@ -420,7 +433,7 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 def in_short(pretraining: list[Record], fine_tuning: list[Record]) -> str:
     """The table of README.md: the loss of one task, and the accuracy of the other."""
     losses = pretrained(pretraining)
-    runs = [r for r in fine_tuned(fine_tuning) if r["rate"] == SMALL_RATE]
+    runs = [r for r in fine_tuned(fine_tuning) if r["rate"] == FINE_TUNING_RATE]
     accuracies, rows = groups(runs, "row"), []
     for (name, of_fine_tuning), text in IN_SHORT.items():
         loss, accuracy = mean_loss(losses[name]), cell_of(accuracies[of_fine_tuning])
