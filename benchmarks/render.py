@@ -20,13 +20,15 @@ import fidelity
 import language_model
 import memory
 import numpy as np
-from language_rows import ADAMW, LADDERS
+from language_rows import ADAMW, LADDERS, ROWS
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 DEFAULT_B1 = "AdamW, b1 = 0.9"
 PARAMS_ARE_X = "spa_adamw, float8 z, μ_y = 1"
-AT_MU_Y_1 = {"rate": 4e-3, "c": 0.1, "mu_y": 1.0}
+OF_SPA = ROWS["spa_adamw"].settings
+AT_MU_Y_1 = OF_SPA | {"mu_y": 1.0}
+AT_C_OF_005 = OF_SPA | {"c": 0.05}
 # The rows of docs/results.md, with the dtype of their params; first the reference.
 WITH_NESTEROV = {
     "NAdamW": ("AdamW", "float32"),
@@ -122,7 +124,7 @@ IN_SHORT = {
         "`optax.adafactor` in `stochastic_rounding`"
     ),
 }
-FINE_TUNING_RATE = 2e-5  # there
+FINE_TUNING_RATE = 2e-5  # of their accuracies
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
@@ -142,35 +144,30 @@ SCALED_TO = {
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
 SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
-# Losses in the text of pages, each with its page, optimizer and settings.
-OF_MUON = {"rate": 8e-3, "momentum": 0.95}
-OF_SPA = {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}
-QUOTED: list[tuple[str, str, dict[str, float]]] = [
-    *(
-        (page, name, OF_MUON)
-        for page in ("docs/compared.md", "docs/muon.md")
-        for name in ("Muon", "Muon, float8 m")
+# Losses in the text of pages: rows that a page quotes at their own settings.
+QUOTED = {
+    "docs/compared.md": (
+        "Muon",
+        "Muon, float8 m",
+        "NAdamW",
+        "NAdamW, bfloat16 m, float32 params",
+        "NAdamW, bfloat16 m",
+        "NAdamW, rounded to nearest",
+        "AdamW, FlashOptim moments",
+        "AdamW, bitsandbytes moments",
+        "spa_adamw, bfloat16 z",
+        "spa_adamw, float8 z",
+        "Adafactor",
+        "Adafactor, bfloat16 params",
     ),
-    *(
-        ("docs/compared.md", name, ADAMW)
-        for name in (
-            "AdamW",
-            "NAdamW",
-            "NAdamW, bfloat16 m, float32 params",
-            "NAdamW, bfloat16 m",
-            "NAdamW, rounded to nearest",
-            "AdamW, FlashOptim moments",
-            "AdamW, bitsandbytes moments",
-        )
-    ),
-    ("docs/compared.md", "spa_adamw, bfloat16 z", OF_SPA),
-    ("docs/compared.md", "spa_adamw, float8 z", OF_SPA),
-    ("docs/compared.md", "Adafactor", {"rate": 4e-3}),
-    ("docs/compared.md", "Adafactor, bfloat16 params", {"rate": 4e-3}),
-    ("docs/start.md", "AdamW, bfloat16 m", ADAMW),
-    ("docs/start.md", "NAdamW, bfloat16 m", ADAMW),
+    "docs/muon.md": ("Muon", "Muon, float8 m"),
+    "docs/start.md": ("AdamW, bfloat16 m", "NAdamW, bfloat16 m"),
+}
+# And at others.
+QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
+    ("docs/compared.md", "AdamW", ADAMW),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
-    ("docs/rivals.md", "spa_adamw", OF_SPA | {"c": 0.05}),
+    ("docs/rivals.md", "spa_adamw", AT_C_OF_005),
 ]
 SOURCE = "python benchmarks/render.py"
 TITLES = {  # of the pages of records
@@ -244,7 +241,7 @@ def is_shown(record: Record) -> bool:
     return row in (
         ("AdamW", ADAMW),
         ("spa_adamw, float8 z", AT_MU_Y_1),
-        ("spa_adamw", {"rate": 4e-3, "c": 0.05, "mu_y": 0.9}),
+        ("spa_adamw", AT_C_OF_005),
         ("Adafactor, bfloat16 params", {"rate": 8e-3}),
         ("AdamW averaged", {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4}),
     ) or is_at_small_rate(record)
@@ -287,7 +284,7 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
     """Means over seeds, for each rate."""
-    keys = ("accuracy", "loss", "distance")
+    keys = ("accuracy", "loss", "moved", "distance")
     for (task, num_steps, rate), runs in sorted(
         groups(records, "task", "steps", "rate").items()
     ):
@@ -368,9 +365,20 @@ def mean_loss(runs: list[Record]) -> float:
     return statistics.mean(map(language_model.best, runs))
 
 
-def of_pretraining(records: list[Record], texts: dict[str, tuple[str, str]]) -> str:
-    """Rows of docs/results.md at their best settings, by loss."""
-    rows, of_row = [], pretrained(records)
+def at_small_rate(records: list[Record]) -> dict[str, list[Record]]:
+    """By optimizer, the runs at the small rate, of the seeds that all have."""
+    of_row = groups(list(filter(is_at_small_rate, records)), "optimizer")
+    seeds = set.intersection(*({r["seed"] for r in runs} for runs in of_row.values()))
+    return {
+        name: [r for r in runs if r["seed"] in seeds] for name, runs in of_row.items()
+    }
+
+
+def of_losses(
+    of_row: dict[str, list[Record]], texts: dict[str, tuple[str, str]]
+) -> str:
+    """Rows of docs/results.md, by loss. The first of `texts` is the reference."""
+    rows = []
     reference, *_ = texts
     for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
         runs = of_row[name]
@@ -382,27 +390,9 @@ def of_pretraining(records: list[Record], texts: dict[str, tuple[str, str]]) -> 
     return common.markdown(header, rows)
 
 
-def of_small_rate(records: list[Record]) -> str:
-    """The losses at the small rate, in docs/results.md: of the seeds that all rows
-    have.
-    """
-    of_row = groups(list(filter(is_at_small_rate, records)), "optimizer")
-    seeds = set.intersection(*({r["seed"] for r in of_row[n]} for n in AT_SMALL_RATE))
-    of_row = {
-        name: [r for r in of_row[name] if r["seed"] in seeds] for name in AT_SMALL_RATE
-    }
-    reference, *_ = of_row.values()
-    rows = []
-    for name, runs in of_row.items():
-        difference = language_model.minus(runs, reference, digits=3)
-        difference = difference.replace(" ", NO_BREAK) or "the reference"
-        rows.append([*WITH_NESTEROV[name], f"{mean_loss(runs):.3f}", difference])
-    return common.markdown(["optimizer", "params", "loss", "− the reference"], rows)
-
-
-def of_ladders(records: list[Record]) -> str:
+def of_ladders(of_row: dict[str, list[Record]]) -> str:
     """The losses of both ladders side by side, in docs/rivals.md."""
-    of_row, rows = pretrained(records), []
+    rows = []
     for change, *names in zip(CHANGES, *LADDERS.values(), strict=True):
         losses = [f"{mean_loss(of_row[name]):.3f}" for name in names]
         num_bytes = f"{of_row[names[0]][0]['bytes']:.0f}"
@@ -410,9 +400,9 @@ def of_ladders(records: list[Record]) -> str:
     return common.markdown(["bytes", *LADDERS, "the change"], rows)
 
 
-def of_averages(records: list[Record]) -> str:
+def of_averages(of_row: dict[str, list[Record]]) -> str:
     """The losses of params, of an EMA of them, and of x, in docs/averages.md."""
-    rows, of_row = [], pretrained(records)
+    rows = []
     for name, text in AVERAGED.items():
         ends = [run["curve"][-1] for run in of_row[name]]
         losses = [
@@ -430,9 +420,8 @@ def fine_tuned(records: list[Record]) -> list[Record]:
     return [r for r in records if (r["task"], r["steps"]) == ("sst2", 150)]
 
 
-def in_short(pretraining: list[Record], fine_tuning: list[Record]) -> str:
+def in_short(losses: dict[str, list[Record]], fine_tuning: list[Record]) -> str:
     """The table of README.md: the loss of one task, and the accuracy of the other."""
-    losses = pretrained(pretraining)
     runs = [r for r in fine_tuned(fine_tuning) if r["rate"] == FINE_TUNING_RATE]
     accuracies, rows = groups(runs, "row"), []
     for (name, of_fine_tuning), text in IN_SHORT.items():
@@ -552,12 +541,17 @@ def of_limits() -> str:
 
 
 def missing_quotes() -> list[str]:
-    """What of QUOTED does not stand in its page."""
-    numbers = []
+    """What of QUOTED and QUOTED_AT does not stand in its page."""
     records = read("language_model.jsonl")
-    for page, optimizer, settings in QUOTED:
-        loss = mean_loss(of_others(records, optimizer, settings))
-        numbers.append((page, optimizer, f"{loss:.3f}"))
+    quoted = [
+        (page, name, ROWS[name].settings)
+        for page, names in QUOTED.items()
+        for name in names
+    ]
+    numbers = [
+        (page, name, f"{mean_loss(of_others(records, name, settings)):.3f}")
+        for page, name, settings in quoted + QUOTED_AT
+    ]
     return [
         f"{page} lacks the {number} of {name}"
         for page, name, number in numbers
@@ -568,23 +562,24 @@ def missing_quotes() -> list[str]:
 def guides() -> dict[Path, str]:
     """Pages with their tables, each behind a comment with its name."""
     pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
-    found = read_memory()
+    of_row, found = pretrained(pretraining), read_memory()
+    small = {name: WITH_NESTEROV[name] for name in AT_SMALL_RATE}
     tables = {
         "docs/results.md": {
-            "pretraining": of_pretraining(pretraining, WITH_NESTEROV),
-            "without": of_pretraining(pretraining, WITHOUT_NESTEROV),
-            "small rate": of_small_rate(pretraining),
+            "pretraining": of_losses(of_row, WITH_NESTEROV),
+            "small rate": of_losses(at_small_rate(pretraining), small),
+            "without": of_losses(of_row, WITHOUT_NESTEROV),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
         },
-        "docs/rivals.md": {"ladder": of_ladders(pretraining)},
-        "docs/averages.md": {"averages": of_averages(pretraining)},
+        "docs/rivals.md": {"ladder": of_ladders(of_row)},
+        "docs/averages.md": {"averages": of_averages(of_row)},
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
             "one card": of_one_card(found),
             "limits": of_limits(),
         },
-        "README.md": {"in short": in_short(pretraining, fine_tuning)},
+        "README.md": {"in short": in_short(of_row, fine_tuning)},
     }
     result = {}
     for page, of_page in tables.items():
