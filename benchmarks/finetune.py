@@ -29,6 +29,7 @@ from rivals import BF16, F32, with_low_half
 
 from spa_optax import (
     in_float32,
+    primal_averaging,
     schedule_free_averaging,
     spa_adamw,
     stochastic_rounding,
@@ -108,6 +109,16 @@ def rounded(run: Run, make: Any, factor: float = 1.0, **options: Any) -> Optimiz
     )
 
 
+def with_float8_copy(run: Run) -> Optimizer:
+    """z at c = 1 is a master copy of the params in float8, around any optimizer."""
+    return BF16, primal_averaging(
+        adamw(run, mu_dtype=BF16),
+        1.0,
+        state_dtype=jnp.float8_e4m3fn,
+        rounding_key=run.key,
+    )
+
+
 def schedule_free(run: Run) -> Optimizer:
     run = run._replace(falls=False)
     c = schedule_free_averaging(run.schedule, 1 + run.num_steps // 10)
@@ -132,6 +143,7 @@ ROWS = {
     "float32, bfloat16 m": Row(lambda run: (F32, adamw(run, mu_dtype=BF16))),
     "bfloat16": Row(lambda run: (BF16, adamw(run))),
     "stochastic_rounding": Row(partial(rounded, make=optax.adamw, **with_narrow_m)),
+    "float8 copy": Row(with_float8_copy),
     "z in bfloat16": Row(partial(factored, state_dtype=BF16)),
     "z in float8": Row(partial(factored, state_dtype=jnp.float8_e4m3fn)),
     # A control: what is lost is not lost in the moments.
