@@ -24,13 +24,11 @@ from language_rows import ADAMW, LADDERS, ROWS
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-DEFAULT_B1 = "AdamW, b1 = 0.9"
-PARAMS_ARE_X = "spa_adamw, float8 z, μ_y = 1"
 OF_SPA = ROWS["spa_adamw"].settings
 AT_MU_Y_1 = OF_SPA | {"mu_y": 1.0}
 AT_C_OF_005 = OF_SPA | {"c": 0.05}
 # The rows of docs/results.md, with the dtype of their params; first the reference.
-WITH_NESTEROV = {
+PRETRAINED = {
     "NAdamW": ("AdamW", "float32"),
     "Muon": ("Muon", "float32"),
     "Muon, float8 m": ("Muon in `float8_momentum`", "bfloat16"),
@@ -40,29 +38,10 @@ WITH_NESTEROV = {
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
-        "[`factored_nadamw`](rivals.md#factored_nadamw) in `float8_momentum`",
+        "[`factored_nadamw`](recipes.md#nesterov-momentum-in-3-bytes)"
+        " in `float8_momentum`",
         "bfloat16",
     ),
-}
-WITHOUT_NESTEROV = {
-    DEFAULT_B1: ("AdamW", "float32"),
-    "AdamW": ("AdamW, b1 of 0.7", "float32"),
-    PARAMS_ARE_X: ("`spa_adamw`, z in float8, `interpolation` of 1", "bfloat16"),
-    "AdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
-    "AdamW, bitsandbytes moments": (
-        "AdamW, moments in bitsandbytes' 8 bits",
-        "bfloat16",
-    ),
-    "AdamW, FlashOptim moments": ("AdamW, moments in FlashOptim's 8 bits", "bfloat16"),
-    "AdamW, rounded to nearest, float32 moments": (
-        "AdamW, moments in float32",
-        "bfloat16, rounded to nearest",
-    ),
-    "Adafactor with momentum, bfloat16 params": (
-        "Adafactor, momentum in bfloat16",
-        "bfloat16",
-    ),
-    "Adafactor": ("Adafactor", "float32"),
     "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
 }
 FINE_TUNED = {
@@ -91,7 +70,7 @@ AVERAGED = {
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
 }
-# The rows of the ladders in docs/rivals.md: what changes from one to the next.
+# The rows of the ladders in docs/results.md: what changes from one to the next.
 CHANGES = (
     "AdamW with a b1 of 0.7, its best",
     "Nesterov momentum with a b1 of 0.9; in z an `interpolation` of 0.9",
@@ -167,7 +146,8 @@ QUOTED = {
 QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
     ("docs/compared.md", "AdamW", ADAMW),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
-    ("docs/rivals.md", "spa_adamw", AT_C_OF_005),
+    ("docs/results.md", "spa_adamw", AT_C_OF_005),
+    ("docs/results.md", "spa_adamw, float8 z", AT_MU_Y_1),
 ]
 SOURCE = "python benchmarks/render.py"
 TITLES = {  # of the pages of records
@@ -343,8 +323,6 @@ def pretrained(records: list[Record]) -> dict[str, list[Record]]:
     best = language_model.best_settings(records)
     chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
-    of_row[DEFAULT_B1] = of_others(records, "AdamW", ADAMW)
-    of_row[PARAMS_ARE_X] = of_others(records, "spa_adamw, float8 z", AT_MU_Y_1)
     return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
 
@@ -391,7 +369,7 @@ def of_losses(
 
 
 def of_ladders(of_row: dict[str, list[Record]]) -> str:
-    """The losses of both ladders side by side, in docs/rivals.md."""
+    """The losses of both ladders side by side, in docs/results.md."""
     rows = []
     for change, *names in zip(CHANGES, *LADDERS.values(), strict=True):
         losses = [f"{mean_loss(of_row[name]):.3f}" for name in names]
@@ -563,16 +541,15 @@ def guides() -> dict[Path, str]:
     """Pages with their tables, each behind a comment with its name."""
     pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
     of_row, found = pretrained(pretraining), read_memory()
-    small = {name: WITH_NESTEROV[name] for name in AT_SMALL_RATE}
+    small = {name: PRETRAINED[name] for name in AT_SMALL_RATE}
     tables = {
         "docs/results.md": {
-            "pretraining": of_losses(of_row, WITH_NESTEROV),
+            "pretraining": of_losses(of_row, PRETRAINED),
             "small rate": of_losses(at_small_rate(pretraining), small),
-            "without": of_losses(of_row, WITHOUT_NESTEROV),
             "fine-tuning": of_fine_tuning(fine_tuning),
             "longer fine-tuning": of_longer_fine_tuning(fine_tuning),
+            "ladder": of_ladders(of_row),
         },
-        "docs/rivals.md": {"ladder": of_ladders(of_row)},
         "docs/averages.md": {"averages": of_averages(of_row)},
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),

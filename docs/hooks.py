@@ -10,7 +10,8 @@ from latex2mathml.converter import convert
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Pages link to `../benchmarks` and `../examples`; the site has both inside.
+    """Pages link to `../benchmarks` and `../examples`, and these back to `docs`; the
+    site has all inside.
 
     Pages of raw results come last in the search.
     """
@@ -24,7 +25,7 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     # These two link to files in the root of the repository.
     if page.file.src_uri in ("index.md", "contributing.md"):
         markdown = markdown.replace("](docs/", "](")
-    return markdown.replace("](../docs/", "](../")
+    return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
 
 
 def on_page_content(content: str, page: Any, config: Any, **_: object) -> str:
