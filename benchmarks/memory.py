@@ -146,6 +146,7 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
 
 BY_CARD = [
     "AdamW, float32",
+    "AdamW, float32, bfloat16 m",
     "Adafactor, float32",
     "AdamW, rounded",
     "spa_adamw, bfloat16 z, factored ν",

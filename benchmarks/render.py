@@ -38,7 +38,7 @@ PRETRAINED = {
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
-        "[`factored_nadamw`](recipes.md#nesterov-momentum-in-3-bytes)"
+        "[`factored_nadamw`](compared.md#nesterov-momentum-in-3-bytes)"
         " in `float8_momentum`",
         "bfloat16",
     ),
@@ -103,7 +103,7 @@ IN_SHORT = {
         "`optax.adafactor` in `stochastic_rounding`"
     ),
 }
-FINE_TUNING_RATE = 2e-5  # of their accuracies
+FINE_TUNING_RATE = 1e-4  # of their accuracies, the best of AdamW in float32
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
@@ -132,8 +132,8 @@ QUOTED = {
         "NAdamW, bfloat16 m, float32 params",
         "NAdamW, bfloat16 m",
         "NAdamW, rounded to nearest",
-        "AdamW, FlashOptim moments",
         "AdamW, bitsandbytes moments",
+        "factored NAdamW, float8 m",
         "spa_adamw, bfloat16 z",
         "spa_adamw, float8 z",
         "Adafactor",
@@ -144,7 +144,6 @@ QUOTED = {
 }
 # And at others.
 QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
-    ("docs/compared.md", "AdamW", ADAMW),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/results.md", "spa_adamw", AT_C_OF_005),
     ("docs/results.md", "spa_adamw, float8 z", AT_MU_Y_1),
@@ -282,10 +281,12 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
             ]
             ema = f"{statistics.mean(of_ema):.3f}" if of_ema else ""
             num_bytes = f"{of_row[0]['bytes']:.2f}"
-            seeds = ", ".join(str(run["seed"]) for run in of_row)
+            seeds = ", ".join(str(seed) for seed in sorted(r["seed"] for r in of_row))
             rows.append([name, num_bytes, seeds, *means, less, ema])
         header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
         header.append("accuracy of an EMA")
+        if not any(row[-1] for row in rows):
+            header, rows = header[:-1], [row[:-1] for row in rows]
         title = f"{TASKS[task]}, {num_steps:,} steps at {as_text(rate)}"
         yield title, common.markdown(header, rows)
 
@@ -355,10 +356,13 @@ def at_small_rate(records: list[Record]) -> dict[str, list[Record]]:
 def of_losses(
     of_row: dict[str, list[Record]], texts: dict[str, tuple[str, str]]
 ) -> str:
-    """Rows of docs/results.md, by loss. The first of `texts` is the reference."""
+    """Rows of docs/results.md: the first of `texts`, the reference, and the others by
+    loss.
+    """
     rows = []
-    reference, *_ = texts
-    for name in sorted(texts, key=lambda name: mean_loss(of_row[name])):
+    reference, *others = texts
+    others.sort(key=lambda name: mean_loss(of_row[name]))
+    for name in (reference, *others):
         runs = of_row[name]
         difference = language_model.minus(runs, of_row[reference], digits=3)
         difference = difference.replace(" ", NO_BREAK) or "the reference"
@@ -403,7 +407,10 @@ def in_short(losses: dict[str, list[Record]], fine_tuning: list[Record]) -> str:
     runs = [r for r in fine_tuned(fine_tuning) if r["rate"] == FINE_TUNING_RATE]
     accuracies, rows = groups(runs, "row"), []
     for (name, of_fine_tuning), text in IN_SHORT.items():
-        loss, accuracy = mean_loss(losses[name]), cell_of(accuracies[of_fine_tuning])
+        loss, accuracy = (
+            mean_loss(losses[name]),
+            cell_of(accuracies.get(of_fine_tuning, [])),
+        )
         num_bytes = f"{losses[name][0]['bytes']:.0f}"
         rows.append([text, num_bytes, f"{loss:.3f}", accuracy])
     header = ["optimizer", "bytes", "loss in pretraining", "accuracy in fine-tuning"]
@@ -511,11 +518,23 @@ def of_one_card(found: common.Records) -> str:
     return common.markdown(["optimizer, bytes per parameter", *SCALED_SIZES], rows)
 
 
-def of_limits() -> str:
-    """What a program gets on each card, in docs/fit.md."""
+def of_cards(found: common.Records) -> str:
+    """The largest model on each card in docs/fit.md, by both ways of a step."""
+    rows = []
+    for name in (name for name in SCALED if name in memory.BY_CARD):
+        row = [SCALED[name]]
+        for card in memory.CARDS:
+            fits = [
+                memory.largest_model(way, card, found)
+                for way in memory.both_ways([name])
+            ]
+            sizes = dict.fromkeys("–" if fit is None else fit[0] for fit in fits)
+            row.append(" → ".join(sizes))
+        rows.append(row)
     limits = [memory.TARGETS[f"8B on one {card}"].limit for card in memory.CARDS]
-    row = ["GiB for a program", *(f"{limit:.1f}" for limit in limits)]
-    return common.markdown(["card", *memory.CARDS], [row])
+    limits_row = ["*GiB for a program*", *(f"*{limit:.1f}*" for limit in limits)]
+    header = ["optimizer, bytes per parameter", *memory.CARDS]
+    return common.markdown(header, [limits_row, *rows])
 
 
 def missing_quotes() -> list[str]:
@@ -554,7 +573,7 @@ def guides() -> dict[Path, str]:
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
             "one card": of_one_card(found),
-            "limits": of_limits(),
+            "cards": of_cards(found),
         },
         "README.md": {"in short": in_short(of_row, fine_tuning)},
     }

@@ -375,12 +375,16 @@ def train(options: argparse.Namespace) -> float:
 
     training, validation = read_text(options.text)
     batch_of = functools.partial(batch, size=options.batch, length=options.length)
-    params = jax.jit(functools.partial(start, model))()
-    state = jax.jit(trainer.init)(params)
+    # Sizes come first: they need no memory, and say whether the model fits.
+    make_params = jax.jit(functools.partial(start, model))
+    params = jax.eval_shape(make_params)
+    state = jax.eval_shape(trainer.init, params)
     step = jax.jit(trainer.step, donate_argnums=(0, 1))
     step = step.lower(params, state, *batch_of(training, 0)).compile()
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
+    num_bytes = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
+    )
     memory: Any = step.memory_analysis()
     print(
         f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with "
@@ -390,6 +394,8 @@ def train(options: argparse.Namespace) -> float:
         f"{num_bytes / 2**30:.3f} GiB, and "
         f"{memory.temp_size_in_bytes / 2**30:.3f} for a step"
     )
+    params = make_params()
+    state = jax.jit(trainer.init)(params)
 
     @jax.jit
     def validate(

@@ -1149,7 +1149,7 @@ def test_a_moved_state_shares_no_buffer() -> None:
 
 
 def test_a_state_that_began_to_average_in_mid_run() -> None:
-    """As docs/averages.md fills it, with the count of the run."""
+    """As docs/primal_averaging.md fills it, with the count of the run."""
     params = {"w": jnp.ones(3)}
     base = optax.adamw(1e-2)
     old_state = run(base, params, [params] * 5)[1]

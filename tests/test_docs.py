@@ -123,7 +123,7 @@ def test_other_code_for_trainers_is_python() -> None:
     """It does not run here, since it needs a trainer."""
     page = PAGES["docs/trainers.md"]
     blocks = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         compile(block, "docs/trainers.md", "exec")
 
