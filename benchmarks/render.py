@@ -31,24 +31,30 @@ AT_C_OF_005 = OF_SPA | {"c": 0.05}
 PRETRAINED = {
     "NAdamW": ("AdamW", "float32"),
     "Muon": ("Muon", "float32"),
-    "Muon, float8 m": ("Muon in `float8_momentum`", "bfloat16"),
-    "NAdamW, bfloat16 m": ("AdamW, momentum in bfloat16", "bfloat16"),
-    "NAdamW, rounded to nearest": ("AdamW", "bfloat16, rounded to nearest"),
-    "NAdamW, bfloat16 m, float32 params": ("AdamW, momentum in bfloat16", "float32"),
+    "Muon, float8 m": (
+        "Muon in `float8_momentum` and `stochastic_rounding`",
+        "bfloat16",
+    ),
+    "NAdamW, bfloat16 m": (
+        "AdamW, bfloat16 momentum, in `stochastic_rounding`",
+        "bfloat16",
+    ),
+    "NAdamW, rounded to nearest": ("AdamW, rounded to nearest", "bfloat16"),
+    "NAdamW, bfloat16 m, float32 params": ("AdamW, bfloat16 momentum", "float32"),
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
         "[`factored_nadamw`](compared.md#nesterov-momentum-in-3-bytes)"
-        " in `float8_momentum`",
+        ", float8 momentum",
         "bfloat16",
     ),
-    "Adafactor, bfloat16 params": ("Adafactor", "bfloat16"),
+    "Adafactor, bfloat16 params": ("Adafactor in `stochastic_rounding`", "bfloat16"),
 }
 FINE_TUNED = {
     "float32": "AdamW, float32 params",
-    "float32, bfloat16 m": "AdamW, momentum in bfloat16, float32 params",
+    "float32, bfloat16 m": "AdamW, bfloat16 momentum, float32 params",
     "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
-    "stochastic_rounding": "AdamW in `stochastic_rounding`",
+    "stochastic_rounding": "AdamW, bfloat16 momentum, in `stochastic_rounding`",
     "z in bfloat16": "`spa_adamw`, z in bfloat16",
     "z in float8": "`spa_adamw`, z in float8",
     "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
@@ -94,7 +100,7 @@ IN_SHORT = {
         "`optax.adamw` with a bfloat16 momentum, float32 params"
     ),
     ("NAdamW, bfloat16 m", "stochastic_rounding"): (
-        "`optax.adamw` in `stochastic_rounding`"
+        "`optax.adamw` with a bfloat16 momentum, in `stochastic_rounding`"
     ),
     ("NAdamW, rounded to nearest", "bfloat16"): "`optax.adamw`, bfloat16 params",
     ("spa_adamw, bfloat16 z", "z in bfloat16"): "`spa_adamw`, z in bfloat16",
@@ -122,7 +128,6 @@ SCALED_TO = {
     "8B on v5e-8": "8B on v5e-8",
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
-SCALED_SIZES = ("1.1 billion params", "3.0 billion", "8.0 billion")
 # Losses in the text of pages: rows that a page quotes at their own settings.
 QUOTED = {
     "docs/compared.md": (
@@ -131,8 +136,6 @@ QUOTED = {
         "NAdamW",
         "NAdamW, bfloat16 m, float32 params",
         "NAdamW, bfloat16 m",
-        "NAdamW, rounded to nearest",
-        "AdamW, bitsandbytes moments",
         "factored NAdamW, float8 m",
         "spa_adamw, bfloat16 z",
         "spa_adamw, float8 z",
@@ -246,7 +249,7 @@ def of_memory(found: common.Records) -> Iterator[tuple[str, str]]:
 
 def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
     header = ["trainer", "optimizer", "bytes/param", "devices", "loss at x", "resumed"]
-    header += ["resumed with another `state_dtype`", "minutes"]
+    header += ["resumed with another `state_dtype`"]
     rows = []
     for record in records:
         same = "to the same loss" if record["resumed"] else "TO ANOTHER LOSS"
@@ -257,7 +260,7 @@ def of_trainers(records: list[Record]) -> Iterator[tuple[str, str]]:
             f"at {record['resumed at']}, {same}",
             record.get("another state_dtype", ""),
         ]
-        rows.append([*row, str(record["minutes"])])
+        rows.append(row)
     yield "Killed after step 170 of 300", common.markdown(header, rows)
 
 
@@ -283,6 +286,7 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
             num_bytes = f"{of_row[0]['bytes']:.2f}"
             seeds = ", ".join(str(seed) for seed in sorted(r["seed"] for r in of_row))
             rows.append([name, num_bytes, seeds, *means, less, ema])
+        rows.sort(key=lambda row: -float(row[1]))
         header = ["row", "bytes/param", "seeds", *keys, "accuracy − float32's"]
         header.append("accuracy of an EMA")
         if not any(row[-1] for row in rows):
@@ -503,38 +507,27 @@ def memory_cell(record: Record) -> str:
     return f"{record['GiB']:.1f}"
 
 
-def of_one_card(found: common.Records) -> str:
-    """GiB on an H100 in docs/fit.md, by an ordinary step and in the backward pass."""
-    rows = []
-    for name in (name for name in SCALED if name in memory.BY_CARD):
-        row = [SCALED[name]]
-        for model in reversed(memory.SIZES):
-            target = f"{model} on one H100"
-            ways = memory.both_ways([name])
-            records = [memory.record_of(found, target, way) for way in ways]
-            sizes = ["–" if r["refused"] else f"{r['GiB']:.1f}" for r in records]
-            row.append(" → ".join(sizes))
-        rows.append(row)
-    return common.markdown(["optimizer, bytes per parameter", *SCALED_SIZES], rows)
-
-
 def of_cards(found: common.Records) -> str:
     """The largest model on each card in docs/fit.md, by both ways of a step."""
-    rows = []
+    limits = {card: memory.TARGETS[f"8B on one {card}"].limit for card in memory.CARDS}
+    rows = [["*GiB for a program*", *(f"*{limit:.1f}*" for limit in limits.values())]]
     for name in (name for name in SCALED if name in memory.BY_CARD):
         row = [SCALED[name]]
-        for card in memory.CARDS:
+        for card, limit in limits.items():
             fits = [
                 memory.largest_model(way, card, found)
                 for way in memory.both_ways([name])
             ]
-            sizes = dict.fromkeys("–" if fit is None else fit[0] for fit in fits)
-            row.append(" → ".join(sizes))
+            # By model: the second way matters only if it fits a larger one.
+            sizes = dict(filter(None, reversed(fits)))
+            row.append(
+                " → ".join(
+                    f"{model}\\*" if limit - sizes[model] < 1 else model
+                    for model in sorted(sizes)
+                )
+            )
         rows.append(row)
-    limits = [memory.TARGETS[f"8B on one {card}"].limit for card in memory.CARDS]
-    limits_row = ["*GiB for a program*", *(f"*{limit:.1f}*" for limit in limits)]
-    header = ["optimizer, bytes per parameter", *memory.CARDS]
-    return common.markdown(header, [limits_row, *rows])
+    return common.markdown(["optimizer, bytes per parameter", *memory.CARDS], rows)
 
 
 def missing_quotes() -> list[str]:
@@ -572,7 +565,6 @@ def guides() -> dict[Path, str]:
         "docs/averages.md": {"averages": of_averages(of_row)},
         "docs/fit.md": {
             "devices": of_devices(list(found.found.values())),
-            "one card": of_one_card(found),
             "cards": of_cards(found),
         },
         "README.md": {"in short": in_short(of_row, fine_tuning)},

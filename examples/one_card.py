@@ -390,9 +390,10 @@ def train(options: argparse.Namespace) -> float:
         f"{num_params:,} params, {num_bytes / num_params:.1f} bytes each with "
         f"their state"
     )
+    temporary = memory.temp_size_in_bytes
     print(
-        f"{num_bytes / 2**30:.3f} GiB, and "
-        f"{memory.temp_size_in_bytes / 2**30:.3f} for a step"
+        f"{num_bytes / 2**30:.3f} GiB, and {temporary / 2**30:.3f} for a step: "
+        f"{(num_bytes + temporary) / 2**30:.3f} together"
     )
     params = make_params()
     state = jax.jit(trainer.init)(params)
