@@ -29,23 +29,22 @@ AT_MU_Y_1 = OF_SPA | {"mu_y": 1.0}
 AT_C_OF_005 = OF_SPA | {"c": 0.05}
 # The rows of docs/results.md, with the dtype of their params; first the reference.
 PRETRAINED = {
-    "NAdamW": ("AdamW", "float32"),
+    "NAdamW": ("AdamW, `nesterov=True`", "float32"),
     "Muon": ("Muon", "float32"),
     "Muon, float8 m": (
         "Muon in `float8_momentum` and `stochastic_rounding`",
         "bfloat16",
     ),
     "NAdamW, bfloat16 m": (
-        "AdamW, bfloat16 momentum, in `stochastic_rounding`",
+        "the same, bfloat16 momentum, in `stochastic_rounding`",
         "bfloat16",
     ),
-    "NAdamW, rounded to nearest": ("AdamW, rounded to nearest", "bfloat16"),
-    "NAdamW, bfloat16 m, float32 params": ("AdamW, bfloat16 momentum", "float32"),
+    "NAdamW, rounded to nearest": ("the same, rounded to nearest", "bfloat16"),
+    "NAdamW, bfloat16 m, float32 params": ("the same, bfloat16 momentum", "float32"),
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
-        "[`factored_nadamw`](compared.md#nesterov-momentum-in-3-bytes)"
-        ", float8 momentum",
+        "[`factored_nadamw`](recipes.md#nesterov-momentum-in-3-bytes), float8 momentum",
         "bfloat16",
     ),
     "Adafactor, bfloat16 params": ("Adafactor in `stochastic_rounding`", "bfloat16"),
@@ -59,22 +58,14 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw`, z in float8",
     "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
 }
-# The rows of the first table of results/fidelity.md.
-CLOSE = {
-    "AdamW, rounded": "`stochastic_rounding(optax.adamw(…), key)`",
-    "AdamW, float8 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in float8",
-    "AdamW, bfloat16 copy": "`primal_averaging(optax.adamw(…), 1.0, …)`, z in bfloat16",
-    "AdamW, low half": "AdamW on params split into halves (Split-SGD)",
-    fidelity.CONTROL: "`optax.adamw(…)` in float32, one ulp off",
-}
 # The rows of docs/averages.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
-    "AdamW averaged": "`primal_averaging(optax.adamw(…, b1=0.7), 0.025, 0.4)`",
+    "AdamW averaged": "`primal_averaging` around `optax.adamw(…, b1=0.7)`",
     "NAdamW": "`optax.adamw(…, nesterov=True)`",
     "spa_adamw": "`spa_adamw(…, interpolation=0.9)`",
     "Muon": "`optax.contrib.muon(…)`",
-    "Muon averaged": "`primal_averaging(optax.contrib.muon(…), 0.003125, 0.4)`",
+    "Muon averaged": "`primal_averaging` around `optax.contrib.muon(…)`",
 }
 # The rows of the ladders in docs/results.md: what changes from one to the next.
 CHANGES = (
@@ -109,7 +100,7 @@ IN_SHORT = {
         "`optax.adafactor` in `stochastic_rounding`"
     ),
 }
-FINE_TUNING_RATE = 1e-4  # of their accuracies, the best of AdamW in float32
+FINE_TUNING_RATES = (1e-4, 2e-5)  # of their accuracies: the best of AdamW, a small one
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
     "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
@@ -136,6 +127,9 @@ QUOTED = {
         "NAdamW",
         "NAdamW, bfloat16 m, float32 params",
         "NAdamW, bfloat16 m",
+        "NAdamW, rounded to nearest",
+        "AdamW, FlashOptim moments",
+        "AdamW, bitsandbytes moments",
         "factored NAdamW, float8 m",
         "spa_adamw, bfloat16 z",
         "spa_adamw, float8 z",
@@ -147,6 +141,8 @@ QUOTED = {
 }
 # And at others.
 QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
+    ("docs/compared.md", "AdamW", ADAMW),
+    ("docs/compared.md", "spa_adamw, float8 z", AT_MU_Y_1),
     ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
     ("docs/results.md", "spa_adamw", AT_C_OF_005),
     ("docs/results.md", "spa_adamw, float8 z", AT_MU_Y_1),
@@ -154,6 +150,7 @@ QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
 SOURCE = "python benchmarks/render.py"
 TITLES = {  # of the pages of records
     "language_model": "Loss by bytes, in pretraining",
+    "language_model_search": "Loss by settings, in pretraining",
     "memory": "What fits on a device",
     "trainers": "Trainers, killed and resumed",
     "finetune": "Fine-tuning in bfloat16",
@@ -195,26 +192,30 @@ def seeds_of(runs: list[Record]) -> str:
     return f"seeds {', '.join(seeds[:-1])} and {seeds[-1]}"
 
 
-def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """For each length of the runs, 2,000 first: the best settings, ladders, search."""
-    of_steps = groups(records, "steps")
-    for num_steps in sorted(of_steps, key=lambda steps: (steps != 2_000, steps)):
-        runs = of_steps[num_steps]
-        search = [run for run in runs if run["seed"] in language_model.SEARCH]
-        others = [run for run in runs if run["seed"] not in language_model.SEARCH]
-        best = language_model.best_settings(others)
-        title = f"{num_steps:,} steps"
-        if best:
-            shown = [r for r in others if is_shown(r) and r not in best]
-            table = language_model.table(best + shown)
-            yield f"{title}, {seeds_of(others)}", table
+def of_language_model(
+    records: list[Record], searched: bool = False
+) -> Iterator[tuple[str, str]]:
+    """For each length of the runs, 2,000 first: the best settings and the ladders, or
+    the search.
+    """
+    runs_of = groups([r for r in records if is_of_search(r) == searched], "steps")
+    for num_steps in sorted(runs_of, key=lambda steps: (steps != 2_000, steps)):
+        runs, title = runs_of[num_steps], f"{num_steps:,} steps"
+        if searched:
+            yield f"{title}, {seeds_of(runs)}", language_model.table(runs)
+            continue
+        best = language_model.best_settings(runs)
+        shown = [r for r in runs if is_shown(r) and r not in best]
+        yield f"{title}, {seeds_of(runs)}", language_model.table(best + shown)
         for name, names in LADDERS.items():
             if {run["optimizer"] for run in best} >= set(names):
                 ladder = language_model.ladder(best, names)
                 yield f"{title}: from AdamW to 3 bytes by {name}", ladder
-        if search:
-            table = language_model.table(search)
-            yield f"{title}, the search ({seeds_of(search)})", table
+
+
+def is_of_search(record: Record) -> bool:
+    """Whether its seed chose settings."""
+    return record["seed"] in language_model.SEARCH
 
 
 def is_shown(record: Record) -> bool:
@@ -224,6 +225,8 @@ def is_shown(record: Record) -> bool:
         ("AdamW", ADAMW),
         ("spa_adamw, float8 z", AT_MU_Y_1),
         ("spa_adamw", AT_C_OF_005),
+        ("spa_adamw, bfloat16 z", AT_C_OF_005),
+        ("Adafactor", {"rate": 8e-3}),
         ("Adafactor, bfloat16 params", {"rate": 8e-3}),
         ("AdamW averaged", {"rate": 4e-3, "b1": 0.7, "c": 0.00625, "mu_y": 0.4}),
     ) or is_at_small_rate(record)
@@ -296,16 +299,32 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 
 def of_fidelity(records: list[Record]) -> Iterator[tuple[str, str]]:
-    """Distances from the float32 run: AdamW's of params; all, of params and logits."""
-    yield "AdamW: distances of params", of_closeness(records)
-    for num_steps, runs in groups(records, "steps").items():
-        yield f"Runs of {num_steps:,} steps", fidelity.table(runs)
+    """Distances from the float32 run after each step that is compared."""
+    for i, name in enumerate(("params", "logits"), start=1):
+        yield f"Distances of {name}", of_distances(records, i)
+
+
+def of_distances(records: list[Record], index: int) -> str:
+    """Means over seeds. The index is that in an entry of a curve, after its step."""
+    rows, steps = [], []
+    for group, runs in groups(records, "group").items():
+        for name in runs[0]["rows"]:
+            curves = np.array([run["rows"][name]["curve"] for run in runs])
+            steps = [f"step {step:,.0f}" for step in curves[0, :, 0]]
+            means = [f"{mean:.2f}" for mean in curves[:, :, index].mean(axis=0)]
+            num_bytes = f"{runs[0]['rows'][name]['bytes']:.0f}"
+            text = f"{group}, one ulp off" if name == fidelity.CONTROL else name
+            rows.append([text, num_bytes, str(len(runs)), *means])
+    return common.markdown(["row", "bytes", "seeds", *steps], rows)
 
 
 def pages() -> dict[str, str]:
     """From the name of a page to its text."""
     sections = {
         "language_model": of_language_model(read("language_model.jsonl")),
+        "language_model_search": of_language_model(
+            read("language_model.jsonl"), searched=True
+        ),
         "memory": of_memory(read_memory()),
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
@@ -407,17 +426,17 @@ def fine_tuned(records: list[Record]) -> list[Record]:
 
 
 def in_short(losses: dict[str, list[Record]], fine_tuning: list[Record]) -> str:
-    """The table of README.md: the loss of one task, and the accuracy of the other."""
-    runs = [r for r in fine_tuned(fine_tuning) if r["rate"] == FINE_TUNING_RATE]
-    accuracies, rows = groups(runs, "row"), []
+    """The table of README.md: the loss of one task, and accuracies of the other."""
+    accuracies, rows = groups(fine_tuned(fine_tuning), "row", "rate"), []
     for (name, of_fine_tuning), text in IN_SHORT.items():
-        loss, accuracy = (
-            mean_loss(losses[name]),
-            cell_of(accuracies.get(of_fine_tuning, [])),
-        )
+        of_rates = [
+            cell_of(accuracies[of_fine_tuning, rate]) for rate in FINE_TUNING_RATES
+        ]
         num_bytes = f"{losses[name][0]['bytes']:.0f}"
-        rows.append([text, num_bytes, f"{loss:.3f}", accuracy])
-    header = ["optimizer", "bytes", "loss in pretraining", "accuracy in fine-tuning"]
+        rows.append([text, num_bytes, f"{mean_loss(losses[name]):.3f}", *of_rates])
+    header = ["optimizer", "bytes", "loss in pretraining"]
+    first, second = map(as_text, FINE_TUNING_RATES)
+    header += [f"accuracy in fine-tuning at {first}", f"at {second}"]
     return common.markdown(header, rows)
 
 
@@ -472,18 +491,6 @@ def of_longer_fine_tuning(records: list[Record]) -> str:
         rows.append([FINE_TUNED[name], f"{runs[0]['bytes']:.0f}", *cells])
     titles = [f"{as_text(rate)}, seed {seed}" for rate, seed in columns]
     return common.markdown(["optimizer", "bytes", *titles], rows)
-
-
-def of_closeness(records: list[Record]) -> str:
-    """The first table of results/fidelity.md: how far params are from float32's."""
-    runs = [record["rows"] for record in records if record["group"] == "AdamW"]
-    rows, steps = [], []
-    for name, text in CLOSE.items():
-        curves = np.array([of_rows[name]["curve"] for of_rows in runs])
-        steps = [f"{step:,.0f}" for step in curves[0, :, 0]]
-        means = [f"{distance:.2f}" for distance in curves[:, :, 1].mean(axis=0)]
-        rows.append([f"{runs[0][name]['bytes']:.0f}", *means, text])
-    return common.markdown(["bytes", *steps, "optimizer"], rows)
 
 
 def of_devices(records: list[Record]) -> str:
