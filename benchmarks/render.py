@@ -36,11 +36,11 @@ PRETRAINED = {
         "bfloat16",
     ),
     "NAdamW, bfloat16 m": (
-        "the same, bfloat16 momentum, in `stochastic_rounding`",
+        "AdamW, bfloat16 momentum, in `stochastic_rounding`",
         "bfloat16",
     ),
-    "NAdamW, rounded to nearest": ("the same, rounded to nearest", "bfloat16"),
-    "NAdamW, bfloat16 m, float32 params": ("the same, bfloat16 momentum", "float32"),
+    "NAdamW, rounded to nearest": ("AdamW, rounded to nearest", "bfloat16"),
+    "NAdamW, bfloat16 m, float32 params": ("AdamW, bfloat16 momentum", "float32"),
     "spa_adamw, float8 z": ("`spa_adamw`, z in float8", "bfloat16"),
     "spa_adamw, bfloat16 z": ("`spa_adamw`, z in bfloat16", "bfloat16"),
     "factored NAdamW, float8 m": (
