@@ -47,7 +47,7 @@ GROUPS = {
         name: (
             name,
             (
-                f"{name}, rounded",
+                f"{name}, bfloat16 params",
                 f"{name}, float8 copy",
                 f"{name}, bfloat16 copy",
                 f"{name}, low half",

@@ -218,9 +218,9 @@ def best_settings(records: list[Record]) -> list[Record]:
 
 
 def table(records: list[Record]) -> str:
-    """Mean losses in the end, each beside AdamW's at its own best settings."""
+    """Mean losses in the end, each beside NAdamW's at its own best settings."""
     cells = of_settings(records)
-    peer = cells.get(("AdamW", tuple(ROWS["AdamW"].settings.items())), [])
+    peer = cells.get(("NAdamW", tuple(ROWS["NAdamW"].settings.items())), [])
     rows = []
     for (name, settings), runs in cells.items():
         losses = [text_of(mean_of(runs, "weights")), best_average(runs)]
@@ -231,7 +231,7 @@ def table(records: list[Record]) -> str:
         row = [name, num_bytes, of_row, str(len(runs))]
         rows.append([*row, *losses, minus(runs, peer)])
     header = ["optimizer", "bytes", "settings", "seeds", "weights"]
-    return common.markdown([*header, "best average of them", "x", "− AdamW"], rows)
+    return common.markdown([*header, "best average of them", "x", "− NAdamW"], rows)
 
 
 def ladder(records: list[Record], names: tuple[str, ...]) -> str:

@@ -292,7 +292,7 @@ ROWS |= {
 }
 for name, make in (("AdamW", adamw), ("Muon", muon)):
     ROWS |= {
-        f"{name}, rounded": in_bfloat16(name, rounded(make)),
+        f"{name}, bfloat16 params": in_bfloat16(name, rounded(make)),
         f"{name}, bfloat16 copy": in_bfloat16(name, with_copy(make, BF16)),
         f"{name}, float8 copy": in_bfloat16(name, with_copy(make, E4M3)),
         f"{name}, low half": in_bfloat16(name, low_half(make)),

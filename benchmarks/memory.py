@@ -119,13 +119,15 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
     factored = functools.partial(spa, second_moment="factored")
     adamw = optax.adamw(1e-3)
     result = {
-        "AdamW, float32": (adamw, F32),
-        "AdamW, float32, bfloat16 m": (optax.adamw(1e-3, mu_dtype=BF16), F32),
-        "AdamW, bfloat16, float32 master copy": (with_master(adamw), BF16),
-        "Adafactor, float32": (optax.adafactor(1e-3), F32),
-        "Adafactor, bfloat16": (optax.adafactor(1e-3), BF16),
-        "AdamW, rounded": in_16_bits(optax.adamw(1e-3, nesterov=True, mu_dtype=BF16)),
-        "Adafactor, rounded": in_16_bits(
+        "AdamW": (adamw, F32),
+        "AdamW, bfloat16 m, float32 params": (optax.adamw(1e-3, mu_dtype=BF16), F32),
+        "AdamW, float32 master copy": (with_master(adamw), BF16),
+        "Adafactor": (optax.adafactor(1e-3), F32),
+        "Adafactor, rounded to nearest": (optax.adafactor(1e-3), BF16),
+        "NAdamW, bfloat16 m": in_16_bits(
+            optax.adamw(1e-3, nesterov=True, mu_dtype=BF16)
+        ),
+        "Adafactor, bfloat16 params": in_16_bits(
             optax.adafactor(1e-3, multiply_by_parameter_scale=False)
         ),
     }
@@ -135,24 +137,24 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
             "muon_weight_dimension_numbers": muon_dimensions,
         }
         muon = float8_momentum(optax.contrib.muon(1e-3, **options), key)
-        result["Muon, rounded, float8 m"] = in_16_bits(muon)
+        result["Muon, float8 m"] = in_16_bits(muon)
     return result | {
-        "spa_adamw, bfloat16": spa(),
-        "spa_adamw, bfloat16 z": spa(state_dtype=BF16),
-        "spa_adamw, bfloat16 z, factored ν": factored(state_dtype=BF16),
-        "spa_adamw, float8 z, factored ν": factored(state_dtype=jnp.float8_e4m3fn),
+        "spa_adamw, bfloat16 params, full ν": spa(),
+        "spa_adamw, bfloat16 z, full ν": spa(state_dtype=BF16),
+        "spa_adamw, bfloat16 z": factored(state_dtype=BF16),
+        "spa_adamw, float8 z": factored(state_dtype=jnp.float8_e4m3fn),
     }
 
 
 BY_CARD = [
-    "AdamW, float32",
-    "AdamW, float32, bfloat16 m",
-    "Adafactor, float32",
-    "AdamW, rounded",
-    "spa_adamw, bfloat16 z, factored ν",
-    "spa_adamw, float8 z, factored ν",
-    "Adafactor, rounded",
-    "Muon, rounded, float8 m",
+    "AdamW",
+    "AdamW, bfloat16 m, float32 params",
+    "Adafactor",
+    "NAdamW, bfloat16 m",
+    "spa_adamw, bfloat16 z",
+    "spa_adamw, float8 z",
+    "Adafactor, bfloat16 params",
+    "Muon, float8 m",
 ]
 
 

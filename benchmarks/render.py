@@ -103,17 +103,17 @@ IN_SHORT = {
 FINE_TUNING_RATES = (1e-4, 2e-5)  # of their accuracies: the best of AdamW, a small one
 # The rows of docs/fit.md, with their bytes per parameter.
 SCALED = {
-    "AdamW, bfloat16, float32 master copy": "AdamW, float32 master copy, 14",
-    "AdamW, float32": "AdamW, float32 params, 12",
-    "AdamW, float32, bfloat16 m": "AdamW, float32 params, bfloat16 momentum, 10",
-    "Adafactor, float32": "Adafactor, float32 params, 4",
-    "AdamW, rounded": "AdamW in `stochastic_rounding`, 8",
-    "spa_adamw, bfloat16 z, factored ν": "`spa_adamw`, z in bfloat16, 4",
-    "spa_adamw, float8 z, factored ν": "`spa_adamw`, z in float8, 3",
-    "Muon, rounded, float8 m": (
+    "AdamW, float32 master copy": "AdamW, float32 master copy, 14",
+    "AdamW": "AdamW, float32 params, 12",
+    "AdamW, bfloat16 m, float32 params": "AdamW, float32 params, bfloat16 momentum, 10",
+    "Adafactor": "Adafactor, float32 params, 4",
+    "NAdamW, bfloat16 m": "AdamW in `stochastic_rounding`, 8",
+    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16, 4",
+    "spa_adamw, float8 z": "`spa_adamw`, z in float8, 3",
+    "Muon, float8 m": (
         "Muon in `float8_momentum` and `stochastic_rounding`, 3.1 to 3.7"
     ),
-    "Adafactor, rounded": "Adafactor in `stochastic_rounding`, 2",
+    "Adafactor, bfloat16 params": "Adafactor in `stochastic_rounding`, 2",
 }
 SCALED_TO = {
     "8B on v5e-8": "8B on v5e-8",

@@ -33,7 +33,7 @@ def size(model: memory.Model) -> int:
 
 
 SIZE = size(TINY)
-ADAMW = "AdamW, bfloat16, float32 master copy"
+ADAMW = "AdamW, float32 master copy"
 OURS = [name for name in memory.optimizers() if name.startswith("spa_adamw")]
 
 
@@ -97,7 +97,10 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
 
 
 @for_tpus
-@pytest.mark.parametrize("name", [long("spa_adamw, bfloat16"), "spa_adamw, bfloat16 z"])
+@pytest.mark.parametrize(
+    "name",
+    [long("spa_adamw, bfloat16 params, full ν"), "spa_adamw, bfloat16 z, full ν"],
+)
 def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)
     assert found == collectives_on_v5e(ADAMW)
