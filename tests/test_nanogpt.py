@@ -251,20 +251,20 @@ def records_of(name: str, ends: list[dict[str, float | None]]) -> list[dict[str,
 def test_table_of_runs() -> None:
     """Differences are taken seed by seed; 4.303 is the 97.5 % point of t with 2
     degrees."""
-    adamw = records_of(
-        "AdamW", [{"weights": w, "EMA 0.99": 3.0} for w in (2.0, 2.1, 2.2)]
+    nadamw = records_of(
+        "NAdamW", [{"weights": w, "EMA 0.99": 3.0} for w in (2.0, 2.1, 2.2)]
     )
     spa = records_of("spa_adamw", [{"weights": 3.0, "x": x} for x in (1.9, 1.9, 2.2)])
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
-    table = language_model.table(adamw + spa)
+    table = language_model.table(nadamw + spa)
     settings = "rate=0.004 c=0.1 mu_y=0.9"
     assert f"| {settings} | 3 | 3.0000 |  | 2.0000 | {difference} |" in table
     assert "| 3 | 2.1000 | 3.0000 (EMA 0.99) |  |  |" in table
-    ladder = language_model.ladder(adamw + spa, ("AdamW", "spa_adamw"))
+    ladder = language_model.ladder(nadamw + spa, ("NAdamW", "spa_adamw"))
     assert f"| 3 | 2.0000 | {difference} | {difference} |" in ladder
-    adamw[0]["curve"][-1]["weights"] = None  # not finite
-    assert "| 3 | – | 3.0000 (EMA 0.99) |  |  |" in language_model.table(adamw)
+    nadamw[0]["curve"][-1]["weights"] = None  # not finite
+    assert "| 3 | – | 3.0000 (EMA 0.99) |  |  |" in language_model.table(nadamw)
 
 
 def test_results_are_those_of_the_records() -> None:
