@@ -237,12 +237,9 @@ def test_averages_of_the_weights(small: Any) -> None:
 
 def records_of(name: str, ends: list[dict[str, float | None]]) -> list[dict[str, Any]]:
     """A run for each seed, at the settings of its row."""
-    settings = {
-        "AdamW": ROWS["AdamW"].settings,
-        "spa_adamw": ROWS["spa_adamw"].settings,
-    }
+    settings = ROWS[name].settings
     return [
-        {"optimizer": name, "settings": settings[name], "steps": 9, "seed": seed}
+        {"optimizer": name, "settings": settings, "steps": 9, "seed": seed}
         | {"bytes": 12.0, "curve": [{"step": 9, **end}], "seconds": 1}
         for seed, end in enumerate(ends)
     ]
