@@ -118,19 +118,25 @@ def train(group: str, num_steps: int, seed: int, texts: Any) -> Record:
     return {"rows": of_rows, "seconds": round(time.perf_counter() - begin)}
 
 
-def table(records: list[Record]) -> str:
+def tables(records: list[Record]) -> dict[str, str]:
     """Distances of params and of logits after each step that is compared: means."""
-    found: dict[tuple[str, str], list[Record]] = {}
+    return {name: table(records, i) for i, name in enumerate(("params", "logits"), 1)}
+
+
+def table(records: list[Record], index: int) -> str:
+    """The index is that in an entry of a curve, after its step."""
+    found: dict[str, list[Record]] = {}
     for record in records:
         for name, of_row in record["rows"].items():
-            found.setdefault((record["group"], name), []).append(of_row)
-    rows, counts = [], []
-    for (group, name), runs in found.items():
+            text = f"{record['group']}, one ulp off" if name == CONTROL else name
+            found.setdefault(text, []).append(of_row)
+    rows, steps = [], []
+    for text, runs in found.items():
         means = np.mean([run["curve"] for run in runs], axis=0)
-        counts = [f"{count:,.0f}" for count in means[:, 0]]
-        cells = [f"{params:.3f}; {logits:.3f}" for _, params, logits in means]
-        rows.append([group, name, f"{runs[0]['bytes']:.1f}", str(len(runs)), *cells])
-    return common.markdown(["group", "row", "bytes", "seeds", *counts], rows)
+        steps = [f"step {step:,.0f}" for step in means[:, 0]]
+        cells = [f"{mean:.2f}" for mean in means[:, index]]
+        rows.append([text, f"{runs[0]['bytes']:.0f}", str(len(runs)), *cells])
+    return common.markdown(["row", "bytes", "seeds", *steps], rows)
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -147,8 +153,9 @@ def main(argv: list[str] | None = None) -> str:
         run = functools.partial(train, group, arguments.steps, seed, texts)
         chosen.append(records.get((group, arguments.steps, seed), run))
         print(f"{group}, seed {seed}", flush=True)
-    print(f"\n{common.device()}\n\n{table(chosen)}")
-    return table(chosen)
+    text = "\n\n".join(f"{name}\n\n{it}" for name, it in tables(chosen).items())
+    print(f"\n{common.device()}\n\n{text}")
+    return text
 
 
 if __name__ == "__main__":

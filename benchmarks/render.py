@@ -19,7 +19,6 @@ import common
 import fidelity
 import language_model
 import memory
-import numpy as np
 from language_rows import ADAMW, LADDERS, ROWS
 
 RESULTS = Path(__file__).parent / "results"
@@ -192,18 +191,9 @@ def seeds_of(runs: list[Record]) -> str:
     return f"seeds {', '.join(seeds[:-1])} and {seeds[-1]}"
 
 
-def of_language_model(
-    records: list[Record], searched: bool = False
-) -> Iterator[tuple[str, str]]:
-    """For each length of the runs, 2,000 first: the best settings and the ladders, or
-    the search.
-    """
-    runs_of = groups([r for r in records if is_of_search(r) == searched], "steps")
-    for num_steps in sorted(runs_of, key=lambda steps: (steps != 2_000, steps)):
-        runs, title = runs_of[num_steps], f"{num_steps:,} steps"
-        if searched:
-            yield f"{title}, {seeds_of(runs)}", language_model.table(runs)
-            continue
+def of_language_model(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """For each length of the runs: the best settings, and the ladders."""
+    for title, runs in by_length([r for r in records if not is_of_search(r)]):
         best = language_model.best_settings(runs)
         shown = [r for r in runs if is_shown(r) and r not in best]
         yield f"{title}, {seeds_of(runs)}", language_model.table(best + shown)
@@ -211,6 +201,19 @@ def of_language_model(
             if {run["optimizer"] for run in best} >= set(names):
                 ladder = language_model.ladder(best, names)
                 yield f"{title}: from AdamW to 3 bytes by {name}", ladder
+
+
+def of_search(records: list[Record]) -> Iterator[tuple[str, str]]:
+    """For each length of the runs, all that chose settings."""
+    for title, runs in by_length(list(filter(is_of_search, records))):
+        yield f"{title}, {seeds_of(runs)}", language_model.table(runs)
+
+
+def by_length(records: list[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """A title with the runs of each length, 2,000 steps first."""
+    runs_of = groups(records, "steps")
+    for num_steps in sorted(runs_of, key=lambda steps: (steps != 2_000, steps)):
+        yield f"{num_steps:,} steps", runs_of[num_steps]
 
 
 def is_of_search(record: Record) -> bool:
@@ -300,31 +303,16 @@ def of_finetune(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 def of_fidelity(records: list[Record]) -> Iterator[tuple[str, str]]:
     """Distances from the float32 run after each step that is compared."""
-    for i, name in enumerate(("params", "logits"), start=1):
-        yield f"Distances of {name}", of_distances(records, i)
-
-
-def of_distances(records: list[Record], index: int) -> str:
-    """Means over seeds. The index is that in an entry of a curve, after its step."""
-    rows, steps = [], []
-    for group, runs in groups(records, "group").items():
-        for name in runs[0]["rows"]:
-            curves = np.array([run["rows"][name]["curve"] for run in runs])
-            steps = [f"step {step:,.0f}" for step in curves[0, :, 0]]
-            means = [f"{mean:.2f}" for mean in curves[:, :, index].mean(axis=0)]
-            num_bytes = f"{runs[0]['rows'][name]['bytes']:.0f}"
-            text = f"{group}, one ulp off" if name == fidelity.CONTROL else name
-            rows.append([text, num_bytes, str(len(runs)), *means])
-    return common.markdown(["row", "bytes", "seeds", *steps], rows)
+    for name, table in fidelity.tables(records).items():
+        yield f"Distances of {name}", table
 
 
 def pages() -> dict[str, str]:
     """From the name of a page to its text."""
+    pretraining = read("language_model.jsonl")
     sections = {
-        "language_model": of_language_model(read("language_model.jsonl")),
-        "language_model_search": of_language_model(
-            read("language_model.jsonl"), searched=True
-        ),
+        "language_model": of_language_model(pretraining),
+        "language_model_search": of_search(pretraining),
         "memory": of_memory(read_memory()),
         "trainers": of_trainers(read("trainers.jsonl")),
         "finetune": of_finetune(read("finetune.jsonl")),
@@ -345,7 +333,7 @@ def pages() -> dict[str, str]:
 def pretrained(records: list[Record]) -> dict[str, list[Record]]:
     """By optimizer, the runs of 2,000 steps at its best settings, of five seeds."""
     best = language_model.best_settings(records)
-    chosen = [r for r in best if r["seed"] not in language_model.SEARCH]
+    chosen = [r for r in best if not is_of_search(r)]
     of_row = groups([r for r in chosen if r["steps"] == 2_000], "optimizer")
     return {name: runs for name, runs in of_row.items() if len(runs) >= 5}
 
@@ -358,8 +346,7 @@ def of_others(
     return [
         r
         for r in records
-        if (r["optimizer"], r["settings"], r["steps"]) == wanted
-        and r["seed"] not in language_model.SEARCH
+        if (r["optimizer"], r["settings"], r["steps"]) == wanted and not is_of_search(r)
     ]
 
 
