@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import operator
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,21 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown_of_full_columns(header: list[str], rows: list[list[str]]) -> str:
+    """A table without the columns that have no entry."""
+    columns = zip(header, *rows, strict=True)
+    full = [column for column in columns if any(column[1:])]
+    first, *others = map(list, zip(*full, strict=True))
+    return markdown(first, others)
+
+
+def groups(records: list[Any], *keys: str) -> dict[Any, list[Any]]:
+    """By one field or more, in the order in which their values come."""
+    value_of = operator.itemgetter(*keys)
+    values = dict.fromkeys(map(value_of, records))
+    return {value: [r for r in records if value_of(r) == value] for value in values}
 
 
 class Records:

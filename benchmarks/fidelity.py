@@ -12,6 +12,7 @@ their difference over that of the float32 run's change.
 import functools
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,27 @@ def train(group: str, num_steps: int, seed: int, texts: Any) -> Record:
     return {"rows": of_rows, "seconds": round(time.perf_counter() - begin)}
 
 
-def tables(records: list[Record]) -> dict[str, str]:
+def tables(
+    records: list[Record], text_of_row: Callable[[str], str] = str
+) -> dict[str, str]:
     """Distances of params and of logits after each step that is compared: means."""
-    return {name: table(records, i) for i, name in enumerate(("params", "logits"), 1)}
+    return {
+        name: table(records, i, text_of_row)
+        for i, name in enumerate(("params", "logits"), 1)
+    }
 
 
-def table(records: list[Record], index: int) -> str:
+def table(
+    records: list[Record], index: int, text_of_row: Callable[[str], str] = str
+) -> str:
     """The index is that in an entry of a curve, after its step."""
     found: dict[str, list[Record]] = {}
     for record in records:
         for name, of_row in record["rows"].items():
-            text = f"{record['group']}, one ulp off" if name == CONTROL else name
+            reference, _ = GROUPS[record["group"]]
+            text = text_of_row(name)
+            if name == CONTROL:
+                text = f"{text_of_row(reference)}, first params one ulp off"
             found.setdefault(text, []).append(of_row)
     rows, steps = [], []
     for text, runs in found.items():
@@ -136,7 +147,7 @@ def table(records: list[Record], index: int) -> str:
         steps = [f"step {step:,.0f}" for step in means[:, 0]]
         cells = [f"{mean:.2f}" for mean in means[:, index]]
         rows.append([text, f"{runs[0]['bytes']:.0f}", str(len(runs)), *cells])
-    return common.markdown(["row", "bytes", "seeds", *steps], rows)
+    return common.markdown(["optimizer", "bytes", "seeds", *steps], rows)
 
 
 def main(argv: list[str] | None = None) -> str:

@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def minus(
     """The mean difference of the same seeds, and its 95 % interval by Student's t."""
     of_seed = {record["seed"]: of(record) for record in others}
     both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
-    if not both or runs is others:
+    if not both or runs == others:
         return ""
     text = f"{statistics.mean(both):+z.{digits}f}"
     if len(both) > 1 and np.all(np.isfinite(both)):
@@ -185,19 +185,19 @@ def mean_of(runs: list[Record], name: str) -> float | None:
 
 
 def text_of(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
+    return "–" if loss is None else f"{loss:.3f}"
 
 
 def best_average(runs: list[Record]) -> str:
     """The lowest loss of an average of the weights, and which it is."""
     means = {name: mean_of(runs, name) for name in (*DECAYS, SCHEDULE_FREE)}
     known = [(loss, name) for name, loss in means.items() if loss is not None]
-    return "{:.4f} ({})".format(*min(known)) if known else ""
+    return "{:.3f} ({})".format(*min(known)) if known else ""
 
 
 def of_settings(records: list[Record]) -> dict[Any, list[Record]]:
-    """By optimizer and settings, in the order of the rows."""
-    names = list(ROWS)
+    """By optimizer and settings; optimizers in the order in which they come."""
+    names = list(dict.fromkeys(record["optimizer"] for record in records))
 
     def order(record: Record) -> Any:
         return names.index(record["optimizer"]), list(record["settings"].values())
@@ -217,39 +217,39 @@ def best_settings(records: list[Record]) -> list[Record]:
     ]
 
 
-def table(records: list[Record]) -> str:
-    """Mean losses in the end, each beside NAdamW's at its own best settings."""
-    cells = of_settings(records)
-    peer = cells.get(("NAdamW", tuple(ROWS["NAdamW"].settings.items())), [])
+def table(
+    records: list[Record], peer: list[Record], text_of_row: Callable[[str], str] = str
+) -> str:
+    """Mean losses in the end, each beside that of the peer."""
     rows = []
-    for (name, settings), runs in cells.items():
-        losses = [text_of(mean_of(runs, "weights")), best_average(runs)]
-        losses.append(
-            text_of(mean_of(runs, "x")) if "x" in runs[0]["curve"][-1] else ""
-        )
-        num_bytes, of_row = f"{runs[0]['bytes']:.1f}", in_words(dict(settings))
-        row = [name, num_bytes, of_row, str(len(runs))]
-        rows.append([*row, *losses, minus(runs, peer)])
-    header = ["optimizer", "bytes", "settings", "seeds", "weights"]
-    return common.markdown([*header, "best average of them", "x", "− NAdamW"], rows)
+    for (name, settings), runs in of_settings(records).items():
+        params, dtype = mean_of(runs, "weights"), jnp.dtype(ROWS[name].dtype).name
+        has_x = "x" in runs[0]["curve"][-1]
+        loss = mean_of(runs, "x") if has_x else params
+        row = [text_of_row(name), dtype, f"{runs[0]['bytes']:.1f}"]
+        row += [in_words(dict(settings)), str(len(runs)), text_of(loss)]
+        row += [text_of(params) if has_x else "", best_average(runs)]
+        rows.append([*row, minus(runs, peer)])
+    header = ["optimizer", "params", "bytes", "settings", "seeds", "loss"]
+    header += ["of the params", "of their best average", "− NAdamW"]
+    return common.markdown_of_full_columns(header, rows)
 
 
-def ladder(records: list[Record], names: tuple[str, ...]) -> str:
+def ladder(
+    of_row: dict[str, list[Record]],
+    names: Iterable[str],
+    text_of_row: Callable[[str], str] = str,
+) -> str:
     """From the first row to the last, one change a row."""
-    of_name: dict[str, list[Record]] = {name: [] for name in names}
-    for record in best_settings(records):
-        if record["optimizer"] in of_name:
-            of_name[record["optimizer"]].append(record)
-    rows, previous = [], []
-    for name, runs in of_name.items():
-        if not runs:
-            continue
+    rows: list[list[str]] = []
+    first = previous = of_row[next(iter(names))]
+    for name in names:
+        runs = of_row[name]
         loss = statistics.mean(map(best, runs))
-        first = of_name[names[0]]
-        row = [name, f"{runs[0]['bytes']:.1f}", str(len(runs)), f"{loss:.4f}"]
+        row = [text_of_row(name), f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
         rows.append([*row, minus(runs, previous), minus(runs, first)])
         previous = runs
-    header = ["row", "bytes", "seeds", "loss", "− the row above", "− the first row"]
+    header = ["optimizer", "bytes", "loss", "− the row above", "− the first row"]
     return common.markdown(header, rows)
 
 
@@ -308,8 +308,10 @@ def main(argv: list[str] | None = None) -> str:
             chosen.append(records.get((name, settings, arguments.steps, seed), run))
             end = f"seed {seed}: {best(chosen[-1]):.4f}"
             print(f"{name}, {in_words(settings)}, {end}", flush=True)
-    print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{table(chosen)}")
-    return table(chosen)
+    peer = [run for run in best_settings(chosen) if run["optimizer"] == "NAdamW"]
+    text = table(chosen, peer)
+    print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{text}")
+    return text
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -343,12 +343,17 @@ def largest_model(
     return None
 
 
-def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
+def largest(
+    names: list[str],
+    optimizers: list[str],
+    found: common.Records,
+    text_of_row: Callable[[str], str] = str,
+) -> str:
     """The largest model on each card, with the GiB that its step takes."""
     rows = []
     for optimizer in optimizers:
         num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
-        row = [optimizer, f"{num_bytes:.1f}"]
+        row = [text_of_row(optimizer), f"{num_bytes:.1f}"]
         for name in names:
             fits = largest_model(optimizer, name, found)
             row.append("–" if fits is None else f"{fits[0]}, {fits[1]:.1f}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import minilm
 import numpy as np
 import pytest
-import render
+import render_finetuning
 from example_scripts import load_example
 from flax import nnx
 from helpers import long
@@ -252,7 +252,7 @@ def test_benchmark(
     assert records["bfloat16"]["moved"] < records["z in float8"]["moved"]
     assert records["z in float8"]["cosine"] > records["bfloat16"]["cosine"]
     assert records["LoRA, float32"]["moved"] < 0.5
-    (_, text), *_ = render.of_finetune(list(records.values()))
+    text = render_finetuning.of_runs(list(records.values()))
     assert len(text.splitlines()) == 2 + len(records)
 
 

@@ -254,14 +254,15 @@ def test_table_of_runs() -> None:
     spa = records_of("spa_adamw", [{"weights": 3.0, "x": x} for x in (1.9, 1.9, 2.2)])
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
-    table = language_model.table(nadamw + spa)
+    table = language_model.table(nadamw + spa, nadamw)
     settings = "rate=0.004 c=0.1 mu_y=0.9"
-    assert f"| {settings} | 3 | 3.0000 |  | 2.0000 | {difference} |" in table
-    assert "| 3 | 2.1000 | 3.0000 (EMA 0.99) |  |  |" in table
-    ladder = language_model.ladder(nadamw + spa, ("NAdamW", "spa_adamw"))
-    assert f"| 3 | 2.0000 | {difference} | {difference} |" in ladder
+    assert f"| {settings} | 3 | 2.000 | 3.000 |  | {difference} |" in table
+    assert "| 3 | 2.100 |  | 3.000 (EMA 0.99) |  |" in table
+    of_row = {"NAdamW": nadamw, "spa_adamw": spa}
+    ladder = language_model.ladder(of_row, of_row)
+    assert f"| 2.000 | {difference} | {difference} |" in ladder
     nadamw[0]["curve"][-1]["weights"] = None  # not finite
-    assert "| 3 | – | 3.0000 (EMA 0.99) |  |  |" in language_model.table(nadamw)
+    assert "| 3 | – | 3.000 (EMA 0.99) |" in language_model.table(nadamw, nadamw)
 
 
 def test_results_are_those_of_the_records() -> None:

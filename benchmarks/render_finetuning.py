@@ -1,0 +1,182 @@
+"""The tables of results/finetune.jsonl, for render.py."""
+
+import statistics
+from operator import itemgetter
+from typing import Any
+
+import common
+import finetune
+import jax.numpy as jnp
+import language_model
+
+# The rows of finetune.py in words. m is the momentum, and ν the second moment.
+TEXTS = {
+    "float32": "AdamW",
+    "float32, bfloat16 m": "AdamW, m in bfloat16",
+    "float32, bfloat16 forward": "AdamW, computed in bfloat16",
+    "float32, constant": "AdamW, constant rate",
+    "bfloat16": "AdamW, m and ν in bfloat16, rounded to nearest",
+    "bfloat16, float32 moments": "AdamW, rounded to nearest",
+    "bfloat16, low half": "AdamW, the other half of the bits in its state",
+    "float8 copy": "AdamW, m in bfloat16, a master copy in float8",
+    "stochastic_rounding": "AdamW, m in bfloat16, rounded at random",
+    "z and ν in float32": "`spa_adamw`, z in float32, ν whole",
+    "z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "z in float8": "`spa_adamw`, z in float8",
+    "z in float8, c = 0.05, μ_y = 0.9": (
+        "`spa_adamw`, z in float8, `averaging` 0.05, `interpolation` 0.9"
+    ),
+    "z in bfloat16, Schedule-Free, constant": (
+        "`spa_adamw`, z in bfloat16, Schedule-Free"
+    ),
+    "Lion, stochastic_rounding": "Lion, m in bfloat16",
+    "Adafactor, stochastic_rounding": "Adafactor",
+    "LoRA, float32": "LoRA, AdamW",
+    "LoRA, bfloat16": "LoRA, AdamW, m and ν in bfloat16, rounded to nearest",
+    "LoRA, z in float8": "LoRA, `spa_adamw`, z in float8",
+}
+# The rows of docs/results.md.
+FINE_TUNED = {
+    "float32": "AdamW, float32 params",
+    "float32, bfloat16 m": "AdamW, bfloat16 momentum, float32 params",
+    "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
+    "stochastic_rounding": "AdamW, bfloat16 momentum, in `stochastic_rounding`",
+    "z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "z in float8": "`spa_adamw`, z in float8",
+    "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
+}
+SHORT, LONG = 150, 2_600  # steps
+FIGURES = ("accuracy", "loss", "moved", "distance")
+Record = dict[str, Any]
+
+
+def tables(records: list[Record]) -> dict[str, dict[str, str]]:
+    """By page, and by its name there."""
+    short = short_runs(records)
+    longer = [r for r in records if r["task"] == "sst2" and r["steps"] != SHORT]
+    trec = [r for r in records if r["task"] == "trec"]
+    of_rate = {figure: by_rate(short, figure) for figure in FIGURES}
+    of_rate["accuracy − AdamW's"] = by_rate(short, "accuracy", is_difference=True)
+    return {
+        "benchmarks/results/finetune.md": of_rate
+        | {"longer": of_runs(longer), "TREC": of_runs(trec), "names": names(records)},
+        "docs/results.md": {
+            "fine-tuning": of_fine_tuning(short),
+            "longer fine-tuning": of_longer_fine_tuning(records),
+        },
+    }
+
+
+def short_runs(records: list[Record]) -> list[Record]:
+    return [r for r in records if (r["task"], r["steps"]) == ("sst2", SHORT)]
+
+
+def as_text(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def described(name: str, runs: list[Record]) -> list[str]:
+    """What the optimizer is, the dtype of its params, and its bytes."""
+    dtype, _ = finetune.ROWS[name].make(finetune.Run(1e-5, SHORT, 0))
+    return [TEXTS[name], jnp.dtype(dtype).name, f"{runs[0]['bytes']:.1f}"]
+
+
+def rows_of(records: list[Record]) -> dict[str, list[Record]]:
+    """By name; first what takes most bytes."""
+    of_row = common.groups(records, "row")
+    order = list(TEXTS)
+    names = sorted(
+        of_row, key=lambda name: (-round(of_row[name][0]["bytes"]), order.index(name))
+    )
+    return {name: of_row[name] for name in names}
+
+
+def mean(runs: list[Record], figure: str) -> str:
+    return f"{statistics.mean(run[figure] for run in runs):.3f}" if runs else ""
+
+
+def less_reference(
+    runs: list[Record], reference: list[Record], figure: str = "accuracy"
+) -> str:
+    return language_model.minus(runs, reference, itemgetter(figure))
+
+
+def by_rate(records: list[Record], figure: str, is_difference: bool = False) -> str:
+    """Means over seeds; the difference is that from AdamW in float32."""
+    of_rate = dict(sorted(common.groups(records, "rate").items()))
+    rows = []
+    for name, runs in rows_of(records).items():
+        row = described(name, runs)
+        for at_rate in of_rate.values():
+            of_row = common.groups(at_rate, "row")
+            runs = of_row.get(name, [])
+            if is_difference:
+                row.append(less_reference(runs, of_row[finetune.REFERENCE], figure))
+            else:
+                row.append(mean(runs, figure))
+        if any(row[3:]):
+            rows.append(row)
+    header = ["optimizer", "params", "bytes", *map(as_text, of_rate)]
+    return common.markdown(header, rows)
+
+
+def of_runs(records: list[Record]) -> str:
+    """A row for each optimizer, length and rate: means over seeds."""
+    rows = []
+    of_setting = common.groups(records, "steps", "rate")
+    for (num_steps, rate), at_setting in sorted(of_setting.items()):
+        of_row = rows_of(at_setting)
+        for name, runs in of_row.items():
+            less = less_reference(runs, of_row[finetune.REFERENCE])
+            # The last entry of a curve: step, accuracy and loss of x, and of an EMA.
+            of_ema = [run["curve"][-1][3] for run in runs if len(run["curve"][-1]) > 3]
+            ema = f"{statistics.mean(of_ema):.3f}" if of_ema else ""
+            row = [f"{num_steps:,}", as_text(rate), *described(name, runs)]
+            row += [str(len(runs)), *(mean(runs, figure) for figure in FIGURES)]
+            rows.append([*row, less, ema])
+    header = ["steps", "rate", "optimizer", "params", "bytes", "seeds", *FIGURES]
+    header += ["accuracy − AdamW's", "accuracy of an EMA"]
+    return common.markdown_of_full_columns(header, rows)
+
+
+def names(records: list[Record]) -> str:
+    """What `--row` calls the rows of the tables."""
+    rows = [[TEXTS[name], f"`{name}`"] for name in rows_of(records)]
+    return common.markdown(["in the tables", "for `--row`"], rows)
+
+
+def cell_of(runs: list[Record]) -> str:
+    """The mean accuracy, with the number of seeds if there are fewer than five."""
+    if not runs or len(runs) >= 5:
+        return mean(runs, "accuracy")
+    return f"{mean(runs, 'accuracy')} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+
+
+def of_fine_tuning(records: list[Record]) -> str:
+    """Accuracy by rate."""
+    shown = [r for r in records if r["row"] in FINE_TUNED]
+    rates = sorted({run["rate"] for run in shown})
+    rows = []
+    for name, runs in rows_of(shown).items():
+        at_rate = common.groups(runs, "rate")
+        cells = [cell_of(at_rate.get(rate, [])) for rate in rates]
+        rows.append([FINE_TUNED[name], f"{runs[0]['bytes']:.1f}", *cells])
+    return common.markdown(["optimizer", "bytes", *map(as_text, rates)], rows)
+
+
+def of_longer_fine_tuning(records: list[Record]) -> str:
+    """Accuracy and loss, of the seeds that all optimizers of a rate have."""
+    long = [r for r in records if (r["task"], r["steps"]) == ("sst2", LONG)]
+    titles, rows = [], {}
+    for name, runs in rows_of(long).items():
+        rows[name] = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
+    for rate, at_rate in sorted(common.groups(long, "rate").items()):
+        of_row = common.groups(at_rate, "row")
+        seeds = set.intersection(
+            *({r["seed"] for r in runs} for runs in of_row.values())
+        )
+        titles.append(f"{as_text(rate)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
+        for name, row in rows.items():
+            runs = [r for r in of_row.get(name, []) if r["seed"] in seeds]
+            row.append(f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}" * bool(runs))
+    return common.markdown(["optimizer", "bytes", *titles], list(rows.values()))
