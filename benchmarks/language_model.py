@@ -159,21 +159,31 @@ def best(record: Record) -> float:
     return np.inf if loss is None else loss
 
 
+def difference(
+    runs: list[Record], others: list[Record], of: Callable[[Record], float] = best
+) -> list[float]:
+    """The mean difference of the same seeds, and its 95 % interval by Student's t.
+
+    Empty if they have no seed in common; the mean alone if they have one.
+    """
+    of_seed = {record["seed"]: of(record) for record in others}
+    both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
+    if len(both) < 2 or not np.all(np.isfinite(both)):
+        return [statistics.mean(both)] if both else []
+    interval = stats.ttest_1samp(both, 0).confidence_interval(0.95)
+    return [statistics.mean(both), *interval]
+
+
 def minus(
     runs: list[Record],
     others: list[Record],
     of: Callable[[Record], float] = best,
     digits: int = 4,
 ) -> str:
-    """The mean difference of the same seeds, and its 95 % interval by Student's t."""
-    of_seed = {record["seed"]: of(record) for record in others}
-    both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
-    if not both or runs == others:
-        return ""
-    text = f"{statistics.mean(both):+z.{digits}f}"
-    if len(both) > 1 and np.all(np.isfinite(both)):
-        low, high = stats.ttest_1samp(both, 0).confidence_interval(0.95)
-        text += f" [{low:+z.{digits}f}, {high:+z.{digits}f}]"
+    """The difference as text, such as "−0.0011 [−0.0115, +0.0092]"."""
+    figures = [] if runs == others else difference(runs, others, of)
+    mean, *interval = [f"{figure:+z.{digits}f}" for figure in figures] or [""]
+    text = f"{mean} [{', '.join(interval)}]" if interval else mean
     return text.replace("-", "−")
 
 

@@ -160,7 +160,30 @@ def missing_quotes() -> list[str]:
         number = f"{render_pretraining.mean_loss(runs):.3f}"
         if number not in (ROOT / page).read_text():
             missing.append(f"{page} lacks the {number} of {name}")
+    differences = {
+        "docs/averages.md": render_pretraining.of_points(records),
+        "docs/results.md": render_pretraining.of_pairs(records)
+        | render_finetuning.of_pairs(read("finetune.jsonl")),
+    }
+    for page, of_page in differences.items():
+        text = " ".join((ROOT / page).read_text().replace("+", "").split())
+        for name, figures in of_page.items():
+            texts = in_prose(figures), in_prose(reversed_difference(figures))
+            if not any(difference in text for difference in texts):
+                missing.append(f"{page} lacks the {texts[0]} of {name}")
     return missing
+
+
+def in_prose(figures: list[float]) -> str:
+    """Such as "0.010 [−0.003, 0.023]"."""
+    mean, low, high = (f"{figure:z.3f}".replace("-", "−") for figure in figures)
+    return f"{mean} [{low}, {high}]"
+
+
+def reversed_difference(figures: list[float]) -> list[float]:
+    """Of what was subtracted, minus the other."""
+    mean, low, high = figures
+    return [-mean, -high, -low]
 
 
 def pages() -> dict[Path, str]:

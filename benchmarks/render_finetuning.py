@@ -45,6 +45,16 @@ FINE_TUNED = {
     "z in float8": "`spa_adamw`, z in float8",
     "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
 }
+# The differences from AdamW in float32 in the text of docs/results.md.
+PAIRS = [
+    ("z in float8", 1e-4, "loss"),
+    ("z in float8", 1e-5, "loss"),
+    ("z in float8", 2e-5, "loss"),
+    ("stochastic_rounding", 1e-5, "accuracy"),
+    ("bfloat16", 1e-4, "accuracy"),
+    ("z in float8, c = 0.05, μ_y = 0.9", 1e-5, "accuracy"),
+    ("z in float8, c = 0.05, μ_y = 0.9", 5e-5, "accuracy"),
+]
 SHORT, LONG = 150, 2_600  # steps
 FIGURES = ("accuracy", "loss", "moved", "distance")
 Record = dict[str, Any]
@@ -64,6 +74,16 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
             "fine-tuning": of_fine_tuning(short),
             "longer fine-tuning": of_longer_fine_tuning(records),
         },
+    }
+
+
+def of_pairs(records: list[Record]) -> dict[str, list[float]]:
+    of_row = common.groups(short_runs(records), "row", "rate")
+    return {
+        f"{name} at {as_text(rate)}": language_model.difference(
+            of_row[name, rate], of_row[finetune.REFERENCE, rate], itemgetter(figure)
+        )
+        for name, rate, figure in PAIRS
     }
 
 

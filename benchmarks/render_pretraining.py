@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from operator import itemgetter
 from typing import Any
 
 import common
@@ -130,6 +131,23 @@ AVERAGED = {
     "Muon": "`optax.contrib.muon(…)`",
     "Muon averaged": "`primal_averaging` around `optax.contrib.muon(…)`",
 }
+# The differences in the text of docs/results.md: a row at its settings minus another at
+# its own, or at those that are given.
+PAIRS: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
+    ("AdamW", {}, "NAdamW", {}),
+    ("spa_adamw, float8 z", {"mu_y": 1.0}, "spa_adamw, float8 z", {}),
+    ("spa_adamw, bfloat16 z", {}, "factored NAdamW, bfloat16 m", {}),
+    ("spa_adamw, float8 z", {}, "factored NAdamW, float8 m", {}),
+    ("spa_adamw, float8 z", {}, "spa_adamw", {}),
+    ("factored NAdamW, float8 m", {}, "NAdamW", {}),
+    ("spa_adamw, bfloat16 z", {"c": 0.05}, "spa_adamw", {"c": 0.05}),
+]
+# Those in the text of docs/averages.md, each at a point.
+POINTS = [
+    (("AdamW averaged", "x"), ("AdamW", "EMA 0.99")),
+    (("AdamW averaged", "x"), ("NAdamW", "EMA 0.99")),
+    (("Muon averaged", "x"), ("Muon", "EMA 0.99")),
+]
 NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
 
@@ -248,6 +266,40 @@ def of_others(
         for r in records
         if (r["optimizer"], r["settings"], r["steps"]) == wanted and not is_of_search(r)
     ]
+
+
+def of_pairs(records: list[Record]) -> dict[str, list[float]]:
+    """Differences after 2,000 steps, and that of the longest runs."""
+    result = {}
+    for name, changed, other, other_changed in PAIRS:
+        runs, others = (
+            of_others(records, n, ROWS[n].settings | change)
+            for n, change in ((name, changed), (other, other_changed))
+        )
+        result[f"{name} − {other}"] = language_model.difference(runs, others)
+    longest = [r for r in of_length(records, 20_000) if not is_of_search(r)]
+    of_row = common.groups(longest, "optimizer")
+    spa, nadamw = of_row["spa_adamw, float8 z"], of_row["NAdamW"]
+    return result | {"20,000 steps": language_model.difference(spa, nadamw)}
+
+
+def of_points(records: list[Record]) -> dict[str, list[float]]:
+    """Differences of one point from another, such as an EMA of the params."""
+    of_row, result = pretrained(records), {}
+    for (name, point), (other, other_point) in POINTS:
+        runs, others = (
+            at_point(of_row[name], point),
+            at_point(of_row[other], other_point),
+        )
+        result[f"{name} − {other}"] = language_model.difference(
+            runs, others, itemgetter("loss")
+        )
+    return result
+
+
+def at_point(runs: list[Record], point: str) -> list[Record]:
+    """Their losses there, by seed."""
+    return [{"seed": run["seed"], "loss": run["curve"][-1][point]} for run in runs]
 
 
 def mean_loss(runs: list[Record]) -> float:
