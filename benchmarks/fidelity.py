@@ -12,7 +12,6 @@ their difference over that of the float32 run's change.
 import functools
 import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,29 @@ AT = (10, 30, 100, 300, 1_000, 2_000)  # the steps after which runs are compared
 # same arrays, and differs by rounding alone at the start.
 GROUPS = {
     "spa_adamw": (
-        "spa_adamw, factored ν",
-        ("spa_adamw, bfloat16 params", "spa_adamw, bfloat16 z", "spa_adamw, float8 z"),
-    ),
-    "factored NAdamW": (
-        "factored NAdamW",
+        "spa_adamw, ν factored",
         (
-            "factored NAdamW, bfloat16 params",
-            "factored NAdamW, bfloat16 m",
-            "factored NAdamW, bitsandbytes m",
+            "spa_adamw, rounded at random",
+            "spa_adamw, z in bfloat16",
+            "spa_adamw, z in float8",
+        ),
+    ),
+    "factored_nadamw": (
+        "factored_nadamw",
+        (
+            "factored_nadamw, rounded at random",
+            "factored_nadamw, m in bfloat16",
+            "factored_nadamw, m as in bitsandbytes",
         ),
     ),
     **{
         name: (
             name,
             (
-                f"{name}, bfloat16 params",
-                f"{name}, float8 copy",
-                f"{name}, bfloat16 copy",
-                f"{name}, low half",
+                f"{name}, rounded at random",
+                f"{name}, a master copy in float8",
+                f"{name}, a master copy in bfloat16",
+                f"{name}, the other half of the bits in its state",
             ),
         )
         for name in ("AdamW", "Muon")
@@ -119,27 +122,18 @@ def train(group: str, num_steps: int, seed: int, texts: Any) -> Record:
     return {"rows": of_rows, "seconds": round(time.perf_counter() - begin)}
 
 
-def tables(
-    records: list[Record], text_of_row: Callable[[str], str] = str
-) -> dict[str, str]:
+def tables(records: list[Record]) -> dict[str, str]:
     """Distances of params and of logits after each step that is compared: means."""
-    return {
-        name: table(records, i, text_of_row)
-        for i, name in enumerate(("params", "logits"), 1)
-    }
+    return {name: table(records, i) for i, name in enumerate(("params", "logits"), 1)}
 
 
-def table(
-    records: list[Record], index: int, text_of_row: Callable[[str], str] = str
-) -> str:
+def table(records: list[Record], index: int) -> str:
     """The index is that in an entry of a curve, after its step."""
     found: dict[str, list[Record]] = {}
     for record in records:
+        reference, _ = GROUPS[record["group"]]
         for name, of_row in record["rows"].items():
-            reference, _ = GROUPS[record["group"]]
-            text = text_of_row(name)
-            if name == CONTROL:
-                text = f"{text_of_row(reference)}, first params one ulp off"
+            text = f"{reference}, first params one ulp off" if name == CONTROL else name
             found.setdefault(text, []).append(of_row)
     rows, steps = [], []
     for text, runs in found.items():

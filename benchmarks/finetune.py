@@ -8,7 +8,7 @@ Fine-tunes MiniLM-L6 as examples/finetune.py does, on SST-2, or on TREC: questio
 which of six kinds of answer each asks for. A record has the validation accuracy and
 loss, and the whole update, from the first to the last params, in numbers: the share of
 params that moved at all, and cosine, length and distance relative to the update of the
-row "float32" of the same rate and seed. That one is kept in the folder --updates.
+row "AdamW" of the same rate and seed. That one is kept in the folder --updates.
 """
 
 import itertools
@@ -45,7 +45,7 @@ MD5 = {
 }
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
-REFERENCE = "float32"
+REFERENCE = "AdamW"
 # the decay of an average of the params, at first their mean; training does not see it
 EMA = 0.99
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
@@ -139,33 +139,45 @@ def lora(make: Callable[[Run], Optimizer]) -> Row:
 
 factored = partial(averaged, second_moment="factored")
 ROWS = {
-    "float32": Row(lambda run: (F32, adamw(run))),
-    "float32, bfloat16 m": Row(lambda run: (F32, adamw(run, mu_dtype=BF16))),
-    "bfloat16": Row(lambda run: (BF16, adamw(run))),
-    "stochastic_rounding": Row(partial(rounded, make=optax.adamw, **with_narrow_m)),
-    "float8 copy": Row(with_float8_copy),
-    "z in bfloat16": Row(partial(factored, state_dtype=BF16)),
-    "z in float8": Row(partial(factored, state_dtype=jnp.float8_e4m3fn)),
+    "AdamW": Row(lambda run: (F32, adamw(run))),
+    "AdamW, m in bfloat16": Row(lambda run: (F32, adamw(run, mu_dtype=BF16))),
+    "AdamW, m and ν in bfloat16, rounded to nearest": Row(
+        lambda run: (BF16, adamw(run))
+    ),
+    "AdamW, m in bfloat16, rounded at random": Row(
+        partial(rounded, make=optax.adamw, **with_narrow_m)
+    ),
+    "AdamW, m in bfloat16, a master copy in float8": Row(with_float8_copy),
+    "spa_adamw, z in bfloat16": Row(partial(factored, state_dtype=BF16)),
+    "spa_adamw, z in float8": Row(partial(factored, state_dtype=jnp.float8_e4m3fn)),
     # A control: what is lost is not lost in the moments.
-    "bfloat16, float32 moments": Row(lambda run: (BF16, in_float32(adamw(run)))),
-    "float32, bfloat16 forward": Row(lambda run: (F32, adamw(run)), compute_dtype=BF16),
-    "bfloat16, low half": Row(lambda run: (BF16, with_low_half(adamw(run)))),
-    "z and ν in float32": Row(averaged),
-    "z in float8, c = 0.05, μ_y = 0.9": Row(
+    "AdamW, rounded to nearest": Row(lambda run: (BF16, in_float32(adamw(run)))),
+    "AdamW, computed in bfloat16": Row(
+        lambda run: (F32, adamw(run)), compute_dtype=BF16
+    ),
+    "AdamW, the other half of the bits in its state": Row(
+        lambda run: (BF16, with_low_half(adamw(run)))
+    ),
+    "spa_adamw, z in float32, ν whole": Row(averaged),
+    "spa_adamw, z in float8, averaging 0.05, interpolation 0.9": Row(
         partial(factored, c=0.05, mu_y=0.9, state_dtype=jnp.float8_e4m3fn)
     ),
     # Lion at a fifth of the rate, since every element of its step has its size.
-    "Lion, stochastic_rounding": Row(
+    "Lion, m in bfloat16, rounded at random": Row(
         partial(rounded, make=optax.lion, factor=0.2, **with_narrow_m)
     ),
-    "Adafactor, stochastic_rounding": Row(
+    "Adafactor, rounded at random": Row(
         partial(rounded, make=optax.adafactor, **adafactor)
     ),
-    "LoRA, float32": lora(lambda run: (F32, adamw(run))),
-    "LoRA, bfloat16": lora(lambda run: (BF16, adamw(run))),
-    "LoRA, z in float8": lora(partial(factored, state_dtype=jnp.float8_e4m3fn)),
-    "float32, constant": Row(lambda run: (F32, adamw(run._replace(falls=False)))),
-    "z in bfloat16, Schedule-Free, constant": Row(schedule_free),
+    "LoRA, AdamW": lora(lambda run: (F32, adamw(run))),
+    "LoRA, AdamW, m and ν in bfloat16, rounded to nearest": lora(
+        lambda run: (BF16, adamw(run))
+    ),
+    "LoRA, spa_adamw, z in float8": lora(
+        partial(factored, state_dtype=jnp.float8_e4m3fn)
+    ),
+    "AdamW, constant rate": Row(lambda run: (F32, adamw(run._replace(falls=False)))),
+    "spa_adamw, z in bfloat16, Schedule-Free": Row(schedule_free),
 }
 
 

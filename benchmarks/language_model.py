@@ -164,11 +164,11 @@ def difference(
 ) -> list[float]:
     """The mean difference of the same seeds, and its 95 % interval by Student's t.
 
-    Empty if they have no seed in common; the mean alone if they have one.
+    Empty if they have no seed in common; the mean alone if they have one or two.
     """
     of_seed = {record["seed"]: of(record) for record in others}
     both = [of(r) - of_seed[r["seed"]] for r in runs if r["seed"] in of_seed]
-    if len(both) < 2 or not np.all(np.isfinite(both)):
+    if len(both) < 3 or not np.all(np.isfinite(both)):
         return [statistics.mean(both)] if both else []
     interval = stats.ttest_1samp(both, 0).confidence_interval(0.95)
     return [statistics.mean(both), *interval]
@@ -178,12 +178,15 @@ def minus(
     runs: list[Record],
     others: list[Record],
     of: Callable[[Record], float] = best,
-    digits: int = 4,
 ) -> str:
-    """The difference as text, such as "−0.0011 [−0.0115, +0.0092]"."""
+    """The difference as text, such as "−0.001 [−0.012, +0.009]".
+
+    A bound that rounds to 0 keeps its sign.
+    """
     figures = [] if runs == others else difference(runs, others, of)
-    mean, *interval = [f"{figure:+z.{digits}f}" for figure in figures] or [""]
-    text = f"{mean} [{', '.join(interval)}]" if interval else mean
+    mean = f"{figures[0]:+z.3f}" if figures else ""
+    bounds = ", ".join(f"{bound:+.3f}" for bound in figures[1:])
+    text = f"{mean} [{bounds}]" if bounds else mean
     return text.replace("-", "−")
 
 
@@ -227,16 +230,14 @@ def best_settings(records: list[Record]) -> list[Record]:
     ]
 
 
-def table(
-    records: list[Record], peer: list[Record], text_of_row: Callable[[str], str] = str
-) -> str:
+def table(records: list[Record], peer: list[Record]) -> str:
     """Mean losses in the end, each beside that of the peer."""
     rows = []
     for (name, settings), runs in of_settings(records).items():
         params, dtype = mean_of(runs, "weights"), jnp.dtype(ROWS[name].dtype).name
         has_x = "x" in runs[0]["curve"][-1]
         loss = mean_of(runs, "x") if has_x else params
-        row = [text_of_row(name), dtype, f"{runs[0]['bytes']:.1f}"]
+        row = [name, dtype, f"{runs[0]['bytes']:.1f}"]
         row += [in_words(dict(settings)), str(len(runs)), text_of(loss)]
         row += [text_of(params) if has_x else "", best_average(runs)]
         rows.append([*row, minus(runs, peer)])
@@ -245,18 +246,14 @@ def table(
     return common.markdown_of_full_columns(header, rows)
 
 
-def ladder(
-    of_row: dict[str, list[Record]],
-    names: Iterable[str],
-    text_of_row: Callable[[str], str] = str,
-) -> str:
+def ladder(of_row: dict[str, list[Record]], names: Iterable[str]) -> str:
     """From the first row to the last, one change a row."""
     rows: list[list[str]] = []
     first = previous = of_row[next(iter(names))]
     for name in names:
         runs = of_row[name]
         loss = statistics.mean(map(best, runs))
-        row = [text_of_row(name), f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
+        row = [name, f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
         rows.append([*row, minus(runs, previous), minus(runs, first)])
         previous = runs
     header = ["optimizer", "bytes", "loss", "− the row above", "− the first row"]

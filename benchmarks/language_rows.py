@@ -235,77 +235,91 @@ def in_bfloat16(name: str, make: Make) -> Row:
 # At the default b1; the best one is not known for every row that is made of AdamW.
 ADAMW: dict[str, float] = {"rate": 4e-3, "b1": 0.9}
 ROWS = {
-    "AdamW, as published": Row(adamw, {"rate": nanogpt.RATE, "b1": 0.9}),
+    "AdamW, as nanoGPT has it": Row(adamw, {"rate": nanogpt.RATE, "b1": 0.9}),
     "AdamW": Row(adamw, {"rate": 4e-3, "b1": 0.7}),
     "NAdamW": Row(nadamw, {"rate": 4e-3, "b1": 0.9}),
-    "factored NAdamW": Row(factored_nadamw, {"rate": 4e-3, "b1": 0.9}),
+    "factored_nadamw": Row(factored_nadamw, {"rate": 4e-3, "b1": 0.9}),
     "spa_adamw": Row(spa_of_adam, {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
-    "AdamW averaged": Row(
+    "AdamW in primal_averaging": Row(
         averaged_adamw, {"rate": 4e-3, "b1": 0.7, "c": 0.025, "mu_y": 0.4}
     ),
     "Muon": Row(muon, {"rate": 8e-3, "momentum": 0.95}),
-    "Muon averaged": Row(
+    "Muon in primal_averaging": Row(
         averaged_muon, {"rate": 8e-3, "momentum": 0.95, "c": 0.003125, "mu_y": 0.4}
     ),
     "Adafactor": Row(adafactor, {"rate": 4e-3}),
     "Adafactor with momentum": Row(adafactor, {"rate": 4e-3, "momentum": 0.9}),
     "Lion": Row(lion, {"rate": 1e-3, "b1": 0.9}),
-    "SGD+M": Row(sgd, {"rate": 0.25, "momentum": 0.9}),
+    "SGD with momentum": Row(sgd, {"rate": 0.25, "momentum": 0.9}),
     "spa_from_sgdm": Row(spa_of_sgd, {"rate": 0.25, "momentum": 0.9}),
 }
 ROWS |= {
-    "AdamW, rounded to nearest": Row(adamw, ADAMW, BF16),
-    "NAdamW, rounded to nearest": Row(nadamw_in_bfloat16, ADAMW, BF16),
-    "AdamW, rounded to nearest, float32 moments": Row(adamw_in_float32, ADAMW, BF16),
-    "NAdamW, bfloat16 m, float32 params": Row(
-        functools.partial(nadamw, mu_dtype=BF16), ADAMW
+    "AdamW, ν in bfloat16, rounded to nearest": Row(adamw, ADAMW, BF16),
+    "NAdamW, m and ν in bfloat16, rounded to nearest": Row(
+        nadamw_in_bfloat16, ADAMW, BF16
     ),
-    "AdamW, bfloat16 m": Row(rounded(adamw, mu_dtype=BF16), ADAMW, BF16),
-    "NAdamW, bfloat16 m": Row(rounded(nadamw, mu_dtype=BF16), ADAMW, BF16),
-    "AdamW, bitsandbytes moments": Row(rounded(coded_adamw(DYNAMIC)), ADAMW, BF16),
-    "AdamW, FlashOptim moments": Row(rounded(coded_adamw(COMPANDED)), ADAMW, BF16),
-    "factored NAdamW, bfloat16 params": in_bfloat16(
-        "factored NAdamW", rounded(factored_nadamw)
+    "AdamW, rounded to nearest": Row(adamw_in_float32, ADAMW, BF16),
+    "NAdamW, m in bfloat16": Row(functools.partial(nadamw, mu_dtype=BF16), ADAMW),
+    "AdamW, m in bfloat16, rounded at random": Row(
+        rounded(adamw, mu_dtype=BF16), ADAMW, BF16
     ),
-    "factored NAdamW, bfloat16 m": in_bfloat16(
-        "factored NAdamW", rounded(factored_nadamw, dtype=BF16)
+    "NAdamW, m in bfloat16, rounded at random": Row(
+        rounded(nadamw, mu_dtype=BF16), ADAMW, BF16
     ),
-    "factored NAdamW, bitsandbytes m": in_bfloat16(
-        "factored NAdamW", rounded(factored_nadamw, in_8_bits=True)
+    "AdamW, m and ν as in bitsandbytes": Row(
+        rounded(coded_adamw(DYNAMIC)), ADAMW, BF16
     ),
-    "factored NAdamW, float8 m": in_bfloat16(
-        "factored NAdamW", rounded(factored_nadamw_in_float8)
+    "AdamW, m and ν as in FlashOptim": Row(
+        rounded(coded_adamw(COMPANDED)), ADAMW, BF16
     ),
-    "spa_adamw, factored ν": Row(
+    "factored_nadamw, rounded at random": in_bfloat16(
+        "factored_nadamw", rounded(factored_nadamw)
+    ),
+    "factored_nadamw, m in bfloat16": in_bfloat16(
+        "factored_nadamw", rounded(factored_nadamw, dtype=BF16)
+    ),
+    "factored_nadamw, m as in bitsandbytes": in_bfloat16(
+        "factored_nadamw", rounded(factored_nadamw, in_8_bits=True)
+    ),
+    "factored_nadamw, m in float8": in_bfloat16(
+        "factored_nadamw", rounded(factored_nadamw_in_float8)
+    ),
+    "spa_adamw, ν factored": Row(
         functools.partial(spa_of_adam, second_moment="factored"),
         ROWS["spa_adamw"].settings,
     ),
-    "spa_adamw, bfloat16 params": in_bfloat16("spa_adamw", with_z(F32)),
-    "spa_adamw, bfloat16 z": in_bfloat16("spa_adamw", with_z(BF16)),
-    "spa_adamw, float8 z": in_bfloat16("spa_adamw", with_z(E4M3)),
-    "Muon, float8 m": in_bfloat16("Muon", rounded(muon_in_8_bits)),
-    "Muon, linear m": in_bfloat16("Muon", rounded(muon_in_codes)),
-    "Adafactor, bfloat16 params": in_bfloat16("Adafactor", rounded(adafactor)),
-    "Adafactor with momentum, bfloat16 params": in_bfloat16(
+    "spa_adamw, rounded at random": in_bfloat16("spa_adamw", with_z(F32)),
+    "spa_adamw, z in bfloat16": in_bfloat16("spa_adamw", with_z(BF16)),
+    "spa_adamw, z in float8": in_bfloat16("spa_adamw", with_z(E4M3)),
+    "Muon, m in float8": in_bfloat16("Muon", rounded(muon_in_8_bits)),
+    "Muon, m as in 8-bit Muon": in_bfloat16("Muon", rounded(muon_in_codes)),
+    "Adafactor, rounded at random": in_bfloat16("Adafactor", rounded(adafactor)),
+    "Adafactor, m in bfloat16, rounded at random": in_bfloat16(
         "Adafactor with momentum", rounded(adafactor, dtype_momentum=BF16)
     ),
 }
 for name, make in (("AdamW", adamw), ("Muon", muon)):
     ROWS |= {
-        f"{name}, bfloat16 params": in_bfloat16(name, rounded(make)),
-        f"{name}, bfloat16 copy": in_bfloat16(name, with_copy(make, BF16)),
-        f"{name}, float8 copy": in_bfloat16(name, with_copy(make, E4M3)),
-        f"{name}, low half": in_bfloat16(name, low_half(make)),
+        f"{name}, rounded at random": in_bfloat16(name, rounded(make)),
+        f"{name}, a master copy in bfloat16": in_bfloat16(name, with_copy(make, BF16)),
+        f"{name}, a master copy in float8": in_bfloat16(name, with_copy(make, E4M3)),
+        f"{name}, the other half of the bits in its state": in_bfloat16(
+            name, low_half(make)
+        ),
     }
 ROWS |= {
-    f"{name}, constant": ROWS[name]._replace(floor=1.0)
-    for name in ("AdamW", "spa_adamw", "Muon", "Muon averaged")
+    f"{name}, constant rate": ROWS[name]._replace(floor=1.0)
+    for name in ("AdamW", "spa_adamw", "Muon", "Muon in primal_averaging")
 }
-ROWS["spa_adamw, Schedule-Free, constant"] = Row(
+ROWS["spa_adamw, Schedule-Free"] = Row(
     schedule_free_adamw, {"rate": 4e-3, "mu_y": 0.9}, floor=1.0
 )
 # Computed in bfloat16, as large models are.
-COMPUTED_IN_BF16 = ("NAdamW", "NAdamW, bfloat16 m", "spa_adamw, bfloat16 z")
+COMPUTED_IN_BF16 = (
+    "NAdamW",
+    "NAdamW, m in bfloat16, rounded at random",
+    "spa_adamw, z in bfloat16",
+)
 ROWS |= {
     f"{name}, computed in bfloat16": ROWS[name]._replace(compute=BF16)
     for name in COMPUTED_IN_BF16
@@ -316,17 +330,17 @@ LADDERS = {
     "z": (
         "AdamW",
         "spa_adamw",
-        "spa_adamw, factored ν",
-        "spa_adamw, bfloat16 params",
-        "spa_adamw, bfloat16 z",
-        "spa_adamw, float8 z",
+        "spa_adamw, ν factored",
+        "spa_adamw, rounded at random",
+        "spa_adamw, z in bfloat16",
+        "spa_adamw, z in float8",
     ),
     "momentum": (
         "AdamW",
         "NAdamW",
-        "factored NAdamW",
-        "factored NAdamW, bfloat16 params",
-        "factored NAdamW, bfloat16 m",
-        "factored NAdamW, float8 m",
+        "factored_nadamw",
+        "factored_nadamw, rounded at random",
+        "factored_nadamw, m in bfloat16",
+        "factored_nadamw, m in float8",
     ),
 }

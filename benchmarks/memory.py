@@ -20,7 +20,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,7 +39,8 @@ from spa_optax import float8_momentum, spa_adamw, stochastic_rounding
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import one_card
-from one_card import Model, Trainer, shapes
+from in_backward import Trainer, make_trainer
+from one_card import Model, shapes
 
 LENGTH = 2_048  # tokens of a sequence, of which every device has one
 MODELS = {name: model for name, model in one_card.MODELS.items() if name != "tiny"}
@@ -120,14 +121,14 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
     adamw = optax.adamw(1e-3)
     result = {
         "AdamW": (adamw, F32),
-        "AdamW, bfloat16 m, float32 params": (optax.adamw(1e-3, mu_dtype=BF16), F32),
+        "AdamW, m in bfloat16": (optax.adamw(1e-3, mu_dtype=BF16), F32),
         "AdamW, float32 master copy": (with_master(adamw), BF16),
         "Adafactor": (optax.adafactor(1e-3), F32),
         "Adafactor, rounded to nearest": (optax.adafactor(1e-3), BF16),
-        "NAdamW, bfloat16 m": in_16_bits(
+        "NAdamW, m in bfloat16, rounded at random": in_16_bits(
             optax.adamw(1e-3, nesterov=True, mu_dtype=BF16)
         ),
-        "Adafactor, bfloat16 params": in_16_bits(
+        "Adafactor, rounded at random": in_16_bits(
             optax.adafactor(1e-3, multiply_by_parameter_scale=False)
         ),
     }
@@ -137,24 +138,24 @@ def optimizers(place: Any = 0) -> dict[str, Any]:
             "muon_weight_dimension_numbers": muon_dimensions,
         }
         muon = float8_momentum(optax.contrib.muon(1e-3, **options), key)
-        result["Muon, float8 m"] = in_16_bits(muon)
+        result["Muon, m in float8"] = in_16_bits(muon)
     return result | {
-        "spa_adamw, bfloat16 params, full ν": spa(),
-        "spa_adamw, bfloat16 z, full ν": spa(state_dtype=BF16),
-        "spa_adamw, bfloat16 z": factored(state_dtype=BF16),
-        "spa_adamw, float8 z": factored(state_dtype=jnp.float8_e4m3fn),
+        "spa_adamw, z in float32, ν whole": spa(),
+        "spa_adamw, z in bfloat16, ν whole": spa(state_dtype=BF16),
+        "spa_adamw, z in bfloat16": factored(state_dtype=BF16),
+        "spa_adamw, z in float8": factored(state_dtype=jnp.float8_e4m3fn),
     }
 
 
 BY_CARD = [
     "AdamW",
-    "AdamW, bfloat16 m, float32 params",
+    "AdamW, m in bfloat16",
     "Adafactor",
-    "NAdamW, bfloat16 m",
-    "spa_adamw, bfloat16 z",
-    "spa_adamw, float8 z",
-    "Adafactor, bfloat16 params",
-    "Muon, float8 m",
+    "NAdamW, m in bfloat16, rounded at random",
+    "spa_adamw, z in bfloat16",
+    "spa_adamw, z in float8",
+    "Adafactor, rounded at random",
+    "Muon, m in float8",
 ]
 
 
@@ -270,7 +271,7 @@ def measure(target_name: str, optimizer: str) -> dict[str, Any]:
         def make_tx(place: Any) -> optax.GradientTransformation:
             return optimizers(place)[name][0]
 
-        trainer = one_card.make_trainer(model.layers, *decoder(model, mesh), make_tx)
+        trainer = make_trainer(model.layers, *decoder(model, mesh), make_tx)
     state, _ = split_state(trainer, model, params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     num_bytes = sum(
@@ -343,17 +344,12 @@ def largest_model(
     return None
 
 
-def largest(
-    names: list[str],
-    optimizers: list[str],
-    found: common.Records,
-    text_of_row: Callable[[str], str] = str,
-) -> str:
+def largest(names: list[str], optimizers: list[str], found: common.Records) -> str:
     """The largest model on each card, with the GiB that its step takes."""
     rows = []
     for optimizer in optimizers:
         num_bytes = record_of(found, "8B on one H100", optimizer)["bytes"]
-        row = [text_of_row(optimizer), f"{num_bytes:.1f}"]
+        row = [optimizer, f"{num_bytes:.1f}"]
         for name in names:
             fits = largest_model(optimizer, name, found)
             row.append("–" if fits is None else f"{fits[0]}, {fits[1]:.1f}")

@@ -68,7 +68,7 @@ def compare(code: Path, data_dir: Path) -> list[tuple[float, float]]:
     model = GPT(GPTConfig(length, vocabulary, *network, dropout=0.0, bias=False))
     rate, betas = nanogpt.RATE, (nanogpt.B1, nanogpt.B2)
     optimizer = model.configure_optimizers(nanogpt.DECAY, rate, betas, "cpu")
-    row = ROWS["AdamW, as published"]
+    row = ROWS["AdamW, as nanoGPT has it"]
     start, step = language_model.make_steps(
         row, row.settings, nanogpt.STEPS, jax.random.key(0)
     )

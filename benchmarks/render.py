@@ -24,17 +24,24 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 # The rows of README.md, by the names of their records of both tasks.
 IN_SHORT = {
-    ("NAdamW", "float32"): "`optax.adamw`, float32 params",
-    ("NAdamW, bfloat16 m, float32 params", "float32, bfloat16 m"): (
+    ("NAdamW", "AdamW"): "`optax.adamw`, float32 params",
+    ("NAdamW, m in bfloat16", "AdamW, m in bfloat16"): (
         "`optax.adamw` with a bfloat16 momentum, float32 params"
     ),
-    ("NAdamW, bfloat16 m", "stochastic_rounding"): (
-        "`optax.adamw` with a bfloat16 momentum, in `stochastic_rounding`"
-    ),
-    ("NAdamW, rounded to nearest", "bfloat16"): "`optax.adamw`, bfloat16 params",
-    ("spa_adamw, bfloat16 z", "z in bfloat16"): "`spa_adamw`, z in bfloat16",
-    ("spa_adamw, float8 z", "z in float8"): "`spa_adamw`, z in float8",
-    ("Adafactor, bfloat16 params", "Adafactor, stochastic_rounding"): (
+    (
+        "NAdamW, m in bfloat16, rounded at random",
+        "AdamW, m in bfloat16, rounded at random",
+    ): ("`optax.adamw` with a bfloat16 momentum, in `stochastic_rounding`"),
+    (
+        "NAdamW, m and ν in bfloat16, rounded to nearest",
+        "AdamW, m and ν in bfloat16, rounded to nearest",
+    ): "`optax.adamw`, bfloat16 params",
+    (
+        "spa_adamw, z in bfloat16",
+        "spa_adamw, z in bfloat16",
+    ): "`spa_adamw`, z in bfloat16",
+    ("spa_adamw, z in float8", "spa_adamw, z in float8"): "`spa_adamw`, z in float8",
+    ("Adafactor, rounded at random", "Adafactor, rounded at random"): (
         "`optax.adafactor` in `stochastic_rounding`"
     ),
 }
@@ -43,21 +50,24 @@ FINE_TUNING_RATES = (1e-4, 2e-5)  # of their accuracies: the best of AdamW, a sm
 QUOTED = {
     "docs/compared.md": (
         "Muon",
-        "Muon, float8 m",
+        "Muon, m in float8",
         "NAdamW",
-        "NAdamW, bfloat16 m, float32 params",
-        "NAdamW, bfloat16 m",
-        "NAdamW, rounded to nearest",
-        "AdamW, FlashOptim moments",
-        "AdamW, bitsandbytes moments",
-        "factored NAdamW, float8 m",
-        "spa_adamw, bfloat16 z",
-        "spa_adamw, float8 z",
+        "NAdamW, m in bfloat16",
+        "NAdamW, m in bfloat16, rounded at random",
+        "NAdamW, m and ν in bfloat16, rounded to nearest",
+        "AdamW, m and ν as in FlashOptim",
+        "AdamW, m and ν as in bitsandbytes",
+        "factored_nadamw, m in float8",
+        "spa_adamw, z in bfloat16",
+        "spa_adamw, z in float8",
         "Adafactor",
-        "Adafactor, bfloat16 params",
+        "Adafactor, rounded at random",
     ),
-    "docs/muon.md": ("Muon", "Muon, float8 m"),
-    "docs/start.md": ("AdamW, bfloat16 m", "NAdamW, bfloat16 m"),
+    "docs/muon.md": ("Muon", "Muon, m in float8"),
+    "docs/start.md": (
+        "AdamW, m in bfloat16, rounded at random",
+        "NAdamW, m in bfloat16, rounded at random",
+    ),
 }
 # And at others.
 OF_SPA = ROWS["spa_adamw"].settings
@@ -65,10 +75,10 @@ AT_MU_Y_1 = OF_SPA | {"mu_y": 1.0}
 AT_C_OF_005 = OF_SPA | {"c": 0.05}
 QUOTED_AT: list[tuple[str, str, dict[str, float]]] = [
     ("docs/compared.md", "AdamW", ADAMW),
-    ("docs/compared.md", "spa_adamw, float8 z", AT_MU_Y_1),
-    ("docs/results.md", "Adafactor, bfloat16 params", {"rate": 8e-3}),
+    ("docs/compared.md", "spa_adamw, z in float8", AT_MU_Y_1),
+    ("docs/results.md", "Adafactor, rounded at random", {"rate": 8e-3}),
     ("docs/results.md", "spa_adamw", AT_C_OF_005),
-    ("docs/results.md", "spa_adamw, float8 z", AT_MU_Y_1),
+    ("docs/results.md", "spa_adamw, z in float8", AT_MU_Y_1),
 ]
 SOURCE = "python benchmarks/render.py"
 Record = dict[str, Any]
@@ -96,9 +106,7 @@ def tables() -> Tables:
         "benchmarks/results/trainers.md": {
             "trainers": of_trainers(read("trainers.jsonl"))
         },
-        "benchmarks/results/fidelity.md": fidelity.tables(
-            read("fidelity.jsonl"), render_pretraining.text_of_row
-        ),
+        "benchmarks/results/fidelity.md": fidelity.tables(read("fidelity.jsonl")),
     }
     for more in (
         render_pretraining.tables(pretraining),
@@ -139,11 +147,11 @@ def of_trainers(records: list[Record]) -> str:
         same = "yes" if all(run["resumed"] for run in runs) else "NO"
         ends = [run.get("another state_dtype", "") for run in runs]
         fails = any(end.startswith("raises") for end in ends)
-        row = [f"{trainer} {version}", str(runs[0]["devices"])]
-        row += [loss_of[name] for name in names]
-        rows.append([*row, same, "raises an error" if fails else "goes on, silently"])
-    header = ["trainer", "devices", *names, "resumed to the same loss"]
-    return common.markdown([*header, "another `state_dtype`"], rows)
+        row = [f"{trainer} {version}", str(runs[0]["devices"]), same]
+        row.append("raises an error" if fails else "goes on, silently")
+        rows.append([*row, *(loss_of[name] for name in names)])
+    header = ["trainer", "devices", "resumed to the same loss", "another `state_dtype`"]
+    return common.markdown([*header, *names], rows)
 
 
 def missing_quotes() -> list[str]:
@@ -161,7 +169,7 @@ def missing_quotes() -> list[str]:
         if number not in (ROOT / page).read_text():
             missing.append(f"{page} lacks the {number} of {name}")
     differences = {
-        "docs/averages.md": render_pretraining.of_points(records),
+        "benchmarks/results/language_model.md": render_pretraining.of_points(records),
         "docs/results.md": render_pretraining.of_pairs(records)
         | render_finetuning.of_pairs(read("finetune.jsonl")),
     }

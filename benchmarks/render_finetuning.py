@@ -9,53 +9,32 @@ import finetune
 import jax.numpy as jnp
 import language_model
 
-# The rows of finetune.py in words. m is the momentum, and ν the second moment.
-TEXTS = {
-    "float32": "AdamW",
-    "float32, bfloat16 m": "AdamW, m in bfloat16",
-    "float32, bfloat16 forward": "AdamW, computed in bfloat16",
-    "float32, constant": "AdamW, constant rate",
-    "bfloat16": "AdamW, m and ν in bfloat16, rounded to nearest",
-    "bfloat16, float32 moments": "AdamW, rounded to nearest",
-    "bfloat16, low half": "AdamW, the other half of the bits in its state",
-    "float8 copy": "AdamW, m in bfloat16, a master copy in float8",
-    "stochastic_rounding": "AdamW, m in bfloat16, rounded at random",
-    "z and ν in float32": "`spa_adamw`, z in float32, ν whole",
-    "z in bfloat16": "`spa_adamw`, z in bfloat16",
-    "z in float8": "`spa_adamw`, z in float8",
-    "z in float8, c = 0.05, μ_y = 0.9": (
-        "`spa_adamw`, z in float8, `averaging` 0.05, `interpolation` 0.9"
-    ),
-    "z in bfloat16, Schedule-Free, constant": (
-        "`spa_adamw`, z in bfloat16, Schedule-Free"
-    ),
-    "Lion, stochastic_rounding": "Lion, m in bfloat16",
-    "Adafactor, stochastic_rounding": "Adafactor",
-    "LoRA, float32": "LoRA, AdamW",
-    "LoRA, bfloat16": "LoRA, AdamW, m and ν in bfloat16, rounded to nearest",
-    "LoRA, z in float8": "LoRA, `spa_adamw`, z in float8",
-}
 # The rows of docs/results.md.
 FINE_TUNED = {
-    "float32": "AdamW, float32 params",
-    "float32, bfloat16 m": "AdamW, bfloat16 momentum, float32 params",
-    "bfloat16": "AdamW, bfloat16 params, rounded to nearest",
-    "stochastic_rounding": "AdamW, bfloat16 momentum, in `stochastic_rounding`",
-    "z in bfloat16": "`spa_adamw`, z in bfloat16",
-    "z in float8": "`spa_adamw`, z in float8",
-    "Adafactor, stochastic_rounding": "Adafactor in `stochastic_rounding`",
+    "AdamW": "AdamW, float32 params",
+    "AdamW, m in bfloat16": "AdamW, bfloat16 momentum, float32 params",
+    "AdamW, m in bfloat16, rounded at random": (
+        "AdamW, bfloat16 momentum, in `stochastic_rounding`"
+    ),
+    "AdamW, m and ν in bfloat16, rounded to nearest": (
+        "AdamW, bfloat16 params, rounded to nearest"
+    ),
+    "spa_adamw, z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "spa_adamw, z in float8": "`spa_adamw`, z in float8",
+    "Adafactor, rounded at random": "Adafactor in `stochastic_rounding`",
 }
 # The differences from AdamW in float32 in the text of docs/results.md.
 PAIRS = [
-    ("z in float8", 1e-4, "loss"),
-    ("z in float8", 1e-5, "loss"),
-    ("z in float8", 2e-5, "loss"),
-    ("stochastic_rounding", 1e-5, "accuracy"),
-    ("bfloat16", 1e-4, "accuracy"),
-    ("z in float8, c = 0.05, μ_y = 0.9", 1e-5, "accuracy"),
-    ("z in float8, c = 0.05, μ_y = 0.9", 5e-5, "accuracy"),
+    ("spa_adamw, z in float8", 1e-4, "loss"),
+    ("spa_adamw, z in float8", 1e-5, "loss"),
+    ("spa_adamw, z in float8", 2e-5, "loss"),
+    ("AdamW, m in bfloat16, rounded at random", 1e-5, "accuracy"),
+    ("AdamW, m in bfloat16, rounded at random", 1e-5, "loss"),
+    ("AdamW, m and ν in bfloat16, rounded to nearest", 1e-4, "accuracy"),
+    ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 1e-5, "accuracy"),
+    ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 5e-5, "accuracy"),
 ]
-SHORT, LONG = 150, 2_600  # steps
+SHORT, LONG = 150, (2_600, 3_000)  # steps
 FIGURES = ("accuracy", "loss", "moved", "distance")
 Record = dict[str, Any]
 
@@ -69,7 +48,7 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
     of_rate["accuracy − AdamW's"] = by_rate(short, "accuracy", is_difference=True)
     return {
         "benchmarks/results/finetune.md": of_rate
-        | {"longer": of_runs(longer), "TREC": of_runs(trec), "names": names(records)},
+        | {"longer": of_runs(longer), "TREC": of_runs(trec)},
         "docs/results.md": {
             "fine-tuning": of_fine_tuning(short),
             "longer fine-tuning": of_longer_fine_tuning(records),
@@ -80,7 +59,7 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
 def of_pairs(records: list[Record]) -> dict[str, list[float]]:
     of_row = common.groups(short_runs(records), "row", "rate")
     return {
-        f"{name} at {as_text(rate)}": language_model.difference(
+        f"{figure} of {name} at {as_text(rate)}": language_model.difference(
             of_row[name, rate], of_row[finetune.REFERENCE, rate], itemgetter(figure)
         )
         for name, rate, figure in PAIRS
@@ -98,16 +77,13 @@ def as_text(rate: float) -> str:
 def described(name: str, runs: list[Record]) -> list[str]:
     """What the optimizer is, the dtype of its params, and its bytes."""
     dtype, _ = finetune.ROWS[name].make(finetune.Run(1e-5, SHORT, 0))
-    return [TEXTS[name], jnp.dtype(dtype).name, f"{runs[0]['bytes']:.1f}"]
+    return [name, jnp.dtype(dtype).name, f"{runs[0]['bytes']:.1f}"]
 
 
 def rows_of(records: list[Record]) -> dict[str, list[Record]]:
     """By name; first what takes most bytes."""
     of_row = common.groups(records, "row")
-    order = list(TEXTS)
-    names = sorted(
-        of_row, key=lambda name: (-round(of_row[name][0]["bytes"]), order.index(name))
-    )
+    names = sorted(of_row, key=lambda name: -round(of_row[name][0]["bytes"]))
     return {name: of_row[name] for name in names}
 
 
@@ -159,17 +135,15 @@ def of_runs(records: list[Record]) -> str:
     return common.markdown_of_full_columns(header, rows)
 
 
-def names(records: list[Record]) -> str:
-    """What `--row` calls the rows of the tables."""
-    rows = [[TEXTS[name], f"`{name}`"] for name in rows_of(records)]
-    return common.markdown(["in the tables", "for `--row`"], rows)
-
-
 def cell_of(runs: list[Record]) -> str:
     """The mean accuracy, with the number of seeds if there are fewer than five."""
     if not runs or len(runs) >= 5:
         return mean(runs, "accuracy")
-    return f"{mean(runs, 'accuracy')} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+    return f"{mean(runs, 'accuracy')} ({num_seeds(len(runs))})"
+
+
+def num_seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
 
 
 def of_fine_tuning(records: list[Record]) -> str:
@@ -186,7 +160,7 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
     """Accuracy and loss, of the seeds that all optimizers of a rate have."""
-    long = [r for r in records if (r["task"], r["steps"]) == ("sst2", LONG)]
+    long = [r for r in records if r["task"] == "sst2" and r["steps"] in LONG]
     titles, rows = [], {}
     for name, runs in rows_of(long).items():
         rows[name] = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
@@ -195,8 +169,10 @@ def of_longer_fine_tuning(records: list[Record]) -> str:
         seeds = set.intersection(
             *({r["seed"] for r in runs} for runs in of_row.values())
         )
-        titles.append(f"{as_text(rate)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
+        titles.append(f"{as_text(rate)}, {num_seeds(len(seeds))}")
         for name, row in rows.items():
             runs = [r for r in of_row.get(name, []) if r["seed"] in seeds]
-            row.append(f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}" * bool(runs))
+            row.append(
+                f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}" if runs else ""
+            )
     return common.markdown(["optimizer", "bytes", *titles], list(rows.values()))

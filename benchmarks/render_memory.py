@@ -1,5 +1,6 @@
 """The tables of results/memory.jsonl, for render.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -9,35 +10,37 @@ import memory
 TEXTS = {
     "AdamW, float32 master copy": "AdamW, float32 master copy, 14",
     "AdamW": "AdamW, float32 params, 12",
-    "AdamW, bfloat16 m, float32 params": "AdamW, float32 params, bfloat16 momentum, 10",
-    "spa_adamw, bfloat16 params, full ν": "`spa_adamw`, z in float32, ν whole, 10",
-    "NAdamW, bfloat16 m": "AdamW in `stochastic_rounding`, 8",
-    "spa_adamw, bfloat16 z, full ν": "`spa_adamw`, z in bfloat16, ν whole, 8",
+    "AdamW, m in bfloat16": "AdamW, float32 params, bfloat16 momentum, 10",
+    "spa_adamw, z in float32, ν whole": "`spa_adamw`, z in float32, ν whole, 10",
+    "NAdamW, m in bfloat16, rounded at random": "AdamW in `stochastic_rounding`, 8",
+    "spa_adamw, z in bfloat16, ν whole": "`spa_adamw`, z in bfloat16, ν whole, 8",
     "Adafactor": "Adafactor, float32 params, 4",
-    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16, 4",
-    "Muon, float8 m": (
+    "spa_adamw, z in bfloat16": "`spa_adamw`, z in bfloat16, 4",
+    "Muon, m in float8": (
         "Muon in `float8_momentum` and `stochastic_rounding`, 3.1 to 3.7"
     ),
-    "spa_adamw, float8 z": "`spa_adamw`, z in float8, 3",
-    "Adafactor, bfloat16 params": "Adafactor in `stochastic_rounding`, 2",
+    "spa_adamw, z in float8": "`spa_adamw`, z in float8, 3",
+    "Adafactor, rounded at random": "Adafactor in `stochastic_rounding`, 2",
     "Adafactor, rounded to nearest": "Adafactor, rounded to nearest, 2",
 }
 # The rows and targets of docs/fit.md.
 SCALED = [
     "AdamW, float32 master copy",
     "AdamW",
-    "AdamW, bfloat16 m, float32 params",
-    "NAdamW, bfloat16 m",
+    "AdamW, m in bfloat16",
+    "NAdamW, m in bfloat16, rounded at random",
     "Adafactor",
-    "spa_adamw, bfloat16 z",
-    "Muon, float8 m",
-    "spa_adamw, float8 z",
-    "Adafactor, bfloat16 params",
+    "spa_adamw, z in bfloat16",
+    "Muon, m in float8",
+    "spa_adamw, z in float8",
+    "Adafactor, rounded at random",
 ]
 SCALED_TO = {
     "8B on v5e-8": "8B on v5e-8",
     "70B on v5p-64": "70B on v5p-64 (32 devices)",
 }
+# From an optimizer, a card and its limit to a cell.
+CellOf = Callable[[str, str, float, common.Records], str]
 BYTES = "optimizer, bytes per parameter"
 
 
@@ -49,22 +52,16 @@ def tables(found: common.Records) -> dict[str, dict[str, str]]:
             "devices": of_devices(found, list(TEXTS), everywhere),
             "versions": versions(found),
             "in the backward pass": in_backward(found),
-            "cards": memory.largest(
-                list(memory.CARDS), memory.both_ways(memory.BY_CARD), found, text_of_row
-            ),
+            "cards": of_cards(found, cell_of_both_ways),
         },
         "docs/fit.md": {
             "devices": of_devices(found, SCALED, SCALED_TO),
-            "cards": of_cards(found),
+            "cards": of_cards(found, cell_of_model),
+        },
+        "docs/backward.md": {
+            "cards in the backward pass": of_cards(found, cell_in_backward),
         },
     }
-
-
-def text_of_row(name: str) -> str:
-    """Without its bytes, which are a column."""
-    base = name.removesuffix(memory.IN_BACKWARD)
-    text, _, _ = TEXTS[base].rpartition(", ")
-    return text + name.removeprefix(base)
 
 
 def records_of(found: common.Records) -> dict[tuple[str, str], Any]:
@@ -75,7 +72,7 @@ def of_devices(found: common.Records, names: list[str], targets: dict[str, str])
     """GiB per device."""
     of_target = records_of(found)
     limits = [f"*{memory.TARGETS[name].limit:.4g}*" for name in targets]
-    rows = [["*what a device has*", *limits]]
+    rows = [["*GiB for a program*", *limits]]
     for name in names:
         cells = [cell(of_target.get((name, target))) for target in targets]
         rows.append([TEXTS[name], *cells])
@@ -131,26 +128,38 @@ def cell(record: Any) -> str:
     return f"{record['GiB']:.1f}"
 
 
-def of_cards(found: common.Records) -> str:
-    """The largest model on each card, by both ways of a step."""
+def of_cards(found: common.Records, cell_of: CellOf) -> str:
+    """For each optimizer and card what `cell_of` says."""
     limits = {card: memory.TARGETS[f"8B on one {card}"].limit for card in memory.CARDS}
     rows = [["*GiB for a program*", *(f"*{limit:.1f}*" for limit in limits.values())]]
     for name, text in TEXTS.items():
-        if name not in memory.BY_CARD:
-            continue
-        row = [text]
-        for card, limit in limits.items():
-            fits = [
-                memory.largest_model(way, card, found)
-                for way in memory.both_ways([name])
+        if name in memory.BY_CARD:
+            cells = [
+                cell_of(name, card, limit, found) for card, limit in limits.items()
             ]
-            # By model: the second way matters only if it fits a larger one.
-            sizes = dict(filter(None, reversed(fits)))
-            row.append(
-                " → ".join(
-                    f"{model}\\*" if limit - size < 1 else model
-                    for model, size in sorted(sizes.items())
-                )
-            )
-        rows.append(row)
+            rows.append([text, *cells])
     return common.markdown([BYTES, *memory.CARDS], rows)
+
+
+def cell_of_model(name: str, card: str, limit: float, found: common.Records) -> str:
+    """The largest model, with a star if it nearly fills the card."""
+    largest = memory.largest_model(name, card, found)
+    if largest is None:
+        return "none"
+    model, size = largest
+    return f"{model}\\*" if limit - size < 1 else model
+
+
+def cell_in_backward(name: str, card: str, limit: float, found: common.Records) -> str:
+    """The same, updated in the backward pass."""
+    return cell_of_model(name + memory.IN_BACKWARD, card, limit, found)
+
+
+def cell_of_both_ways(name: str, card: str, limit: float, found: common.Records) -> str:
+    """The largest models of an ordinary step and of one in the backward pass, with
+    their GiB.
+    """
+    fits = [memory.largest_model(way, card, found) for way in memory.both_ways([name])]
+    return " → ".join(
+        "none" if fit is None else "{} {:.1f}".format(*fit) for fit in fits
+    )

@@ -13,105 +13,79 @@ from language_rows import LADDERS, ROWS
 # The rows by what they are to answer: the tables of both pages of records.
 QUESTIONS = {
     "float32": (
-        "AdamW, as published",
+        "AdamW, as nanoGPT has it",
         "AdamW",
         "NAdamW",
-        "factored NAdamW",
+        "factored_nadamw",
         "spa_adamw",
-        "spa_adamw, factored ν",
+        "spa_adamw, ν factored",
         "Muon",
         "Adafactor",
         "Lion",
-        "SGD+M",
+        "SGD with momentum",
         "spa_from_sgdm",
     ),
     "AdamW": (
-        "NAdamW, bfloat16 m, float32 params",
-        "NAdamW, bfloat16 m",
-        "AdamW, bfloat16 m",
-        "AdamW, float8 copy",
-        "NAdamW, rounded to nearest",
+        "NAdamW, m in bfloat16",
+        "NAdamW, m in bfloat16, rounded at random",
+        "AdamW, m in bfloat16, rounded at random",
+        "AdamW, a master copy in float8",
+        "NAdamW, m and ν in bfloat16, rounded to nearest",
+        "AdamW, ν in bfloat16, rounded to nearest",
         "AdamW, rounded to nearest",
-        "AdamW, rounded to nearest, float32 moments",
-        "AdamW, bitsandbytes moments",
-        "AdamW, FlashOptim moments",
+        "AdamW, m and ν as in bitsandbytes",
+        "AdamW, m and ν as in FlashOptim",
     ),
     "z or momentum": (
-        "spa_adamw, bfloat16 params",
-        "spa_adamw, bfloat16 z",
-        "spa_adamw, float8 z",
-        "factored NAdamW, bfloat16 params",
-        "factored NAdamW, bfloat16 m",
-        "factored NAdamW, float8 m",
-        "factored NAdamW, bitsandbytes m",
+        "spa_adamw, rounded at random",
+        "spa_adamw, z in bfloat16",
+        "spa_adamw, z in float8",
+        "factored_nadamw, rounded at random",
+        "factored_nadamw, m in bfloat16",
+        "factored_nadamw, m in float8",
+        "factored_nadamw, m as in bitsandbytes",
     ),
     "Muon and Adafactor": (
-        "Muon, float8 m",
-        "Muon, linear m",
-        "Adafactor, bfloat16 params",
-        "Adafactor with momentum, bfloat16 params",
+        "Muon, m in float8",
+        "Muon, m as in 8-bit Muon",
+        "Adafactor, rounded at random",
+        "Adafactor, m in bfloat16, rounded at random",
     ),
-    "averages": ("AdamW", "AdamW averaged", "Muon", "Muon averaged"),
-    "computed in bfloat16": tuple(name for name in ROWS if "computed in" in name),
-    "no decay": tuple(name for name in ROWS if name.endswith(", constant")),
-}
-# What the names of rows leave out. m is the momentum, and ν the second moment.
-TEXTS = {
-    "AdamW, as published": "AdamW, as nanoGPT has it",
-    "factored NAdamW": "`factored_nadamw`",
-    "spa_adamw": "`spa_adamw`",
-    "spa_adamw, factored ν": "`spa_adamw`, ν factored",
-    "SGD+M": "SGD with momentum",
-    "spa_from_sgdm": "`spa_from_sgdm`",
-    "NAdamW, bfloat16 m, float32 params": "NAdamW, m in bfloat16",
-    "NAdamW, bfloat16 m": "NAdamW, m in bfloat16, rounded at random",
-    "AdamW, bfloat16 m": "AdamW, m in bfloat16, rounded at random",
-    "AdamW, bfloat16 params": "AdamW, rounded at random",
-    "AdamW, low half": "AdamW, the other half of the bits in its state",
-    "AdamW, bfloat16 copy": "AdamW, a master copy in bfloat16",
-    "AdamW, float8 copy": "AdamW, a master copy in float8",
-    "NAdamW, rounded to nearest": "NAdamW, m and ν in bfloat16, rounded to nearest",
-    "AdamW, rounded to nearest": "AdamW, ν in bfloat16, rounded to nearest",
-    "AdamW, rounded to nearest, float32 moments": "AdamW, rounded to nearest",
-    "AdamW, bitsandbytes moments": "AdamW, m and ν as in bitsandbytes",
-    "AdamW, FlashOptim moments": "AdamW, m and ν as in FlashOptim",
-    "spa_adamw, bfloat16 params": "`spa_adamw`, z in float32",
-    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16",
-    "spa_adamw, float8 z": "`spa_adamw`, z in float8",
-    "factored NAdamW, bfloat16 params": "`factored_nadamw`, m in float32",
-    "factored NAdamW, bfloat16 m": "`factored_nadamw`, m in bfloat16",
-    "factored NAdamW, float8 m": "`factored_nadamw`, m in float8",
-    "factored NAdamW, bitsandbytes m": "`factored_nadamw`, m as in bitsandbytes",
-    "Muon, float8 m": "Muon, m in float8",
-    "Muon, linear m": "Muon, m as in 8-bit Muon",
-    "Adafactor, bfloat16 params": "Adafactor",
-    "Adafactor with momentum, bfloat16 params": "Adafactor, m in bfloat16",
-    "AdamW averaged": "AdamW in `primal_averaging`",
-    "Muon averaged": "Muon in `primal_averaging`",
-    "spa_adamw, Schedule-Free": "`spa_adamw`, Schedule-Free",
+    "averages": (
+        "AdamW",
+        "AdamW in primal_averaging",
+        "Muon",
+        "Muon in primal_averaging",
+    ),
+    "computed in bfloat16": tuple(
+        name for name, row in ROWS.items() if row.compute != jnp.float32
+    ),
+    "no decay": tuple(name for name, row in ROWS.items() if row.floor == 1),
 }
 # The rows of docs/results.md, the reference first.
 PRETRAINED = {
-    "NAdamW": "AdamW, `nesterov=True`",
+    "NAdamW": "NAdamW",
     "Muon": "Muon",
-    "Muon, float8 m": "Muon in `float8_momentum` and `stochastic_rounding`",
-    "NAdamW, bfloat16 m": "AdamW, bfloat16 momentum, in `stochastic_rounding`",
-    "NAdamW, rounded to nearest": "AdamW, rounded to nearest",
-    "NAdamW, bfloat16 m, float32 params": "AdamW, bfloat16 momentum",
-    "spa_adamw, float8 z": "`spa_adamw`, z in float8",
-    "spa_adamw, bfloat16 z": "`spa_adamw`, z in bfloat16",
-    "factored NAdamW, float8 m": (
+    "Muon, m in float8": "Muon in `float8_momentum` and `stochastic_rounding`",
+    "NAdamW, m in bfloat16, rounded at random": (
+        "NAdamW, bfloat16 momentum, in `stochastic_rounding`"
+    ),
+    "NAdamW, m and ν in bfloat16, rounded to nearest": "NAdamW, rounded to nearest",
+    "NAdamW, m in bfloat16": "NAdamW, bfloat16 momentum",
+    "spa_adamw, z in float8": "`spa_adamw`, z in float8",
+    "spa_adamw, z in bfloat16": "`spa_adamw`, z in bfloat16",
+    "factored_nadamw, m in float8": (
         "[`factored_nadamw`](recipes.md#nesterov-momentum-in-3-bytes), float8 momentum"
     ),
-    "Adafactor, bfloat16 params": "Adafactor in `stochastic_rounding`",
+    "Adafactor, rounded at random": "Adafactor in `stochastic_rounding`",
 }
 # A sixteenth of the best rate, and its rows there, the reference first.
 SMALL_RATE = 2.5e-4
 AT_SMALL_RATE = (
     "NAdamW",
-    "NAdamW, bfloat16 m",
-    "spa_adamw, bfloat16 z",
-    "NAdamW, rounded to nearest",
+    "NAdamW, m in bfloat16, rounded at random",
+    "spa_adamw, z in bfloat16",
+    "NAdamW, m and ν in bfloat16, rounded to nearest",
 )
 # What changes from one row of a ladder to the next.
 CHANGES = (
@@ -125,28 +99,28 @@ CHANGES = (
 # The rows of docs/averages.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
-    "AdamW averaged": "`primal_averaging` around `optax.adamw(…, b1=0.7)`",
+    "AdamW in primal_averaging": "`primal_averaging` around `optax.adamw(…, b1=0.7)`",
     "NAdamW": "`optax.adamw(…, nesterov=True)`",
     "spa_adamw": "`spa_adamw(…, interpolation=0.9)`",
     "Muon": "`optax.contrib.muon(…)`",
-    "Muon averaged": "`primal_averaging` around `optax.contrib.muon(…)`",
+    "Muon in primal_averaging": "`primal_averaging` around `optax.contrib.muon(…)`",
 }
 # The differences in the text of docs/results.md: a row at its settings minus another at
 # its own, or at those that are given.
 PAIRS: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
     ("AdamW", {}, "NAdamW", {}),
-    ("spa_adamw, float8 z", {"mu_y": 1.0}, "spa_adamw, float8 z", {}),
-    ("spa_adamw, bfloat16 z", {}, "factored NAdamW, bfloat16 m", {}),
-    ("spa_adamw, float8 z", {}, "factored NAdamW, float8 m", {}),
-    ("spa_adamw, float8 z", {}, "spa_adamw", {}),
-    ("factored NAdamW, float8 m", {}, "NAdamW", {}),
-    ("spa_adamw, bfloat16 z", {"c": 0.05}, "spa_adamw", {"c": 0.05}),
+    ("spa_adamw, z in float8", {"mu_y": 1.0}, "spa_adamw, z in float8", {}),
+    ("spa_adamw, z in bfloat16", {}, "factored_nadamw, m in bfloat16", {}),
+    ("spa_adamw, z in float8", {}, "factored_nadamw, m in float8", {}),
+    ("spa_adamw, z in float8", {}, "spa_adamw", {}),
+    ("factored_nadamw, m in float8", {}, "NAdamW", {}),
+    ("spa_adamw, z in bfloat16", {"c": 0.05}, "spa_adamw", {"c": 0.05}),
 ]
-# Those in the text of docs/averages.md, each at a point.
+# Those in the text of results/language_model.md, each at a point.
 POINTS = [
-    (("AdamW averaged", "x"), ("AdamW", "EMA 0.99")),
-    (("AdamW averaged", "x"), ("NAdamW", "EMA 0.99")),
-    (("Muon averaged", "x"), ("Muon", "EMA 0.99")),
+    (("AdamW in primal_averaging", "x"), ("AdamW", "EMA 0.99")),
+    (("AdamW in primal_averaging", "x"), ("NAdamW", "EMA 0.99")),
+    (("Muon in primal_averaging", "x"), ("Muon", "EMA 0.99")),
 ]
 NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
@@ -190,28 +164,38 @@ def of_records(records: list[Record]) -> dict[str, str]:
     small = [r for r in records if is_at_small_rate(r)]
     result = by_question(of_length(records, 2_000)) | {"small rate": table(small)}
     for name, rows in LADDERS.items():
-        ladder = language_model.ladder(of_row, rows, text_of_row)
+        ladder = language_model.ladder(of_row, rows)
         result[f"from AdamW to 3 bytes by {name}"] = ladder
     for num_steps in (5_000, 20_000):
         result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
-    return result | {"names": names()}
-
-
-def names() -> str:
-    """What `--optimizers` calls rows that have another name in the tables."""
-    rows = [
-        [text_of_row(name), f"`{name}`"]
-        for name in all_rows()
-        if text_of_row(name) != name and not name.endswith(", constant")
-    ]
-    return common.markdown(["in the tables", "for `--optimizers`"], rows)
+    return result
 
 
 def of_search(records: list[Record]) -> dict[str, str]:
-    result = by_question(of_length(records, 2_000))
+    result = {"chosen": chosen(of_length(records, 2_000))}
+    result |= by_question(of_length(records, 2_000))
     for num_steps in (500, 5_000):
         result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
     return result
+
+
+def chosen(records: list[Record]) -> str:
+    """The settings of each row that was searched, beside the best others on seed 0."""
+    rows = []
+    of_row = common.groups(records, "optimizer")
+    for name in (name for name in all_rows() if name in of_row):
+        on_0 = [r for r in of_row[name] if r["seed"] == 0]
+        losses = {
+            language_model.in_words(r["settings"]): language_model.best(r) for r in on_0
+        }
+        settings = language_model.in_words(ROWS[name].settings)
+        others = {text: loss for text, loss in losses.items() if text != settings}
+        if others and settings in losses:
+            other = min(others, key=lambda text: others[text])
+            row = [name, settings, f"{losses[settings]:.3f}"]
+            rows.append([*row, other, f"{others[other]:.3f}"])
+    header = ["optimizer", "settings", "loss on seed 0", "the best others", "loss"]
+    return common.markdown(header, rows)
 
 
 def all_rows() -> dict[str, None]:
@@ -235,18 +219,12 @@ def table(records: list[Record], peer: list[Record] | None = None) -> str:
     """Beside NAdamW at its best settings, or at those of the records."""
     of_row = common.groups(records, "optimizer")
     records = list(itertools.chain(*(of_row[n] for n in all_rows() if n in of_row)))
-    return language_model.table(records, peer or peer_of(records), text_of_row)
+    return language_model.table(records, peer or peer_of(records))
 
 
 def peer_of(records: list[Record]) -> list[Record]:
     nadamw = [r for r in records if r["optimizer"] == "NAdamW"]
     return language_model.best_settings(nadamw) or nadamw
-
-
-def text_of_row(name: str) -> str:
-    """In a table that says how it is computed, and whether the rate decays."""
-    name = name.partition(", computed in")[0].removesuffix(", constant")
-    return TEXTS.get(name, name)
 
 
 def pretrained(records: list[Record]) -> dict[str, list[Record]]:
@@ -279,7 +257,7 @@ def of_pairs(records: list[Record]) -> dict[str, list[float]]:
         result[f"{name} − {other}"] = language_model.difference(runs, others)
     longest = [r for r in of_length(records, 20_000) if not is_of_search(r)]
     of_row = common.groups(longest, "optimizer")
-    spa, nadamw = of_row["spa_adamw, float8 z"], of_row["NAdamW"]
+    spa, nadamw = of_row["spa_adamw, z in float8"], of_row["NAdamW"]
     return result | {"20,000 steps": language_model.difference(spa, nadamw)}
 
 
@@ -322,7 +300,7 @@ def of_losses(of_row: dict[str, list[Record]], texts: dict[str, str]) -> str:
     others.sort(key=lambda name: mean_loss(of_row[name]))
     for name in (reference, *others):
         runs, dtype = of_row[name], jnp.dtype(ROWS[name].dtype).name
-        difference = language_model.minus(runs, of_row[reference], digits=3)
+        difference = language_model.minus(runs, of_row[reference])
         difference = difference.replace(" ", NO_BREAK) or "the reference"
         loss, num_bytes = f"{mean_loss(runs):.3f}", f"{runs[0]['bytes']:.1f}"
         rows.append([texts[name], dtype, num_bytes, loss, difference])

@@ -22,17 +22,17 @@ PANELS = [
     (
         "AdamW",
         ("AdamW", ADAMW),
-        ("AdamW averaged", ADAMW | {"c": 0.025, "mu_y": 0.4}),
+        ("AdamW in primal_averaging", ADAMW | {"c": 0.025, "mu_y": 0.4}),
     ),
     (
         "Muon",
         ("Muon", MUON),
-        ("Muon averaged", MUON | {"c": 0.003125, "mu_y": 0.4}),
+        ("Muon in primal_averaging", MUON | {"c": 0.003125, "mu_y": 0.4}),
     ),
     (
         "spa_adamw, 4 bytes",
-        ("spa_adamw, bfloat16 z", SPA_ADAMW),
-        ("spa_adamw, bfloat16 z", SPA_ADAMW),
+        ("spa_adamw, z in bfloat16", SPA_ADAMW),
+        ("spa_adamw, z in bfloat16", SPA_ADAMW),
     ),
 ]
 Run = dict[str, Any]

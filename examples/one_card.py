@@ -5,7 +5,7 @@ backward pass.
 
 Trains a small Llama on the modules of Python's own library, as bytes, with bfloat16
 params and `spa_adamw`: 4 bytes a parameter with its state. No gradient of the whole
-model ever exists, as `update_in_backward` updates each layer as soon as its gradient is
+model ever exists, as `in_backward.py` updates each layer as soon as its gradient is
 known. (LOMO: Lv et al., Full Parameter Fine-tuning for Large Language Models with
 Limited Resources, 2023, arXiv:2306.09782.) After 500 steps, two minutes on two CPU
 cores, the validation loss is 1.652 nats a byte (one seed).
@@ -14,7 +14,8 @@ cores, the validation loss is 1.652 nats a byte (one seed).
 a step takes 33.0 GiB, and so fits an A100 of 40 GB if XLA_PYTHON_CLIENT_MEM_FRACTION is
 0.95. With `--optimizer adafactor` it takes 17.7 GiB, and so fits an RTX 4090 of 24 GB.
 No card has run it yet. `--text FILE` trains on a file, whose last tenth is held out. To
-fork: replace `read_text` and `batch`; for checkpoints see `language_model.py`.
+fork: copy `in_backward.py`, too, and replace `read_text` and `batch`; for checkpoints
+see `language_model.py`.
 
 Gradients cannot be clipped by the norm of all of them. Clip in `optimizers`, by the
 norm of each layer. To add up those of several batches, all must be stored.
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from in_backward import make_trainer
 from tqdm import tqdm
 
 from spa_optax import eval_params, in_float32, spa_adamw, stochastic_rounding
@@ -196,118 +198,6 @@ def cross_entropy(
 
 # --------------------------------------------------------------------------------------
 # training
-
-
-class ScannedLayers(NamedTuple):
-    """The functions of `update_in_backward`. L layers are stacked along the arrays'
-    first axis.
-    """
-
-    init: Callable[[Any], Any]  # layers → state
-    forward: Callable[[Any, Any], tuple[Any, Any]]  # layers, x → y, inputs
-    # layers, state, inputs, ∂loss/∂y → layers, state, ∂loss/∂x
-    backward: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]
-
-
-def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
-    """Trains layers that are scanned over, each updated as soon as its gradient is
-    known.
-
-    Layer i = 0, …, L − 1 maps x_i to x_{i+1} with the params w_i. From the last to the
-    first,
-
-        g_i, h_i = ∂(h_{i+1} · layer(x_i, w_i)) / ∂(w_i, x_i)        h_L = ∂loss/∂y
-        w_i ← w_i + u_i, where u_i is the update of `make_tx(i)` for g_i
-
-    These are the numbers of an ordinary step in which each layer has its own optimizer.
-    But only one gradient g_i is in memory at a time, and of the forward pass only the
-    inputs x_i. In `make_tx`, `optax.MultiSteps` would store all gradients again,
-    `optax.apply_if_finite` decides for each layer by itself, and `optax.contrib.sam`
-    does not work.
-    """
-
-    def num_layers(layers: Any) -> int:
-        return len(jax.tree.leaves(layers)[0])
-
-    def init(layers: Any) -> Any:
-        return jax.vmap(lambda i, w: make_tx(i).init(w))(
-            jnp.arange(num_layers(layers)), layers
-        )
-
-    def forward(layers: Any, x: Any) -> tuple[Any, Any]:
-        return jax.lax.scan(lambda x, w: (layer(x, w), x), x, layers)
-
-    def backward(layers: Any, state: Any, inputs: Any, dy: Any) -> tuple[Any, Any, Any]:
-        # Params and state are carried, not scanned over: XLA then writes each layer in
-        # its place.
-        def step(carry: Any, place: Any) -> tuple[Any, None]:
-            (dy, stacked), (i, x) = carry, place
-            w, of_tx = jax.tree.map(
-                lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), stacked
-            )
-            dx, g = jax.vjp(layer, x, w)[1](dy)
-            u, of_tx = make_tx(i).update(g, of_tx, w)
-            new = optax.apply_updates(w, u), of_tx
-            stacked = jax.tree.map(
-                lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0),
-                stacked,
-                new,
-            )
-            return (dx, stacked), None
-
-        carry, places = (dy, (layers, state)), jnp.arange(num_layers(layers))
-        (dx, (layers, state)), _ = jax.lax.scan(
-            step, carry, (places, inputs), reverse=True
-        )
-        return layers, state, dx
-
-    return ScannedLayers(init, forward, backward)
-
-
-class Trainer(NamedTuple):
-    """The two functions of `make_trainer`."""
-
-    init: Callable[[Any], Any]  # params → state
-    step: Callable[
-        [Any, Any, jax.Array, jax.Array], Any
-    ]  # params, state, … → params, state, loss
-
-
-def make_trainer(
-    num_layers: int, embed: Any, layer: Any, loss: Any, make_tx: Any
-) -> Trainer:
-    """One step: forward, the head's update, back through the layers, the embedding's
-    update.
-
-    `embed(embedding, tokens)` is x, `layer(x, w)` the next x, `loss(x, top, labels)` a
-    number.
-    """
-    layers = update_in_backward(layer, make_tx)
-    place = {"top": num_layers, "embedding": num_layers + 1}
-
-    def init(params: Any) -> Any:
-        others = {name: make_tx(i).init(params[name]) for name, i in place.items()}
-        return {"layers": layers.init(params["layers"]), **others}
-
-    def updated(name: str, gradient: Any, params: Any, state: Any) -> Any:
-        updates, new = make_tx(place[name]).update(gradient, state[name], params[name])
-        return optax.apply_updates(params[name], updates), new
-
-    def step(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-        x, back_to_embedding = jax.vjp(lambda e: embed(e, tokens), params["embedding"])
-        y, inputs = layers.forward(params["layers"], x)
-        value, (dy, g) = jax.value_and_grad(loss, (0, 1))(y, params["top"], labels)
-        new = {"top": updated("top", g, params, state)}
-        *of_layers, dx = layers.backward(params["layers"], state["layers"], inputs, dy)
-        (g,) = back_to_embedding(dx)
-        new |= {
-            "layers": of_layers,
-            "embedding": updated("embedding", g, params, state),
-        }
-        params, state = ({name: pair[i] for name, pair in new.items()} for i in (0, 1))
-        return params, state, value
-
-    return Trainer(init, step)
 
 
 def start(model: Model) -> Any:

@@ -21,7 +21,6 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from helpers import long, quick, run
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from nbclient import NotebookClient
 
@@ -232,7 +231,7 @@ def test_muon_trains_kernels_alone() -> None:
 def test_groups() -> None:
     """Params of any container get labels, and a group starts anew."""
     page, _ = run_blocks("docs/groups.md")
-    params, labels = page["params"], page["labels"]
+    params, labels = page["params"], page["labels_by_name"]
     head, trunk = (nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2))
     of_nnx = nnx.state(nnx.Dict(head=head, trunk=trunk), nnx.Param)
     for tree in (params, freeze(params), of_nnx):
@@ -253,9 +252,9 @@ def test_groups() -> None:
 def test_restored_onto_a_mesh(tmp_path: Path) -> None:
     """A scalar that is restored onto one device cannot join params on several."""
     page, _ = run_blocks("docs/resume.md")
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    on_devices, _ = run_blocks("docs/sharding.md")
     params = jnp.ones((256, 128), jnp.bfloat16)
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("data")))
+    params = jax.device_put(params, on_devices["split"])
     tx = spa_adamw(
         1e-2, state_dtype=jnp.bfloat16, second_moment="factored", rounding_key=KEY
     )
@@ -265,9 +264,12 @@ def test_restored_onto_a_mesh(tmp_path: Path) -> None:
         updates, state = tx.update(params, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = step(params, jax.jit(tx.init)(params))
+    def init(params: Any) -> Any:
+        return jax.tree.map(on_devices["place"], tx.init(params))
+
+    params, state = step(params, init(params))
     page["save"](tmp_path / "run", params, state)
-    restored = page["restore"](tmp_path / "run", params, tx)
+    restored = page["restore"](tmp_path / "run", params, init(params))
     expected, _ = step(params, state)
     found, _ = step(*restored)
     np.testing.assert_array_equal(found, expected)

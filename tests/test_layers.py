@@ -1,7 +1,8 @@
-"""`one_card.update_in_backward` is an ordinary step without its gradients in memory."""
+"""`update_in_backward` is an ordinary step without its gradients in memory."""
 
 from typing import Any
 
+import in_backward
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
 def trained(
     make_tx: Any, layer: Any = layer, mesh: Mesh | None = None
 ) -> tuple[Any, Any, Any]:
-    trainer = one_card.make_trainer(
+    trainer = in_backward.make_trainer(
         MODEL.layers, look_up, layer, one_card.cross_entropy, make_tx
     )
     params = start()
@@ -134,7 +135,7 @@ def test_each_layer_has_a_key_of_its_own() -> None:
     def make_tx(i: Any) -> optax.GradientTransformation:
         return stochastic_rounding(optax.sgd(2.0**-9), jax.random.fold_in(KEY, i))
 
-    model = one_card.update_in_backward(lambda x, w: x + jnp.sum(w), make_tx)
+    model = in_backward.update_in_backward(lambda x, w: x + jnp.sum(w), make_tx)
     w = jnp.ones((4, 1000), jnp.bfloat16)
     _, inputs = model.forward(w, jnp.zeros([], jnp.bfloat16))
     new, *_ = model.backward(w, model.init(w), inputs, jnp.ones([], jnp.bfloat16))
@@ -144,7 +145,7 @@ def test_each_layer_has_a_key_of_its_own() -> None:
 def test_x_of_each_layer() -> None:
     """z goes from 1 to 0 (the first direction is 1); y and x follow."""
     tx = spa_adamw(1.0, averaging=0.5, interpolation=0.5, eps=0.0, weight_decay=0.0)
-    model = one_card.update_in_backward(lambda x, w: x * jnp.sum(w), lambda i: tx)
+    model = in_backward.update_in_backward(lambda x, w: x * jnp.sum(w), lambda i: tx)
     w = jnp.ones((2, 1))
     y, inputs = model.forward(w, jnp.array(1.0))
     w, state, _ = model.backward(w, model.init(w), inputs, y)
@@ -157,7 +158,7 @@ def test_x_of_each_layer() -> None:
 def test_gradients_of_each_layer_add_up_in_multi_steps() -> None:
     """Two gradients, 1 and 3 in each layer, make one step of their mean."""
     tx = optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2)
-    model = one_card.update_in_backward(lambda x, w: x * jnp.sum(w), lambda i: tx)
+    model = in_backward.update_in_backward(lambda x, w: x * jnp.sum(w), lambda i: tx)
     w = jnp.ones((2, 1))
     state = model.init(w)
     for h, expected in ((1.0, 1.0), (3.0, 0.0)):

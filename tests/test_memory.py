@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import compiled
+import in_backward
 import jax
 import jax.numpy as jnp
 import memory
-import one_card
 import optax
 import pytest
 from helpers import long
@@ -45,7 +45,7 @@ def trainer(kind: str, params: Any, model: memory.Model = TINY) -> memory.Traine
 
     mesh = params["embedding"].sharding.mesh
     if kind == "in the backward pass":
-        return one_card.make_trainer(
+        return in_backward.make_trainer(
             model.layers, *memory.decoder(model, mesh), make_tx
         )
     return memory.ordinary(make_tx(0), model, mesh)
@@ -99,7 +99,7 @@ def collectives_on_v5e(name: str) -> dict[str, int]:
 @for_tpus
 @pytest.mark.parametrize(
     "name",
-    [long("spa_adamw, bfloat16 params, full ν"), "spa_adamw, bfloat16 z, full ν"],
+    [long("spa_adamw, z in float32, ν whole"), "spa_adamw, z in bfloat16, ν whole"],
 )
 def test_no_collective_but_the_models(name: str) -> None:
     found = collectives_on_v5e(name)

@@ -151,7 +151,14 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     """Runs are not repeated, and SPA with the hyper-parameters of SGD+M has its
     loss."""
     out = tmp_path / "runs"
-    arguments = ["--optimizers", "SGD+M", "spa_from_sgdm", "--seed", "0", "1"]
+    arguments = [
+        "--optimizers",
+        "SGD with momentum",
+        "spa_from_sgdm",
+        "--seed",
+        "0",
+        "1",
+    ]
     arguments += ["--settings", "momentum=0.8,0.9", "rate=0.1"]
     arguments += ["--steps", "40", "--json", str(out)]
     text = language_model.main(arguments)
@@ -163,7 +170,7 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     assert len(ends) == 2 * 2 * 2
     for momentum, seed in itertools.product((0.8, 0.9), (0, 1)):
         found = ends["spa_from_sgdm", momentum, seed]
-        expected = ends["SGD+M", momentum, seed]
+        expected = ends["SGD with momentum", momentum, seed]
         assert found["step"] == 40
         for name in ("weights", "EMA 0.99", language_model.SCHEDULE_FREE):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
@@ -174,7 +181,7 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
     ]
     assert rows == [
         [name, "8.0", f"rate=0.1 momentum={momentum}", "2"]
-        for name in ("SGD+M", "spa_from_sgdm")
+        for name in ("SGD with momentum", "spa_from_sgdm")
         for momentum in (0.8, 0.9)
     ]
     lines = out.read_text()
@@ -205,7 +212,7 @@ def test_settings_that_a_row_lacks(small: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name == "spa_adamw, float8 z" else long(name) for name in ROWS],
+    [name if name == "spa_adamw, z in float8" else long(name) for name in ROWS],
 )
 def test_rows(name: str, small: Any) -> None:
     row = ROWS[name]
@@ -253,7 +260,7 @@ def test_table_of_runs() -> None:
     )
     spa = records_of("spa_adamw", [{"weights": 3.0, "x": x} for x in (1.9, 1.9, 2.2)])
     error = 4.303 * 0.1 / 3**0.5
-    difference = f"−0.1000 [−{0.1 + error:.4f}, +{error - 0.1:.4f}]"
+    difference = f"−0.100 [−{0.1 + error:.3f}, +{error - 0.1:.3f}]"
     table = language_model.table(nadamw + spa, nadamw)
     settings = "rate=0.004 c=0.1 mu_y=0.9"
     assert f"| {settings} | 3 | 2.000 | 3.000 |  | {difference} |" in table
