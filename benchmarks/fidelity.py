@@ -34,7 +34,7 @@ GROUPS = {
     "spa_adamw": (
         "spa_adamw, ν factored",
         (
-            "spa_adamw, rounded at random",
+            "spa_adamw, z in float32",
             "spa_adamw, z in bfloat16",
             "spa_adamw, z in float8",
         ),
@@ -42,7 +42,7 @@ GROUPS = {
     "factored_nadamw": (
         "factored_nadamw",
         (
-            "factored_nadamw, rounded at random",
+            "factored_nadamw, m in float32",
             "factored_nadamw, m in bfloat16",
             "factored_nadamw, m as in bitsandbytes",
         ),

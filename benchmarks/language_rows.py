@@ -272,7 +272,7 @@ ROWS |= {
     "AdamW, m and ν as in FlashOptim": Row(
         rounded(coded_adamw(COMPANDED)), ADAMW, BF16
     ),
-    "factored_nadamw, rounded at random": in_bfloat16(
+    "factored_nadamw, m in float32": in_bfloat16(
         "factored_nadamw", rounded(factored_nadamw)
     ),
     "factored_nadamw, m in bfloat16": in_bfloat16(
@@ -288,7 +288,7 @@ ROWS |= {
         functools.partial(spa_of_adam, second_moment="factored"),
         ROWS["spa_adamw"].settings,
     ),
-    "spa_adamw, rounded at random": in_bfloat16("spa_adamw", with_z(F32)),
+    "spa_adamw, z in float32": in_bfloat16("spa_adamw", with_z(F32)),
     "spa_adamw, z in bfloat16": in_bfloat16("spa_adamw", with_z(BF16)),
     "spa_adamw, z in float8": in_bfloat16("spa_adamw", with_z(E4M3)),
     "Muon, m in float8": in_bfloat16("Muon", rounded(muon_in_8_bits)),
@@ -331,7 +331,7 @@ LADDERS = {
         "AdamW",
         "spa_adamw",
         "spa_adamw, ν factored",
-        "spa_adamw, rounded at random",
+        "spa_adamw, z in float32",
         "spa_adamw, z in bfloat16",
         "spa_adamw, z in float8",
     ),
@@ -339,7 +339,7 @@ LADDERS = {
         "AdamW",
         "NAdamW",
         "factored_nadamw",
-        "factored_nadamw, rounded at random",
+        "factored_nadamw, m in float32",
         "factored_nadamw, m in bfloat16",
         "factored_nadamw, m in float8",
     ),

@@ -373,7 +373,8 @@ def main(argv: list[str] | None = None) -> str:
         "--optimizer",
         choices=both_ways(optimizers()),
         metavar="NAME",
-        help="by default those of the tables",
+        help=f"by default those of the tables; any of {'; '.join(optimizers())}, "
+        f'or with "{IN_BACKWARD}" behind it',
     )
     add("--largest", choices=CARDS, metavar="CARD", help="the table of these")
     arguments = common.parse(parser, argv)

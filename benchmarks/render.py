@@ -57,7 +57,6 @@ QUOTED = {
         "NAdamW, m and ν in bfloat16, rounded to nearest",
         "AdamW, m and ν as in FlashOptim",
         "AdamW, m and ν as in bitsandbytes",
-        "factored_nadamw, m in float8",
         "spa_adamw, z in bfloat16",
         "spa_adamw, z in float8",
         "Adafactor",
@@ -137,21 +136,18 @@ def in_short(pretraining: list[Record], fine_tuning: list[Record]) -> str:
 
 
 def of_trainers(records: list[Record]) -> str:
-    """A row for each trainer, with the loss of each optimizer."""
+    """A row for each trainer."""
     rows = []
-    names = list(common.groups(records, "optimizer"))
     for (trainer, version), runs in common.groups(
         records, "trainer", "version"
     ).items():
-        loss_of = {run["optimizer"]: f"{run['losses'][-1]:.4f}" for run in runs}
         same = "yes" if all(run["resumed"] for run in runs) else "NO"
         ends = [run.get("another state_dtype", "") for run in runs]
         fails = any(end.startswith("raises") for end in ends)
         row = [f"{trainer} {version}", str(runs[0]["devices"]), same]
-        row.append("raises an error" if fails else "goes on, silently")
-        rows.append([*row, *(loss_of[name] for name in names)])
-    header = ["trainer", "devices", "resumed to the same loss", "another `state_dtype`"]
-    return common.markdown([*header, *names], rows)
+        rows.append([*row, "raises an error" if fails else "goes on, silently"])
+    header = ["trainer", "devices", "resumed to the same loss"]
+    return common.markdown([*header, "z from bfloat16 to float8"], rows)
 
 
 def missing_quotes() -> list[str]:

@@ -1,6 +1,7 @@
 """The tables of results/finetune.jsonl, for render.py."""
 
 import statistics
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -30,6 +31,7 @@ PAIRS = [
     ("spa_adamw, z in float8", 2e-5, "loss"),
     ("AdamW, m in bfloat16, rounded at random", 1e-5, "accuracy"),
     ("AdamW, m in bfloat16, rounded at random", 1e-5, "loss"),
+    ("AdamW, m in bfloat16, rounded at random", 2e-5, "loss"),
     ("AdamW, m and ν in bfloat16, rounded to nearest", 1e-4, "accuracy"),
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 1e-5, "accuracy"),
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 5e-5, "accuracy"),
@@ -44,11 +46,21 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
     short = short_runs(records)
     longer = [r for r in records if r["task"] == "sst2" and r["steps"] != SHORT]
     trec = [r for r in records if r["task"] == "trec"]
-    of_rate = {figure: by_rate(short, figure) for figure in FIGURES}
-    of_rate["accuracy − AdamW's"] = by_rate(short, "accuracy", is_difference=True)
+    shown = [r for r in short if r["row"] in FINE_TUNED]
+    controls = [r for r in short if r["row"] not in FINE_TUNED]
+    reference = [r for r in short if r["row"] == finetune.REFERENCE]
     return {
-        "benchmarks/results/finetune.md": of_rate
-        | {"longer": of_runs(longer), "TREC": of_runs(trec)},
+        "benchmarks/results/finetune.md": {
+            **{figure: by_rate(shown, figure) for figure in FIGURES},
+            "accuracy − AdamW's": differences(shown, reference, "accuracy"),
+            "loss − AdamW's": differences(shown, reference, "loss"),
+            "accuracy of controls": by_rate(controls, "accuracy"),
+            "accuracy of controls − AdamW's": differences(
+                controls, reference, "accuracy"
+            ),
+            "longer": of_runs(longer),
+            "TREC": of_runs(trec),
+        },
         "docs/results.md": {
             "fine-tuning": of_fine_tuning(short),
             "longer fine-tuning": of_longer_fine_tuning(records),
@@ -97,23 +109,34 @@ def less_reference(
     return language_model.minus(runs, reference, itemgetter(figure))
 
 
-def by_rate(records: list[Record], figure: str, is_difference: bool = False) -> str:
-    """Means over seeds; the difference is that from AdamW in float32."""
-    of_rate = dict(sorted(common.groups(records, "rate").items()))
+def by_rate(records: list[Record], figure: str) -> str:
+    """Means over seeds."""
+    return table_by_rate(records, lambda runs: mean(runs, figure))
+
+
+def differences(records: list[Record], reference: list[Record], figure: str) -> str:
+    """From the reference at the same rate."""
+    at_rate = common.groups(reference, "rate")
+
+    def cell(runs: list[Record]) -> str:
+        others = at_rate[runs[0]["rate"]] if runs else []
+        return less_reference(runs, others, figure)
+
+    others = [r for r in records if r["row"] != finetune.REFERENCE]
+    return table_by_rate(others, cell)
+
+
+def table_by_rate(
+    records: list[Record], cell_of_runs: Callable[[list[Record]], str]
+) -> str:
+    """A row for each optimizer, and a column for each rate."""
+    rates = sorted({record["rate"] for record in records})
     rows = []
     for name, runs in rows_of(records).items():
-        row = described(name, runs)
-        for at_rate in of_rate.values():
-            of_row = common.groups(at_rate, "row")
-            runs = of_row.get(name, [])
-            if is_difference:
-                row.append(less_reference(runs, of_row[finetune.REFERENCE], figure))
-            else:
-                row.append(mean(runs, figure))
-        if any(row[3:]):
-            rows.append(row)
-    header = ["optimizer", "params", "bytes", *map(as_text, of_rate)]
-    return common.markdown(header, rows)
+        at_rate = common.groups(runs, "rate")
+        cells = [cell_of_runs(at_rate.get(rate, [])) for rate in rates]
+        rows.append([*described(name, runs), *cells])
+    return common.markdown(["optimizer", "params", "bytes", *map(as_text, rates)], rows)
 
 
 def of_runs(records: list[Record]) -> str:
@@ -160,7 +183,8 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
     """Accuracy and loss, of the seeds that all optimizers of a rate have."""
-    long = [r for r in records if r["task"] == "sst2" and r["steps"] in LONG]
+    shown = [r for r in records if r["task"] == "sst2" and r["row"] in FINE_TUNED]
+    long = [r for r in shown if r["steps"] in LONG]
     titles, rows = [], {}
     for name, runs in rows_of(long).items():
         rows[name] = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]

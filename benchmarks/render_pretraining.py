@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import language_model
 from language_rows import LADDERS, ROWS
 
+AVERAGED_INSIDE = ("AdamW in primal_averaging", "Muon in primal_averaging")
+OF_LADDERS = "z or momentum"  # the question whose rows stand on ladders
 # The rows by what they are to answer: the tables of both pages of records.
 QUESTIONS = {
     "float32": (
@@ -36,11 +39,11 @@ QUESTIONS = {
         "AdamW, m and ν as in bitsandbytes",
         "AdamW, m and ν as in FlashOptim",
     ),
-    "z or momentum": (
-        "spa_adamw, rounded at random",
+    OF_LADDERS: (
+        "spa_adamw, z in float32",
         "spa_adamw, z in bfloat16",
         "spa_adamw, z in float8",
-        "factored_nadamw, rounded at random",
+        "factored_nadamw, m in float32",
         "factored_nadamw, m in bfloat16",
         "factored_nadamw, m in float8",
         "factored_nadamw, m as in bitsandbytes",
@@ -162,18 +165,29 @@ def of_length(records: list[Record], num_steps: int) -> list[Record]:
 def of_records(records: list[Record]) -> dict[str, str]:
     of_row = pretrained(records)
     small = [r for r in records if is_at_small_rate(r)]
-    result = by_question(of_length(records, 2_000)) | {"small rate": table(small)}
+    on_ladders = itertools.chain(
+        *(of_row[n] for n in itertools.chain(*LADDERS.values()))
+    )
+    runs, climbed = of_length(records, 2_000), list(on_ladders)
+    result = by_question(runs) | {"small rate": table(small)}
+    others = [
+        r for r in runs if r["optimizer"] in QUESTIONS[OF_LADDERS] and r not in climbed
+    ]
+    result[OF_LADDERS] = table(others, peer_of(runs))
     for name, rows in LADDERS.items():
         ladder = language_model.ladder(of_row, rows)
         result[f"from AdamW to 3 bytes by {name}"] = ladder
+    result["differences"] = of_differences(records)
     for num_steps in (5_000, 20_000):
         result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
     return result
 
 
 def of_search(records: list[Record]) -> dict[str, str]:
-    result = {"chosen": chosen(of_length(records, 2_000))}
-    result |= by_question(of_length(records, 2_000))
+    runs = of_length(records, 2_000)
+    averaged = [r for r in runs if r["optimizer"] in AVERAGED_INSIDE]
+    result = {"chosen": chosen(runs)} | by_question(runs)
+    result["averages"] = table(averaged, peer_of(runs))
     for num_steps in (500, 5_000):
         result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
     return result
@@ -194,7 +208,8 @@ def chosen(records: list[Record]) -> str:
             other = min(others, key=lambda text: others[text])
             row = [name, settings, f"{losses[settings]:.3f}"]
             rows.append([*row, other, f"{others[other]:.3f}"])
-    header = ["optimizer", "settings", "loss on seed 0", "the best others", "loss"]
+    header = ["optimizer", "settings", "loss on seed 0", "the best others"]
+    header.append("their loss on seed 0")
     return common.markdown(header, rows)
 
 
@@ -248,17 +263,34 @@ def of_others(
 
 def of_pairs(records: list[Record]) -> dict[str, list[float]]:
     """Differences after 2,000 steps, and that of the longest runs."""
-    result = {}
-    for name, changed, other, other_changed in PAIRS:
-        runs, others = (
-            of_others(records, n, ROWS[n].settings | change)
-            for n, change in ((name, changed), (other, other_changed))
-        )
-        result[f"{name} − {other}"] = language_model.difference(runs, others)
+    result = {
+        f"{first} − {second}": language_model.difference(runs, others)
+        for (first, runs), (second, others) in pairs(records)
+    }
     longest = [r for r in of_length(records, 20_000) if not is_of_search(r)]
     of_row = common.groups(longest, "optimizer")
     spa, nadamw = of_row["spa_adamw, z in float8"], of_row["NAdamW"]
     return result | {"20,000 steps": language_model.difference(spa, nadamw)}
+
+
+def of_differences(records: list[Record]) -> str:
+    rows = [
+        [first, second, language_model.minus(runs, others)]
+        for (first, runs), (second, others) in pairs(records)
+    ]
+    return common.markdown(["loss of", "− that of", "difference"], rows)
+
+
+def pairs(records: list[Record]) -> Iterator[list[tuple[str, list[Record]]]]:
+    """Those of `PAIRS`: two rows in words, each with its runs."""
+    for name, changed, other, other_changed in PAIRS:
+        yield [
+            (
+                f"{n} {language_model.in_words(change)}".strip(),
+                of_others(records, n, ROWS[n].settings | change),
+            )
+            for n, change in ((name, changed), (other, other_changed))
+        ]
 
 
 def of_points(records: list[Record]) -> dict[str, list[float]]:
