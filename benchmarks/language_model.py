@@ -230,7 +230,9 @@ def best_settings(records: list[Record]) -> list[Record]:
     ]
 
 
-def table(records: list[Record], peer: list[Record]) -> str:
+def table(
+    records: list[Record], peer: list[Record], name_of_peer: str = "NAdamW"
+) -> str:
     """Mean losses in the end, each beside that of the peer."""
     rows = []
     for (name, settings), runs in of_settings(records).items():
@@ -242,7 +244,7 @@ def table(records: list[Record], peer: list[Record]) -> str:
         row += [text_of(params) if has_x else "", best_average(runs)]
         rows.append([*row, minus(runs, peer)])
     header = ["optimizer", "params", "bytes", "settings", "seeds", "loss"]
-    header += ["of the params", "of their best average", "− NAdamW"]
+    header += ["of the params", "of their best average", f"− {name_of_peer}"]
     return common.markdown_of_full_columns(header, rows)
 
 
@@ -253,10 +255,12 @@ def ladder(of_row: dict[str, list[Record]], names: Iterable[str]) -> str:
     for name in names:
         runs = of_row[name]
         loss = statistics.mean(map(best, runs))
-        row = [name, f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
+        dtype = jnp.dtype(ROWS[name].dtype).name
+        row = [name, dtype, f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
         rows.append([*row, minus(runs, previous), minus(runs, first)])
         previous = runs
-    header = ["optimizer", "bytes", "loss", "− the row above", "− the first row"]
+    header = ["optimizer", "params", "bytes", "loss", "− the row above"]
+    header.append("− the first row")
     return common.markdown(header, rows)
 
 

@@ -2,7 +2,7 @@
 
 `nanogpt.B2`, weight decay of matrices alone, clipping and the schedule's shape are the
 same for all. The settings are the best, or nearly so, of those that
-results/language_model.md lists for seeds 0 and 6.
+results/language_model_search.md lists for seeds 0 and 6.
 """
 
 import functools
@@ -254,7 +254,6 @@ ROWS = {
     "spa_from_sgdm": Row(spa_of_sgd, {"rate": 0.25, "momentum": 0.9}),
 }
 ROWS |= {
-    "AdamW, ν in bfloat16, rounded to nearest": Row(adamw, ADAMW, BF16),
     "NAdamW, m and ν in bfloat16, rounded to nearest": Row(
         nadamw_in_bfloat16, ADAMW, BF16
     ),

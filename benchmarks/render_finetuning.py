@@ -24,7 +24,9 @@ FINE_TUNED = {
     "spa_adamw, z in float8": "`spa_adamw`, z in float8",
     "Adafactor, rounded at random": "Adafactor in `stochastic_rounding`",
 }
-# The differences from AdamW in float32 in the text of docs/results.md.
+# The differences in the text of docs/results.md: from AdamW in float32, and in
+# 8 bytes.
+IN_8_BYTES = "AdamW, m in bfloat16, rounded at random"
 PAIRS = [
     ("spa_adamw, z in float8", 1e-4, "loss"),
     ("spa_adamw, z in float8", 1e-5, "loss"),
@@ -70,7 +72,11 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
 
 def of_pairs(records: list[Record]) -> dict[str, list[float]]:
     of_row = common.groups(short_runs(records), "row", "rate")
-    return {
+    z, rate, accuracy = "spa_adamw, z in float8", 1e-4, itemgetter("accuracy")
+    less = language_model.difference(
+        of_row[z, rate], of_row[IN_8_BYTES, rate], accuracy
+    )
+    return {f"{z} − AdamW in 8 bytes": less} | {
         f"{figure} of {name} at {as_text(rate)}": language_model.difference(
             of_row[name, rate], of_row[finetune.REFERENCE, rate], itemgetter(figure)
         )

@@ -9,7 +9,7 @@ from typing import Any
 import common
 import jax.numpy as jnp
 import language_model
-from language_rows import LADDERS, ROWS
+from language_rows import ADAMW, LADDERS, ROWS
 
 AVERAGED_INSIDE = ("AdamW in primal_averaging", "Muon in primal_averaging")
 OF_LADDERS = "z or momentum"  # the question whose rows stand on ladders
@@ -28,14 +28,15 @@ QUESTIONS = {
         "SGD with momentum",
         "spa_from_sgdm",
     ),
-    "AdamW": (
+    "NAdamW": (
         "NAdamW, m in bfloat16",
         "NAdamW, m in bfloat16, rounded at random",
-        "AdamW, m in bfloat16, rounded at random",
-        "AdamW, a master copy in float8",
         "NAdamW, m and ν in bfloat16, rounded to nearest",
-        "AdamW, ν in bfloat16, rounded to nearest",
+    ),
+    "AdamW": (
+        "AdamW, a master copy in float8",
         "AdamW, rounded to nearest",
+        "AdamW, m in bfloat16, rounded at random",
         "AdamW, m and ν as in bitsandbytes",
         "AdamW, m and ν as in FlashOptim",
     ),
@@ -112,6 +113,7 @@ AVERAGED = {
 # its own, or at those that are given.
 PAIRS: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
     ("AdamW", {}, "NAdamW", {}),
+    ("AdamW, rounded to nearest", {}, "AdamW", {"b1": 0.9}),
     ("spa_adamw, z in float8", {"mu_y": 1.0}, "spa_adamw, z in float8", {}),
     ("spa_adamw, z in bfloat16", {}, "factored_nadamw, m in bfloat16", {}),
     ("spa_adamw, z in float8", {}, "factored_nadamw, m in float8", {}),
@@ -194,22 +196,27 @@ def of_search(records: list[Record]) -> dict[str, str]:
 
 
 def chosen(records: list[Record]) -> str:
-    """The settings of each row that was searched, beside the best others on seed 0."""
+    """The settings of each row that was searched, and the nearest of the others, on the
+    seeds that both have.
+    """
     rows = []
     of_row = common.groups(records, "optimizer")
     for name in (name for name in all_rows() if name in of_row):
-        on_0 = [r for r in of_row[name] if r["seed"] == 0]
-        losses = {
-            language_model.in_words(r["settings"]): language_model.best(r) for r in on_0
-        }
-        settings = language_model.in_words(ROWS[name].settings)
-        others = {text: loss for text, loss in losses.items() if text != settings}
-        if others and settings in losses:
-            other = min(others, key=lambda text: others[text])
-            row = [name, settings, f"{losses[settings]:.3f}"]
-            rows.append([*row, other, f"{others[other]:.3f}"])
-    header = ["optimizer", "settings", "loss on seed 0", "the best others"]
-    header.append("their loss on seed 0")
+        of_settings = language_model.of_settings(of_row[name])
+        settings = name, tuple(ROWS[name].settings.items())
+        runs = of_settings.pop(settings, [])
+        if runs and of_settings:
+            far = {
+                key: language_model.difference(others, runs)[0]
+                for key, others in of_settings.items()
+            }
+            nearest = min(far, key=lambda key: far[key])
+            texts = [
+                language_model.in_words(dict(key[1])) for key in (settings, nearest)
+            ]
+            less = language_model.minus(of_settings[nearest], runs)
+            rows.append([name, *texts, less])
+    header = ["optimizer", "chosen", "the best others", "their loss − that of chosen"]
     return common.markdown(header, rows)
 
 
@@ -226,20 +233,24 @@ def by_question(records: list[Record]) -> dict[str, str]:
     result = {}
     for question, names in QUESTIONS.items():
         if runs := [run for name in names for run in of_row.get(name, [])]:
-            result[question] = table(runs, peer_of(records))
+            peer = "AdamW" if question == "AdamW" else "NAdamW"
+            result[question] = table(runs, peer_of(records, peer), peer)
     return result
 
 
-def table(records: list[Record], peer: list[Record] | None = None) -> str:
+def table(
+    records: list[Record], peer: list[Record] | None = None, name: str = "NAdamW"
+) -> str:
     """Beside NAdamW at its best settings, or at those of the records."""
     of_row = common.groups(records, "optimizer")
     records = list(itertools.chain(*(of_row[n] for n in all_rows() if n in of_row)))
-    return language_model.table(records, peer or peer_of(records))
+    return language_model.table(records, peer or peer_of(records), name)
 
 
-def peer_of(records: list[Record]) -> list[Record]:
-    nadamw = [r for r in records if r["optimizer"] == "NAdamW"]
-    return language_model.best_settings(nadamw) or nadamw
+def peer_of(records: list[Record], name: str = "NAdamW") -> list[Record]:
+    """The runs of a row at its default b1, or all of them."""
+    runs = [r for r in records if r["optimizer"] == name]
+    return [r for r in runs if r["settings"] == ADAMW] or runs
 
 
 def pretrained(records: list[Record]) -> dict[str, list[Record]]:

@@ -34,8 +34,8 @@ def spa_adamw(
         g̃_k     = g_k / (√(ν_{k+1} / (1 − β₂^{k+1})) + ε) + λ y_k
 
     It is `spa` on the directions g̃. AdamW scales an average of gradients; this averages
-    scaled gradients, without bias correction. With `schedule_free_averaging` it is
-    Schedule-Free AdamW.
+    scaled gradients, without bias correction. With `schedule_free_averaging` and an
+    `interpolation` of 0.9 it is Schedule-Free AdamW, for float32 params.
 
     Bfloat16 params and their state take 4 bytes per parameter, and 8 in small arrays,
     with `state_dtype=jnp.bfloat16`, `second_moment="factored"` and a `rounding_key`.

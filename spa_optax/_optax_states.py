@@ -70,7 +70,8 @@ FLOAT8_MOMENTUM_FIELDS: dict[type, str] = {
 Refusals = dict[type, str]
 AVERAGING_REFUSALS: Refusals = dict.fromkeys(
     (SPAState, AnyScheduleFreeState),
-    "`base` must not average, got a `{}`. Average once, and pass `rounding_key` there.",
+    "`base` must not average, got a `{}`. Average once: pass an optimizer of this "
+    "package its `rounding_key`, and of any other keep an EMA.",
 )
 PRIMAL_AVERAGING_REFUSALS: Refusals = {
     **dict.fromkeys(
