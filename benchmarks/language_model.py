@@ -241,10 +241,10 @@ def table(
         loss = mean_of(runs, "x") if has_x else params
         row = [name, dtype, f"{runs[0]['bytes']:.1f}"]
         row += [in_words(dict(settings)), str(len(runs)), text_of(loss)]
-        row += [text_of(params) if has_x else "", best_average(runs)]
-        rows.append([*row, minus(runs, peer)])
+        row += [minus(runs, peer), text_of(params) if has_x else ""]
+        rows.append([*row, best_average(runs)])
     header = ["optimizer", "params", "bytes", "settings", "seeds", "loss"]
-    header += ["of the params", "of their best average", f"− {name_of_peer}"]
+    header += [f"− {name_of_peer}", "of the params", "of their best average"]
     return common.markdown_of_full_columns(header, rows)
 
 

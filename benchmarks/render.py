@@ -41,6 +41,10 @@ IN_SHORT = {
         "spa_adamw, z in bfloat16",
     ): "`spa_adamw`, z in bfloat16",
     ("spa_adamw, z in float8", "spa_adamw, z in float8"): "`spa_adamw`, z in float8",
+    ("factored_nadamw, m in bfloat16", ""): (
+        "[Nesterov momentum](docs/recipes.md#nesterov-momentum-in-3-bytes) in "
+        "bfloat16, factored second moment"
+    ),
     ("Adafactor, rounded at random", "Adafactor, rounded at random"): (
         "`optax.adafactor` in `stochastic_rounding`"
     ),
@@ -125,7 +129,7 @@ def in_short(pretraining: list[Record], fine_tuning: list[Record]) -> str:
     for (name, of_fine_tuning), text in IN_SHORT.items():
         loss = render_pretraining.mean_loss(losses[name])
         of_rates = [
-            render_finetuning.cell_of(accuracies[of_fine_tuning, rate])
+            render_finetuning.cell_of(accuracies.get((of_fine_tuning, rate), []))
             for rate in FINE_TUNING_RATES
         ]
         rows.append([text, f"{losses[name][0]['bytes']:.0f}", f"{loss:.3f}", *of_rates])

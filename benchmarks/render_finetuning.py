@@ -188,21 +188,18 @@ def of_fine_tuning(records: list[Record]) -> str:
 
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
-    """Accuracy and loss, of the seeds that all optimizers of a rate have."""
+    """Accuracy and loss by rate."""
     shown = [r for r in records if r["task"] == "sst2" and r["row"] in FINE_TUNED]
     long = [r for r in shown if r["steps"] in LONG]
-    titles, rows = [], {}
+    rates = sorted({run["rate"] for run in long})
+    rows = []
     for name, runs in rows_of(long).items():
-        rows[name] = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
-    for rate, at_rate in sorted(common.groups(long, "rate").items()):
-        of_row = common.groups(at_rate, "row")
-        seeds = set.intersection(
-            *({r["seed"] for r in runs} for runs in of_row.values())
-        )
-        titles.append(f"{as_text(rate)}, {num_seeds(len(seeds))}")
-        for name, row in rows.items():
-            runs = [r for r in of_row.get(name, []) if r["seed"] in seeds]
-            row.append(
-                f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}" if runs else ""
-            )
-    return common.markdown(["optimizer", "bytes", *titles], list(rows.values()))
+        row = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
+        at_rate = common.groups(runs, "rate")
+        for rate in rates:
+            of_rate = at_rate.get(rate, [])
+            count = f" ({num_seeds(len(of_rate))})" if len(of_rate) > 1 else ""
+            figures = f"{mean(of_rate, 'accuracy')}, {mean(of_rate, 'loss')}{count}"
+            row.append(figures if of_rate else "")
+        rows.append(row)
+    return common.markdown(["optimizer", "bytes", *map(as_text, rates)], rows)
