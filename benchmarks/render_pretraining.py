@@ -167,15 +167,7 @@ def of_length(records: list[Record], num_steps: int) -> list[Record]:
 def of_records(records: list[Record]) -> dict[str, str]:
     of_row = pretrained(records)
     small = [r for r in records if is_at_small_rate(r)]
-    on_ladders = itertools.chain(
-        *(of_row[n] for n in itertools.chain(*LADDERS.values()))
-    )
-    runs, climbed = of_length(records, 2_000), list(on_ladders)
-    result = by_question(runs) | {"small rate": table(small)}
-    others = [
-        r for r in runs if r["optimizer"] in QUESTIONS[OF_LADDERS] and r not in climbed
-    ]
-    result[OF_LADDERS] = table(others, peer_of(runs))
+    result = by_question(of_length(records, 2_000)) | {"small rate": table(small)}
     for name, rows in LADDERS.items():
         ladder = language_model.ladder(of_row, rows)
         result[f"from AdamW to 3 bytes by {name}"] = ladder
@@ -215,8 +207,8 @@ def chosen(records: list[Record]) -> str:
                 language_model.in_words(dict(key[1])) for key in (settings, nearest)
             ]
             less = language_model.minus(of_settings[nearest], runs)
-            rows.append([name, *texts, less])
-    header = ["optimizer", "chosen", "the best others", "their loss − that of chosen"]
+            rows.append([name, str(1 + len(of_settings)), *texts, less])
+    header = ["optimizer", "tried", "chosen", "the best others", "higher by"]
     return common.markdown(header, rows)
 
 
