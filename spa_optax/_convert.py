@@ -256,9 +256,9 @@ def _find_pair(
     if len(averaging_states) != len(filter_states(new_states, PrimalAveragingState)):
         raise ValueError(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
-            "begin an average in mid-run put the old state into `base_state` of "
-            "`tx.init(params)`, and the step count into `count` of its `spa_state`. To "
-            "end it go on with `eval_params(old_state, params)` and "
+            "begin an average in mid-run use "
+            "`tx.init(params)._replace(base_state=old_state)`, and set the `count` of "
+            "its `spa_state`. To end it go on with `eval_params(old_state, params)` and "
             "`old_state.base_state`."
         )
     old = _find_state("old_state", old_states, new_states, params)
