@@ -258,8 +258,8 @@ def _find_pair(
             "`old_state` and `into` must both be of `primal_averaging`, or neither. To "
             "begin an average in mid-run use "
             "`tx.init(params)._replace(base_state=old_state)`, and set the `count` of "
-            "its `spa_state`. To end it go on with `eval_params(old_state, params)` and "
-            "`old_state.base_state`."
+            "its `spa_state`. To end it go on with `eval_params(old_state, params)` "
+            "and `old_state.base_state`."
         )
     old = _find_state("old_state", old_states, new_states, params)
     new = _find_state("into", new_states, old_states, params)

@@ -70,8 +70,8 @@ FLOAT8_MOMENTUM_FIELDS: dict[type, str] = {
 Refusals = dict[type, str]
 AVERAGING_REFUSALS: Refusals = dict.fromkeys(
     (SPAState, AnyScheduleFreeState),
-    "`base` must not average, got a `{}`. Average once: pass an optimizer of this "
-    "package its `rounding_key`, and of any other keep an EMA.",
+    "`base` must not average, got a `{}`. Average once: an optimizer of this package "
+    "takes a `rounding_key` itself. In place of any other keep an EMA.",
 )
 PRIMAL_AVERAGING_REFUSALS: Refusals = {
     **dict.fromkeys(

@@ -176,11 +176,11 @@ def test_language_model(tmp_path: Path, small: Any) -> None:
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
         assert found["weights"] < math.log(4)
     rows = [
-        [cell.strip() for cell in line.split("|")[1:5]]
+        [cell.strip() for cell in line.split("|")[1:6]]
         for line in text.splitlines()[2:]
     ]
     assert rows == [
-        [name, "8.0", f"rate=0.1 momentum={momentum}", "2"]
+        [name, "float32", "8.0", f"rate=0.1 momentum={momentum}", "2"]
         for name in ("SGD with momentum", "spa_from_sgdm")
         for momentum in (0.8, 0.9)
     ]
