@@ -218,7 +218,7 @@ def test_rows(name: str, small: Any) -> None:
     row = ROWS[name]
     losses = language_model.train(row, row.settings, 40, 0, small)["curve"][-1]
     assert min(losses["weights"], losses["EMA 0.99"]) < math.log(4) / 2
-    has_x = any(part in name for part in ("spa", "averaged", "copy"))
+    has_x = any(part in name for part in ("spa", "averaging", "copy"))
     assert ("x" in losses) == has_x
 
 
