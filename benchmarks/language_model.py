@@ -230,16 +230,21 @@ def best_settings(records: list[Record]) -> list[Record]:
     ]
 
 
+def params_of(name: str) -> str:
+    """The dtype of a row's params."""
+    return jnp.dtype(ROWS[name].dtype).name
+
+
 def table(
     records: list[Record], peer: list[Record], name_of_peer: str = "NAdamW"
 ) -> str:
     """Mean losses in the end, each beside that of the peer."""
     rows = []
     for (name, settings), runs in of_settings(records).items():
-        params, dtype = mean_of(runs, "weights"), jnp.dtype(ROWS[name].dtype).name
+        params = mean_of(runs, "weights")
         has_x = "x" in runs[0]["curve"][-1]
         loss = mean_of(runs, "x") if has_x else params
-        row = [name, dtype, f"{runs[0]['bytes']:.1f}"]
+        row = [name, params_of(name), f"{runs[0]['bytes']:.1f}"]
         row += [in_words(dict(settings)), str(len(runs)), text_of(loss)]
         row += [minus(runs, peer), text_of(params) if has_x else ""]
         rows.append([*row, best_average(runs)])
@@ -255,8 +260,7 @@ def ladder(of_row: dict[str, list[Record]], names: Iterable[str]) -> str:
     for name in names:
         runs = of_row[name]
         loss = statistics.mean(map(best, runs))
-        dtype = jnp.dtype(ROWS[name].dtype).name
-        row = [name, dtype, f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
+        row = [name, params_of(name), f"{runs[0]['bytes']:.1f}", f"{loss:.3f}"]
         rows.append([*row, minus(runs, previous), minus(runs, first)])
         previous = runs
     header = ["optimizer", "params", "bytes", "loss", "− the row above"]

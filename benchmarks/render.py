@@ -101,8 +101,7 @@ class FinishedRuns(common.Records):
         return self.found[self.identity(dict(zip(self.keys, key, strict=True)))]
 
 
-def tables() -> Tables:
-    pretraining, fine_tuning = read("language_model.jsonl"), read("finetune.jsonl")
+def tables(pretraining: list[Record], fine_tuning: list[Record]) -> Tables:
     found = FinishedRuns(RESULTS / "memory.jsonl", ("target", "optimizer"))
     result: Tables = {
         "README.md": {"in short": in_short(pretraining, fine_tuning)},
@@ -154,9 +153,8 @@ def of_trainers(records: list[Record]) -> str:
     return common.markdown([*header, "z from bfloat16 to float8"], rows)
 
 
-def missing_quotes() -> list[str]:
+def missing_losses(pretraining: list[Record]) -> list[str]:
     """What of QUOTED and QUOTED_AT does not stand in its page."""
-    records = read("language_model.jsonl")
     quoted = [
         (page, name, ROWS[name].settings)
         for page, names in QUOTED.items()
@@ -164,15 +162,25 @@ def missing_quotes() -> list[str]:
     ]
     missing = []
     for page, name, settings in quoted + QUOTED_AT:
-        runs = render_pretraining.of_others(records, name, settings)
+        runs = render_pretraining.of_others(pretraining, name, settings)
         number = f"{render_pretraining.mean_loss(runs):.3f}"
         if number not in (ROOT / page).read_text():
             missing.append(f"{page} lacks the {number} of {name}")
+    return missing
+
+
+def missing_differences(
+    pretraining: list[Record], fine_tuning: list[Record]
+) -> list[str]:
+    """Which intervals do not stand in the text of their page, in either direction."""
     differences = {
-        "benchmarks/results/language_model.md": render_pretraining.of_points(records),
-        "docs/results.md": render_pretraining.of_pairs(records)
-        | render_finetuning.of_pairs(read("finetune.jsonl")),
+        "benchmarks/results/language_model.md": render_pretraining.of_points(
+            pretraining
+        ),
+        "docs/results.md": render_pretraining.of_pairs(pretraining)
+        | render_finetuning.of_pairs(fine_tuning),
     }
+    missing = []
     for page, of_page in differences.items():
         text = " ".join((ROOT / page).read_text().replace("+", "").split())
         for name, figures in of_page.items():
@@ -194,10 +202,10 @@ def reversed_difference(figures: list[float]) -> list[float]:
     return [-mean, -high, -low]
 
 
-def pages() -> dict[Path, str]:
+def pages(of_pages: Tables) -> dict[Path, str]:
     """With their tables."""
     result = {}
-    for page, of_page in tables().items():
+    for page, of_page in of_pages.items():
         text = (ROOT / page).read_text()
         for name, table in of_page.items():
             before, comment, after = text.partition(f"<!-- {name} -->\n")
@@ -215,9 +223,10 @@ def main(argv: list[str] | None = None) -> None:
         "--check", action="store_true", help="whether the pages are up to date"
     )
     check = parser.parse_args(argv).check
-    if missing := missing_quotes():
+    tasks = read("language_model.jsonl"), read("finetune.jsonl")
+    if missing := missing_losses(tasks[0]) + missing_differences(*tasks):
         sys.exit("error: " + "; ".join(missing))
-    for path, text in pages().items():
+    for path, text in pages(tables(*tasks)).items():
         if not check:
             path.write_text(text)
         elif path.read_text() != text:

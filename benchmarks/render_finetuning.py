@@ -24,16 +24,15 @@ FINE_TUNED = {
     "spa_adamw, z in float8": "`spa_adamw`, z in float8",
     "Adafactor, rounded at random": "Adafactor in `stochastic_rounding`",
 }
-# The differences in the text of docs/results.md: from AdamW in float32, and in
-# 8 bytes.
 IN_8_BYTES = "AdamW, m in bfloat16, rounded at random"
+# The differences from AdamW in float32 in the text of docs/results.md.
 PAIRS = [
     ("spa_adamw, z in float8", 1e-4, "loss"),
     ("spa_adamw, z in float8", 1e-5, "loss"),
     ("spa_adamw, z in float8", 2e-5, "loss"),
-    ("AdamW, m in bfloat16, rounded at random", 1e-5, "accuracy"),
-    ("AdamW, m in bfloat16, rounded at random", 1e-5, "loss"),
-    ("AdamW, m in bfloat16, rounded at random", 2e-5, "loss"),
+    (IN_8_BYTES, 1e-5, "accuracy"),
+    (IN_8_BYTES, 1e-5, "loss"),
+    (IN_8_BYTES, 2e-5, "loss"),
     ("AdamW, m and ν in bfloat16, rounded to nearest", 1e-4, "accuracy"),
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 1e-5, "accuracy"),
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 5e-5, "accuracy"),
@@ -125,8 +124,7 @@ def differences(records: list[Record], reference: list[Record], figure: str) -> 
     at_rate = common.groups(reference, "rate")
 
     def cell(runs: list[Record]) -> str:
-        others = at_rate[runs[0]["rate"]] if runs else []
-        return less_reference(runs, others, figure)
+        return less_reference(runs, at_rate[runs[0]["rate"]], figure)
 
     others = [r for r in records if r["row"] != finetune.REFERENCE]
     return table_by_rate(others, cell)
@@ -136,13 +134,28 @@ def table_by_rate(
     records: list[Record], cell_of_runs: Callable[[list[Record]], str]
 ) -> str:
     """A row for each optimizer, and a column for each rate."""
+    header = ["optimizer", "params", "bytes"]
+    return of_rates(records, header, described, cell_of_runs)
+
+
+def of_rates(
+    records: list[Record],
+    header: list[str],
+    describe: Callable[[str, list[Record]], list[str]],
+    cell_of_runs: Callable[[list[Record]], str],
+) -> str:
+    """What `describe` says of an optimizer, and a cell for each rate; of no runs it is
+    empty.
+    """
     rates = sorted({record["rate"] for record in records})
     rows = []
     for name, runs in rows_of(records).items():
         at_rate = common.groups(runs, "rate")
-        cells = [cell_of_runs(at_rate.get(rate, [])) for rate in rates]
-        rows.append([*described(name, runs), *cells])
-    return common.markdown(["optimizer", "params", "bytes", *map(as_text, rates)], rows)
+        cells = [
+            cell_of_runs(at_rate[rate]) if rate in at_rate else "" for rate in rates
+        ]
+        rows.append([*describe(name, runs), *cells])
+    return common.markdown([*header, *map(as_text, rates)], rows)
 
 
 def of_runs(records: list[Record]) -> str:
@@ -177,29 +190,24 @@ def num_seeds(number: int) -> str:
 
 def of_fine_tuning(records: list[Record]) -> str:
     """Accuracy by rate."""
+
+    def describe(name: str, runs: list[Record]) -> list[str]:
+        return [FINE_TUNED[name], f"{runs[0]['bytes']:.1f}"]
+
     shown = [r for r in records if r["row"] in FINE_TUNED]
-    rates = sorted({run["rate"] for run in shown})
-    rows = []
-    for name, runs in rows_of(shown).items():
-        at_rate = common.groups(runs, "rate")
-        cells = [cell_of(at_rate.get(rate, [])) for rate in rates]
-        rows.append([FINE_TUNED[name], f"{runs[0]['bytes']:.1f}", *cells])
-    return common.markdown(["optimizer", "bytes", *map(as_text, rates)], rows)
+    return of_rates(shown, ["optimizer", "bytes"], describe, cell_of)
 
 
 def of_longer_fine_tuning(records: list[Record]) -> str:
     """Accuracy and loss by rate."""
+
+    def describe(name: str, runs: list[Record]) -> list[str]:
+        return [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
+
+    def cell(runs: list[Record]) -> str:
+        count = f" ({num_seeds(len(runs))})" if len(runs) > 1 else ""
+        return f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}{count}"
+
     shown = [r for r in records if r["task"] == "sst2" and r["row"] in FINE_TUNED]
     long = [r for r in shown if r["steps"] in LONG]
-    rates = sorted({run["rate"] for run in long})
-    rows = []
-    for name, runs in rows_of(long).items():
-        row = [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
-        at_rate = common.groups(runs, "rate")
-        for rate in rates:
-            of_rate = at_rate.get(rate, [])
-            count = f" ({num_seeds(len(of_rate))})" if len(of_rate) > 1 else ""
-            figures = f"{mean(of_rate, 'accuracy')}, {mean(of_rate, 'loss')}{count}"
-            row.append(figures if of_rate else "")
-        rows.append(row)
-    return common.markdown(["optimizer", "bytes", *map(as_text, rates)], rows)
+    return of_rates(long, ["optimizer", "bytes"], describe, cell)

@@ -46,7 +46,7 @@ BYTES = "optimizer, bytes per parameter"
 
 def tables(found: common.Records) -> dict[str, dict[str, str]]:
     """By page, and by its name there."""
-    everywhere = dict(zip(memory.BY_OPTIMIZER, memory.BY_OPTIMIZER, strict=True))
+    everywhere = {target: target for target in memory.BY_OPTIMIZER}
     return {
         "benchmarks/results/memory.md": {
             "devices": of_devices(found, list(TEXTS), everywhere),
@@ -92,13 +92,8 @@ def versions(found: common.Records) -> str:
 def in_backward(found: common.Records) -> str:
     """GiB of both ways of a step."""
     of_target = records_of(found)
-    targets = [
-        target
-        for target in memory.BY_OPTIMIZER
-        if any(
-            t == target and name.endswith(memory.IN_BACKWARD) for name, t in of_target
-        )
-    ]
+    compiled = {t for name, t in of_target if name.endswith(memory.IN_BACKWARD)}
+    targets = [target for target in memory.BY_OPTIMIZER if target in compiled]
     rows = []
     for name, text in TEXTS.items():
         cells = []

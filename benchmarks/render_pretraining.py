@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import language_model
 from language_rows import ADAMW, LADDERS, ROWS
 
-AVERAGED_INSIDE = ("AdamW in primal_averaging", "Muon in primal_averaging")
 OF_LADDERS = "z or momentum"  # the question whose rows stand on ladders
 # The rows by what they are to answer: the tables of both pages of records.
 QUESTIONS = {
@@ -55,12 +54,7 @@ QUESTIONS = {
         "Adafactor, rounded at random",
         "Adafactor, m in bfloat16, rounded at random",
     ),
-    "averages": (
-        "AdamW",
-        "AdamW in primal_averaging",
-        "Muon",
-        "Muon in primal_averaging",
-    ),
+    "averages": ("AdamW in primal_averaging", "Muon in primal_averaging"),
     "computed in bfloat16": tuple(
         name for name, row in ROWS.items() if row.compute != jnp.float32
     ),
@@ -179,9 +173,7 @@ def of_records(records: list[Record]) -> dict[str, str]:
 
 def of_search(records: list[Record]) -> dict[str, str]:
     runs = of_length(records, 2_000)
-    averaged = [r for r in runs if r["optimizer"] in AVERAGED_INSIDE]
     result = {"chosen": chosen(runs)} | by_question(runs)
-    result["averages"] = table(averaged, peer_of(runs))
     for num_steps in (500, 5_000):
         result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
     return result
@@ -334,7 +326,7 @@ def of_losses(of_row: dict[str, list[Record]], texts: dict[str, str]) -> str:
     reference, *others = texts
     others.sort(key=lambda name: mean_loss(of_row[name]))
     for name in (reference, *others):
-        runs, dtype = of_row[name], jnp.dtype(ROWS[name].dtype).name
+        runs, dtype = of_row[name], language_model.params_of(name)
         difference = language_model.minus(runs, of_row[reference])
         difference = difference.replace(" ", NO_BREAK) or "the reference"
         loss, num_bytes = f"{mean_loss(runs):.3f}", f"{runs[0]['bytes']:.1f}"
