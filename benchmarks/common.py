@@ -4,7 +4,7 @@ import argparse
 import json
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import optax
 from paper import command_line
 
+NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell of a table on one line
 Watch = Callable[[int, Any], None]  # is shown the optimizer's state after every step
 
 
@@ -75,12 +76,11 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def markdown_of_full_columns(header: list[str], rows: list[list[str]]) -> str:
-    """A table without the columns that have no entry."""
-    columns = zip(header, *rows, strict=True)
-    full = [column for column in columns if any(column[1:])]
-    first, *others = map(list, zip(*full, strict=True))
-    return markdown(first, others)
+def table(rows: list[dict[str, str]], without: Iterable[str] = ()) -> str:
+    """Of rows by column. Columns that have no entry are left out, too."""
+    full = [name for name in rows[0] if any(row[name] for row in rows)]
+    names = [name for name in full if name not in without]
+    return markdown(names, [[row[name] for name in names] for row in rows])
 
 
 def groups(records: list[Any], *keys: str) -> dict[Any, list[Any]]:

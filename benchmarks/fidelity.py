@@ -47,18 +47,15 @@ GROUPS = {
             "factored_nadamw, m as in bitsandbytes",
         ),
     ),
-    **{
-        name: (
-            name,
-            (
-                f"{name}, rounded at random",
-                f"{name}, a master copy in float8",
-                f"{name}, a master copy in bfloat16",
-                f"{name}, the other half of the bits in its state",
-            ),
-        )
-        for name in ("AdamW", "Muon")
-    },
+    "AdamW": (
+        "AdamW",
+        (
+            "AdamW, rounded at random",
+            "AdamW, a master copy in float8",
+            "AdamW, a master copy in bfloat16",
+            "AdamW, the other half of the bits in its state",
+        ),
+    ),
 }
 CONTROL = "float32, one ulp off"  # what chaos alone does
 Record = dict[str, Any]
@@ -123,25 +120,25 @@ def train(group: str, num_steps: int, seed: int, texts: Any) -> Record:
 
 
 def tables(records: list[Record]) -> dict[str, str]:
-    """Distances of params and of logits after each step that is compared: means."""
-    return {name: table(records, i) for i, name in enumerate(("params", "logits"), 1)}
+    """By group: mean distances of params and of logits after each step."""
+    of_group = common.groups(records, "group")
+    return {group: table(group, runs) for group, runs in of_group.items()}
 
 
-def table(records: list[Record], index: int) -> str:
-    """The index is that in an entry of a curve, after its step."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        reference, _ = GROUPS[record["group"]]
-        for name, of_row in record["rows"].items():
-            text = f"{reference}, first params one ulp off" if name == CONTROL else name
-            found.setdefault(text, []).append(of_row)
-    rows, steps = [], []
-    for text, runs in found.items():
-        means = np.mean([run["curve"] for run in runs], axis=0)
-        steps = [f"step {step:,.0f}" for step in means[:, 0]]
-        cells = [f"{mean:.2f}" for mean in means[:, index]]
-        rows.append([text, f"{runs[0]['bytes']:.0f}", str(len(runs)), *cells])
-    return common.markdown(["optimizer", "bytes", "seeds", *steps], rows)
+def table(group: str, records: list[Record]) -> str:
+    rows = []
+    reference, others = GROUPS[group]
+    for name in (*others, CONTROL):
+        runs = [record["rows"][name] for record in records]
+        steps, params, logits = np.mean([run["curve"] for run in runs], axis=0).T
+        text = f"{reference}, first params one ulp off" if name == CONTROL else name
+        row = {"optimizer": text, "bytes": f"{runs[0]['bytes']:.0f}"}
+        for of_what, distances in (("params", params), ("logits", logits)):
+            for step, distance in zip(steps, distances, strict=True):
+                row[f"{of_what}, step {step:,.0f}"] = f"{distance:.2f}"
+        rows.append(row)
+    # The logits part later, so fewer steps are enough.
+    return common.table(rows, without=("logits, step 10", "logits, step 30"))
 
 
 def main(argv: list[str] | None = None) -> str:

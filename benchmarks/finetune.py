@@ -30,7 +30,6 @@ from rivals import BF16, F32, with_low_half
 from spa_optax import (
     in_float32,
     primal_averaging,
-    schedule_free_averaging,
     spa_adamw,
     stochastic_rounding,
 )
@@ -58,7 +57,6 @@ class Run(NamedTuple):
     rate: float
     num_steps: int
     seed: int
-    falls: bool = True  # the rate, behind the warm-up
 
     @property
     def key(self) -> jax.Array:
@@ -68,9 +66,7 @@ class Run(NamedTuple):
     def schedule(self, count: Any) -> Any:
         """That of the example: to the peak in the first tenth, then linearly to 0."""
         part = count / self.num_steps
-        return self.rate * jnp.minimum(
-            10 * part, (1 - part) / 0.9 if self.falls else 1.0
-        )
+        return self.rate * jnp.minimum(10 * part, (1 - part) / 0.9)
 
 
 class Row(NamedTuple):
@@ -97,7 +93,7 @@ def adamw(run: Run, **options: Any) -> optax.GradientTransformation:
     return optax.adamw(run.schedule, **decay, **options)
 
 
-def averaged(run: Run, c: Any = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
+def averaged(run: Run, c: float = 0.1, mu_y: float = 1.0, **options: Any) -> Optimizer:
     return BF16, spa_adamw(
         run.schedule, c, mu_y, rounding_key=run.key, **decay, **options
     )
@@ -117,12 +113,6 @@ def with_float8_copy(run: Run) -> Optimizer:
         state_dtype=jnp.float8_e4m3fn,
         rounding_key=run.key,
     )
-
-
-def schedule_free(run: Run) -> Optimizer:
-    run = run._replace(falls=False)
-    c = schedule_free_averaging(run.schedule, 1 + run.num_steps // 10)
-    return averaged(run, c, 0.9, second_moment="factored", state_dtype=BF16)
 
 
 def lora(make: Callable[[Run], Optimizer]) -> Row:
@@ -176,8 +166,6 @@ ROWS = {
     "LoRA, spa_adamw, z in float8": lora(
         partial(factored, state_dtype=jnp.float8_e4m3fn)
     ),
-    "AdamW, constant rate": Row(lambda run: (F32, adamw(run._replace(falls=False)))),
-    "spa_adamw, z in bfloat16, Schedule-Free": Row(schedule_free),
 }
 
 

@@ -38,6 +38,7 @@ EVERY = 200
 DECAYS = {"EMA 0.99": 0.99, "EMA 0.995": 0.995, "EMA 0.999": 0.999}
 SCHEDULE_FREE = "Schedule-Free's mean"
 SEARCH = (0, 6)  # the seeds by which settings are chosen
+OF_PARAMS, OF_AVERAGE = "of the params", "of their best average"  # columns
 KEYS = ("optimizer", "settings", "steps", "seed")
 Record = dict[str, Any]
 Settings = dict[str, float]
@@ -235,22 +236,28 @@ def params_of(name: str) -> str:
     return jnp.dtype(ROWS[name].dtype).name
 
 
-def table(
+def rows_of(
     records: list[Record], peer: list[Record], name_of_peer: str = "NAdamW"
-) -> str:
-    """Mean losses in the end, each beside that of the peer."""
+) -> list[dict[str, str]]:
+    """By column: mean losses in the end, each beside that of the peer."""
     rows = []
     for (name, settings), runs in of_settings(records).items():
         params = mean_of(runs, "weights")
         has_x = "x" in runs[0]["curve"][-1]
         loss = mean_of(runs, "x") if has_x else params
-        row = [name, params_of(name), f"{runs[0]['bytes']:.1f}"]
-        row += [in_words(dict(settings)), str(len(runs)), text_of(loss)]
-        row += [minus(runs, peer), text_of(params) if has_x else ""]
-        rows.append([*row, best_average(runs)])
-    header = ["optimizer", "params", "bytes", "settings", "seeds", "loss"]
-    header += [f"− {name_of_peer}", "of the params", "of their best average"]
-    return common.markdown_of_full_columns(header, rows)
+        row = {
+            "optimizer": name,
+            "params": params_of(name),
+            "bytes": f"{runs[0]['bytes']:.1f}",
+            "settings": in_words(dict(settings)),
+            "seeds": str(len(runs)),
+            "loss": text_of(loss),
+            f"− {name_of_peer}": minus(runs, peer),
+            OF_PARAMS: text_of(params) if has_x else "",
+            OF_AVERAGE: best_average(runs),
+        }
+        rows.append(row)
+    return rows
 
 
 def ladder(of_row: dict[str, list[Record]], names: Iterable[str]) -> str:
@@ -324,7 +331,7 @@ def main(argv: list[str] | None = None) -> str:
             end = f"seed {seed}: {best(chosen[-1]):.4f}"
             print(f"{name}, {in_words(settings)}, {end}", flush=True)
     peer = [run for run in best_settings(chosen) if run["optimizer"] == "NAdamW"]
-    text = table(chosen, peer)
+    text = common.table(rows_of(chosen, peer))
     print(f"\n{common.device()}; {arguments.steps:,} steps\n\n{text}")
     return text
 

@@ -1,5 +1,6 @@
 """The tables of results/language_model.jsonl, for render.py."""
 
+import functools
 import itertools
 import statistics
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import language_model
 from language_rows import ADAMW, LADDERS, ROWS
 
-OF_LADDERS = "z or momentum"  # the question whose rows stand on ladders
-# The rows by what they are to answer: the tables of both pages of records.
+MU_Y = 0.4  # of the runs by which `averaging` was chosen
+OTHER_POINTS = language_model.OF_PARAMS, language_model.OF_AVERAGE
+NO_DECAY = tuple(name for name, row in ROWS.items() if row.floor == 1)
+# The rows by what they are to answer.
 QUESTIONS = {
     "float32": (
         "AdamW, as nanoGPT has it",
@@ -39,7 +42,7 @@ QUESTIONS = {
         "AdamW, m and ν as in bitsandbytes",
         "AdamW, m and ν as in FlashOptim",
     ),
-    OF_LADDERS: (
+    "z or momentum": (
         "spa_adamw, z in float32",
         "spa_adamw, z in bfloat16",
         "spa_adamw, z in float8",
@@ -58,7 +61,7 @@ QUESTIONS = {
     "computed in bfloat16": tuple(
         name for name, row in ROWS.items() if row.compute != jnp.float32
     ),
-    "no decay": tuple(name for name, row in ROWS.items() if row.floor == 1),
+    "no decay": NO_DECAY,
 }
 # The rows of docs/results.md, the reference first.
 PRETRAINED = {
@@ -94,7 +97,7 @@ CHANGES = (
     "z or momentum in bfloat16",
     "z or momentum in float8",
 )
-# The rows of docs/averages.md, with what users type.
+# The rows of docs/primal_averaging.md, with what users type.
 AVERAGED = {
     "AdamW": "`optax.adamw(…, b1=0.7)`",
     "AdamW in primal_averaging": "`primal_averaging` around `optax.adamw(…, b1=0.7)`",
@@ -121,26 +124,21 @@ POINTS = [
     (("AdamW in primal_averaging", "x"), ("NAdamW", "EMA 0.99")),
     (("Muon in primal_averaging", "x"), ("Muon", "EMA 0.99")),
 ]
-NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps a cell on one line
 Record = dict[str, Any]
 
 
 def tables(records: list[Record]) -> dict[str, dict[str, str]]:
     """By page, and by its name there."""
-    chosen = [r for r in records if not is_of_search(r)]
     of_row = pretrained(records)
     small = {name: PRETRAINED[name] for name in AT_SMALL_RATE}
     return {
-        "benchmarks/results/language_model.md": of_records(chosen),
-        "benchmarks/results/language_model_search.md": of_search(
-            [r for r in records if is_of_search(r)]
-        ),
+        "benchmarks/results/language_model.md": of_records(records),
         "docs/results.md": {
             "pretraining": of_losses(of_row, PRETRAINED),
             "small rate": of_losses(at_small_rate(records), small),
             "ladder": of_ladders(of_row),
         },
-        "docs/averages.md": {"averages": of_averages(of_row)},
+        "docs/primal_averaging.md": {"averages": in_short(of_row)},
     }
 
 
@@ -159,28 +157,27 @@ def of_length(records: list[Record], num_steps: int) -> list[Record]:
 
 
 def of_records(records: list[Record]) -> dict[str, str]:
+    chosen = [r for r in records if not is_of_search(r)]
+    searched = of_length([r for r in records if is_of_search(r)], 2_000)
     of_row = pretrained(records)
-    small = [r for r in records if is_at_small_rate(r)]
-    result = by_question(of_length(records, 2_000)) | {"small rate": table(small)}
-    for name, rows in LADDERS.items():
-        ladder = language_model.ladder(of_row, rows)
-        result[f"from AdamW to 3 bytes by {name}"] = ladder
-    result["differences"] = of_differences(records)
-    for num_steps in (5_000, 20_000):
-        result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
-    return result
+    by_row = functools.partial(language_model.ladder, of_row)
+    longest = of_length(chosen, 20_000)
+    constant = [r for r in searched if r["optimizer"] in NO_DECAY]
+    return by_question(of_length(chosen, 2_000)) | {
+        "small rate": table([r for r in chosen if is_at_small_rate(r)]),
+        "from AdamW to 3 bytes by z": by_row(LADDERS["z"]),
+        "from AdamW to 3 bytes by momentum": by_row(LADDERS["momentum"]),
+        "differences": of_differences(records),
+        "20,000 steps": table(longest),
+        "averages": of_averages(records),
+        "averaging": of_averaging(records),
+        "no decay": table(constant, peer_of(searched), without=()),
+        "chosen": of_search(searched),
+    }
 
 
-def of_search(records: list[Record]) -> dict[str, str]:
-    runs = of_length(records, 2_000)
-    result = {"chosen": chosen(runs)} | by_question(runs)
-    for num_steps in (500, 5_000):
-        result[f"{num_steps:,} steps"] = table(of_length(records, num_steps))
-    return result
-
-
-def chosen(records: list[Record]) -> str:
-    """The settings of each row that was searched, and the nearest of the others, on the
+def of_search(records: list[Record]) -> str:
+    """What was tried for each row, its settings, and the nearest of the others, on the
     seeds that both have.
     """
     rows = []
@@ -188,6 +185,7 @@ def chosen(records: list[Record]) -> str:
     for name in (name for name in all_rows() if name in of_row):
         of_settings = language_model.of_settings(of_row[name])
         settings = name, tuple(ROWS[name].settings.items())
+        tried = [dict(pairs) for _, pairs in of_settings]
         runs = of_settings.pop(settings, [])
         if runs and of_settings:
             far = {
@@ -199,14 +197,64 @@ def chosen(records: list[Record]) -> str:
                 language_model.in_words(dict(key[1])) for key in (settings, nearest)
             ]
             less = language_model.minus(of_settings[nearest], runs)
-            rows.append([name, str(1 + len(of_settings)), *texts, less])
-    header = ["optimizer", "tried", "chosen", "the best others", "higher by"]
+            rows.append([name, values_of(tried), *texts, less])
+    header = ["optimizer", "tried", "chosen", "the best other", "its loss − the chosen"]
     return common.markdown(header, rows)
+
+
+def values_of(tried: list[dict[str, float]]) -> str:
+    """Those of each setting that took more than one, such as "rate=0.002,0.004"."""
+    texts = []
+    for name in tried[0]:
+        values = sorted({settings[name] for settings in tried})
+        if len(values) > 1:
+            texts.append(f"{name}={','.join(f'{value:g}' for value in values)}")
+    return " ".join(texts)
+
+
+def of_averaging(records: list[Record]) -> str:
+    """Loss of x minus that of the optimizer by itself, for each `averaging`."""
+    columns = list(itertools.product(("AdamW", "Muon"), (500, 2_000, 5_000)))
+    found = {
+        (c, *column): of_x
+        for column in columns
+        for c, of_x in less_alone(records, *column).items()
+    }
+    rows = []
+    for c in sorted({c for c, *_ in found}):
+        rows.append([f"{c:g}", *(found.get((c, *column), "") for column in columns)])
+    header = [f"{name}, {num_steps:,} steps" for name, num_steps in columns]
+    return common.markdown(["`averaging`", *header], rows)
+
+
+def less_alone(records: list[Record], name: str, num_steps: int) -> dict[float, str]:
+    """By c: x of `primal_averaging` minus the same optimizer, with their seeds."""
+    averaged = f"{name} in primal_averaging"
+    runs = of_length(records, num_steps)
+    alone = ROWS[name].settings
+    of_c: dict[float, list[Record]] = {}
+    for run in runs:
+        settings = dict(run["settings"])
+        c = settings.pop("c", None)
+        if run["optimizer"] == averaged and settings == alone | {"mu_y": MU_Y}:
+            of_c.setdefault(c, []).append(run)
+    plain = [r for r in runs if (r["optimizer"], r["settings"]) == (name, alone)]
+    result = {}
+    for c, of_x in of_c.items():
+        mean = language_model.difference(of_x, plain)[0]
+        result[c] = f"{mean:+.3f} ({len(of_x)})".replace("-", "−")
+    return result
 
 
 def all_rows() -> dict[str, None]:
     """In the order of the tables."""
     return dict.fromkeys(itertools.chain(*QUESTIONS.values()))
+
+
+def in_order(records: list[Record]) -> list[Record]:
+    """That of the tables."""
+    names = list(all_rows())
+    return sorted(records, key=lambda record: names.index(record["optimizer"]))
 
 
 def by_question(records: list[Record]) -> dict[str, str]:
@@ -216,19 +264,35 @@ def by_question(records: list[Record]) -> dict[str, str]:
         raise ValueError(f"QUESTIONS must have all rows, but lack {nowhere}")
     result = {}
     for question, names in QUESTIONS.items():
-        if runs := [run for name in names for run in of_row.get(name, [])]:
+        runs = [run for name in names for run in of_row.get(name, [])]
+        if question == "z or momentum":
+            runs = [run for run in runs if not is_on_ladder(run)]
+        if runs and question != "averages":
             peer = "AdamW" if question == "AdamW" else "NAdamW"
             result[question] = table(runs, peer_of(records, peer), peer)
     return result
 
 
+def is_on_ladder(record: Record) -> bool:
+    name, settings = record["optimizer"], record["settings"]
+    return settings == ROWS[name].settings and name in itertools.chain(
+        *LADDERS.values()
+    )
+
+
 def table(
-    records: list[Record], peer: list[Record] | None = None, name: str = "NAdamW"
+    records: list[Record],
+    peer: list[Record] | None = None,
+    name: str = "NAdamW",
+    without: tuple[str, ...] = OTHER_POINTS,
 ) -> str:
-    """Beside NAdamW at its best settings, or at those of the records."""
-    of_row = common.groups(records, "optimizer")
-    records = list(itertools.chain(*(of_row[n] for n in all_rows() if n in of_row)))
-    return language_model.table(records, peer or peer_of(records), name)
+    """Beside NAdamW at its best settings, or at those of the records.
+
+    What all rows have in common stands in the text.
+    """
+    rows = language_model.rows_of(in_order(records), peer or peer_of(records), name)
+    in_common = [c for c in ("params", "seeds") if len({row[c] for row in rows}) == 1]
+    return common.table(rows, (*without, *in_common))
 
 
 def peer_of(records: list[Record], name: str = "NAdamW") -> list[Record]:
@@ -328,7 +392,7 @@ def of_losses(of_row: dict[str, list[Record]], texts: dict[str, str]) -> str:
     for name in (reference, *others):
         runs, dtype = of_row[name], language_model.params_of(name)
         difference = language_model.minus(runs, of_row[reference])
-        difference = difference.replace(" ", NO_BREAK) or "the reference"
+        difference = difference.replace(" ", common.NO_BREAK) or "the reference"
         loss, num_bytes = f"{mean_loss(runs):.3f}", f"{runs[0]['bytes']:.1f}"
         rows.append([texts[name], dtype, num_bytes, loss, difference])
     header = ["optimizer", "params", "bytes", "loss", "− the reference"]
@@ -345,16 +409,39 @@ def of_ladders(of_row: dict[str, list[Record]]) -> str:
     return common.markdown(["bytes", *LADDERS, "the change"], rows)
 
 
-def of_averages(of_row: dict[str, list[Record]]) -> str:
+def in_short(of_row: dict[str, list[Record]]) -> str:
     """The losses of params, of an EMA of them, and of x."""
     rows = []
     for name, text in AVERAGED.items():
-        ends = [run["curve"][-1] for run in of_row[name]]
-        losses = [
-            f"{statistics.mean(end[point] for end in ends):.3f}"
-            if all(point in end for end in ends)
-            else ""
+        means = [
+            language_model.mean_of(of_row[name], point)
             for point in ("weights", "EMA 0.99", "x")
         ]
-        rows.append([text, *losses])
+        rows.append([text, *("" if m is None else f"{m:.3f}" for m in means)])
     return common.markdown(["optimizer", "params", "EMA of them", "x"], rows)
+
+
+def of_averages(records: list[Record]) -> str:
+    """The same for all lengths, with the best of all averages."""
+    rows = []
+    for num_steps in (2_000, 5_000, 20_000):
+        runs = [r for r in of_length(records, num_steps) if r["optimizer"] in AVERAGED]
+        if num_steps != 5_000:  # the other lengths have seeds that chose nothing
+            runs = [r for r in runs if not is_of_search(r)]
+        num_seeds = max(map(len, language_model.of_settings(runs).values()))
+        for row in language_model.rows_of(in_order(runs), []):
+            if row["seeds"] == str(num_seeds):
+                params, average = (row[point] for point in OTHER_POINTS)
+                has_x = bool(params)
+                rows.append(
+                    {
+                        "steps": f"{num_steps:,}",
+                        "seeds": row["seeds"],
+                        "optimizer": row["optimizer"],
+                        "settings": row["settings"],
+                        "params": params if has_x else row["loss"],
+                        "best average of them": average,
+                        "x": row["loss"] if has_x else "",
+                    }
+                )
+    return common.table(rows)
