@@ -137,8 +137,7 @@ def table(group: str, records: list[Record]) -> str:
             for step, distance in zip(steps, distances, strict=True):
                 row[f"{of_what}, step {step:,.0f}"] = f"{distance:.2f}"
         rows.append(row)
-    # The logits part later, so fewer steps are enough.
-    return common.table(rows, without=("logits, step 10", "logits, step 30"))
+    return common.table(rows, without=[f"logits, step {step}" for step in AT[:4]])
 
 
 def main(argv: list[str] | None = None) -> str:

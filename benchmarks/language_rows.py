@@ -65,27 +65,37 @@ def adamw_in_float32(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
 
 
 def spa_of_adam(
-    rate: optax.Schedule, key: jax.Array, c: Any, mu_y: float, **options: Any
+    rate: optax.Schedule,
+    key: jax.Array,
+    averaging: Any,
+    interpolation: float,
+    **options: Any,
 ) -> Tx:
-    return spa_adamw(rate, c, mu_y, **recipe, **options)
+    return spa_adamw(rate, averaging, interpolation, **recipe, **options)
 
 
 def spa_in_bfloat16(
-    rate: optax.Schedule, key: jax.Array, c: Any, mu_y: float, state_dtype: Any
+    rate: optax.Schedule,
+    key: jax.Array,
+    averaging: Any,
+    interpolation: float,
+    state_dtype: Any,
 ) -> Tx:
     return spa_of_adam(
         rate,
         key,
-        c,
-        mu_y,
+        averaging,
+        interpolation,
         second_moment="factored",
         state_dtype=state_dtype,
         rounding_key=key,
     )
 
 
-def schedule_free_adamw(rate: optax.Schedule, key: jax.Array, mu_y: float) -> Tx:
-    return spa_of_adam(rate, key, schedule_free(rate), mu_y)
+def schedule_free_adamw(
+    rate: optax.Schedule, key: jax.Array, interpolation: float
+) -> Tx:
+    return spa_of_adam(rate, key, schedule_free(rate), interpolation)
 
 
 def schedule_free(rate: optax.Schedule) -> optax.Schedule:
@@ -164,15 +174,23 @@ def muon_in_codes(rate: optax.Schedule, key: jax.Array, momentum: float) -> Tx:
 
 
 def averaged_adamw(
-    rate: optax.Schedule, key: jax.Array, b1: float, c: float, mu_y: float
+    rate: optax.Schedule,
+    key: jax.Array,
+    b1: float,
+    averaging: float,
+    interpolation: float,
 ) -> Tx:
-    return primal_averaging(adamw(rate, key, b1), c, mu_y)
+    return primal_averaging(adamw(rate, key, b1), averaging, interpolation)
 
 
 def averaged_muon(
-    rate: optax.Schedule, key: jax.Array, momentum: float, c: float, mu_y: float
+    rate: optax.Schedule,
+    key: jax.Array,
+    momentum: float,
+    averaging: float,
+    interpolation: float,
 ) -> Tx:
-    return primal_averaging(muon(rate, key, momentum), c, mu_y)
+    return primal_averaging(muon(rate, key, momentum), averaging, interpolation)
 
 
 def rounded(make: Make, **options: Any) -> Make:
@@ -190,7 +208,7 @@ def coded_adamw(codecs: Any) -> Make:
 
 
 def with_copy(dtype: Any) -> Make:
-    """Around AdamW, z at c = 1: a master copy of the params in few bits."""
+    """Around AdamW, an average that is z itself: a master copy of the params."""
 
     def make_with_copy(rate: optax.Schedule, key: jax.Array, b1: float) -> Tx:
         base = adamw(rate, key, b1)
@@ -236,13 +254,17 @@ ROWS = {
     "AdamW": Row(adamw, {"rate": 4e-3, "b1": 0.7}),
     "NAdamW": Row(nadamw, {"rate": 4e-3, "b1": 0.9}),
     "factored_nadamw": Row(factored_nadamw, {"rate": 4e-3, "b1": 0.9}),
-    "spa_adamw": Row(spa_of_adam, {"rate": 4e-3, "c": 0.1, "mu_y": 0.9}),
+    "spa_adamw": Row(
+        spa_of_adam, {"rate": 4e-3, "averaging": 0.1, "interpolation": 0.9}
+    ),
     "AdamW in primal_averaging": Row(
-        averaged_adamw, {"rate": 4e-3, "b1": 0.7, "c": 0.025, "mu_y": 0.4}
+        averaged_adamw,
+        {"rate": 4e-3, "b1": 0.7, "averaging": 0.025, "interpolation": 0.4},
     ),
     "Muon": Row(muon, {"rate": 8e-3, "momentum": 0.95}),
     "Muon in primal_averaging": Row(
-        averaged_muon, {"rate": 8e-3, "momentum": 0.95, "c": 0.003125, "mu_y": 0.4}
+        averaged_muon,
+        {"rate": 8e-3, "momentum": 0.95, "averaging": 0.003125, "interpolation": 0.4},
     ),
     "Adafactor": Row(adafactor, {"rate": 4e-3}),
     "Adafactor with momentum": Row(adafactor, {"rate": 4e-3, "momentum": 0.9}),
@@ -307,7 +329,7 @@ ROWS |= {
     for name in ("AdamW", "spa_adamw", "Muon", "Muon in primal_averaging")
 }
 ROWS["spa_adamw, Schedule-Free"] = Row(
-    schedule_free_adamw, {"rate": 4e-3, "mu_y": 0.9}, floor=1.0
+    schedule_free_adamw, {"rate": 4e-3, "interpolation": 0.9}, floor=1.0
 )
 # Computed in bfloat16, as large models are.
 COMPUTED_IN_BF16 = (

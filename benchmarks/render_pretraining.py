@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import language_model
 from language_rows import ADAMW, LADDERS, ROWS
 
-MU_Y = 0.4  # of the runs by which `averaging` was chosen
+INTERPOLATION = 0.4  # of the runs by which `averaging` was chosen
 OTHER_POINTS = language_model.OF_PARAMS, language_model.OF_AVERAGE
 NO_DECAY = tuple(name for name, row in ROWS.items() if row.floor == 1)
 # The rows by what they are to answer.
@@ -111,12 +111,12 @@ AVERAGED = {
 PAIRS: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
     ("AdamW", {}, "NAdamW", {}),
     ("AdamW, rounded to nearest", {}, "AdamW", {"b1": 0.9}),
-    ("spa_adamw, z in float8", {"mu_y": 1.0}, "spa_adamw, z in float8", {}),
+    ("spa_adamw, z in float8", {"interpolation": 1.0}, "spa_adamw, z in float8", {}),
     ("spa_adamw, z in bfloat16", {}, "factored_nadamw, m in bfloat16", {}),
     ("spa_adamw, z in float8", {}, "factored_nadamw, m in float8", {}),
     ("spa_adamw, z in float8", {}, "spa_adamw", {}),
     ("factored_nadamw, m in float8", {}, "NAdamW", {}),
-    ("spa_adamw, z in bfloat16", {"c": 0.05}, "spa_adamw", {"c": 0.05}),
+    ("spa_adamw, z in bfloat16", {"averaging": 0.05}, "spa_adamw", {"averaging": 0.05}),
 ]
 # Those in the text of results/language_model.md, each at a point.
 POINTS = [
@@ -216,33 +216,38 @@ def of_averaging(records: list[Record]) -> str:
     """Loss of x minus that of the optimizer by itself, for each `averaging`."""
     columns = list(itertools.product(("AdamW", "Muon"), (500, 2_000, 5_000)))
     found = {
-        (c, *column): of_x
+        (value, *column): of_x
         for column in columns
-        for c, of_x in less_alone(records, *column).items()
+        for value, of_x in less_alone(records, *column).items()
     }
     rows = []
-    for c in sorted({c for c, *_ in found}):
-        rows.append([f"{c:g}", *(found.get((c, *column), "") for column in columns)])
+    for value in sorted({value for value, *_ in found}):
+        cells = (found.get((value, *column), "") for column in columns)
+        rows.append([f"{value:g}", *cells])
     header = [f"{name}, {num_steps:,} steps" for name, num_steps in columns]
     return common.markdown(["`averaging`", *header], rows)
 
 
 def less_alone(records: list[Record], name: str, num_steps: int) -> dict[float, str]:
-    """By c: x of `primal_averaging` minus the same optimizer, with their seeds."""
+    """By `averaging`: the loss of x minus that of the optimizer by itself, and how many
+    seeds there are.
+    """
     averaged = f"{name} in primal_averaging"
     runs = of_length(records, num_steps)
     alone = ROWS[name].settings
-    of_c: dict[float, list[Record]] = {}
+    runs_at: dict[float, list[Record]] = {}
     for run in runs:
         settings = dict(run["settings"])
-        c = settings.pop("c", None)
-        if run["optimizer"] == averaged and settings == alone | {"mu_y": MU_Y}:
-            of_c.setdefault(c, []).append(run)
+        averaging = settings.pop("averaging", None)
+        if run["optimizer"] == averaged and settings == alone | {
+            "interpolation": INTERPOLATION
+        }:
+            runs_at.setdefault(averaging, []).append(run)
     plain = [r for r in runs if (r["optimizer"], r["settings"]) == (name, alone)]
     result = {}
-    for c, of_x in of_c.items():
+    for averaging, of_x in runs_at.items():
         mean = language_model.difference(of_x, plain)[0]
-        result[c] = f"{mean:+.3f} ({len(of_x)})".replace("-", "−")
+        result[averaging] = f"{mean:+.3f} ({len(of_x)})".replace("-", "−")
     return result
 
 

@@ -15,19 +15,25 @@ import matplotlib.pyplot as plt
 NUM_STEPS = 2_000
 Settings = dict[str, float]
 ADAMW: Settings = {"rate": 0.004, "b1": 0.7}
-SPA_ADAMW: Settings = {"rate": 0.004, "c": 0.1, "mu_y": 0.9}
+SPA_ADAMW: Settings = {"rate": 0.004, "averaging": 0.1, "interpolation": 0.9}
 MUON: Settings = {"rate": 0.008, "momentum": 0.95}
 # Of each panel: its title, and the row and settings without and with primal averaging.
 PANELS = [
     (
         "AdamW",
         ("AdamW", ADAMW),
-        ("AdamW in primal_averaging", ADAMW | {"c": 0.025, "mu_y": 0.4}),
+        (
+            "AdamW in primal_averaging",
+            ADAMW | {"averaging": 0.025, "interpolation": 0.4},
+        ),
     ),
     (
         "Muon",
         ("Muon", MUON),
-        ("Muon in primal_averaging", MUON | {"c": 0.003125, "mu_y": 0.4}),
+        (
+            "Muon in primal_averaging",
+            MUON | {"averaging": 0.003125, "interpolation": 0.4},
+        ),
     ),
     (
         "spa_adamw, 4 bytes",

@@ -29,7 +29,7 @@ from ._trees import (
 )
 
 LARGEST_ERROR_OF_X = 10  # times that of one rounding of a parameter of 16 bits
-LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/memory.md#how-much-noise-rounding-adds
+LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#how-much-noise-rounding-adds
 
 
 def check_state_dtype(

@@ -122,7 +122,7 @@ def added(v: float, u: Any) -> Any:
 def variances(
     dtype: Any, eta: float, c: float, ulp: float | None
 ) -> tuple[float, float]:
-    """κ² E d² of docs/memory.md for normal d, and what rounding adds."""
+    """κ² E d² of docs/background.md for normal d, and what rounding adds."""
     info, kept, r, p = jnp.finfo(dtype), (1 - c) ** 2, 0.0, 0.0
     tiny = float(info.tiny) * choose_codec(jnp.zeros(()), dtype).unit
     normal = stats.norm.ppf((np.arange(400) + 0.5) / 400)
@@ -176,7 +176,7 @@ def test_noise_of_rounding(dtype: Any, c: float, start: float | None) -> None:
     ulp = start and 2.0 ** (np.floor(np.log2(start)) - 7)
     expected = [variances(dtype, eta, c, ulp)[0] / eta**2 for eta in etas]
     np.testing.assert_allclose(measured, expected, rtol=5 * np.sqrt(2 / n))
-    # As docs/memory.md has it, in the normal range and below.
+    # As docs/background.md has it, in the normal range and below.
     over_q = (
         (1 - (1 - c) ** 2)
         / (1 - c) ** 2

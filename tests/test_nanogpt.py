@@ -262,7 +262,7 @@ def test_table_of_runs() -> None:
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.100 [−{0.1 + error:.3f}, +{error - 0.1:.3f}]"
     table = language_model.table(nadamw + spa, nadamw)
-    settings = "rate=0.004 c=0.1 mu_y=0.9"
+    settings = "rate=0.004 averaging=0.1 interpolation=0.9"
     assert f"| {settings} | 3 | 2.000 | {difference} | 3.000 |  |" in table
     assert "| 3 | 2.100 |  |  | 3.000 (EMA 0.99) |" in table
     of_row = {"NAdamW": nadamw, "spa_adamw": spa}
