@@ -139,11 +139,11 @@ def _scale_by_factored_rms(b2: Any, eps: Any) -> Any:
     one that Adam has after its correction of the bias.
     """
 
-    def decay_at(count, b2):
+    def decay_at(count, b2):  # Optax passes its `decay_rate` as b2
         k = jnp.asarray(count).astype(float)
         return b2 * (1 - b2**k) / (1 - b2 ** (k + 1))
 
-    # Not an operation of JAX where Python's will do: made in `nnx.jit`, it would leak.
+    # Of Python floats Python's: `jnp.maximum` inside `nnx.jit` would leave a tracer.
     maximum = max if isinstance(eps, float) else jnp.maximum
     tx = optax.scale_by_factored_rms(
         decay_rate=b2, epsilon=maximum(eps * eps, 1e-30), decay_rate_fn=decay_at

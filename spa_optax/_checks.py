@@ -18,18 +18,30 @@ from ._codec import choose_codec, codec_of, stored_tree, z_dtype
 from ._coefficients import XZCoefficients
 from ._state import SPAState, is_initial
 from ._trees import (
+    Scalar,
     arrays_by_path,
     as_scalar,
+    field_of,
     has_narrow_leaves,
     is_array_like,
     is_inexact,
     is_known_true,
     is_none,
     leaves_by_path,
+    place,
 )
 
 LARGEST_ERROR_OF_X = 10  # times that of one rounding of a parameter of 16 bits
 LEAST_AVERAGING_OF_8_BITS = 0.0125  # docs/background.md#how-much-noise-rounding-adds
+PARAMS_ARE_NOT_X = (
+    "`state` must be of a run at an interpolation of 1, got one at {old:g}, whose "
+    "params are not x. Begin anew at `eval_params(state, params)`, or pass the "
+    "schedule `interpolation=lambda k: 1.0`."
+)
+FROZEN_WOULD_MOVE = (
+    "`updates` must not be None where `interpolation` changes, which moves the params, "
+    "got None and a change from {old:g} to {new:g}"
+)
 
 
 def check_state_dtype(
@@ -59,7 +71,7 @@ def check_state_dtype(
         )
 
 
-def check_holds_plain_steps(state_dtype: DTypeLike | None) -> None:
+def check_state_dtype_of_sgd(state_dtype: DTypeLike | None) -> None:
     """Raises ValueError for a z of 8 bits, which clips z − params at 1.75: steps of
     plain gradients may be as large.
     """
@@ -110,9 +122,9 @@ def warn_of_rough_x(
     factor = 1 / (mu_y * math.sqrt(c * (2 - c)))
     if factor > LARGEST_ERROR_OF_X:
         _arguments.warn(
-            "`interpolation` and `averaging` should be larger beside params of 16 "
-            f"bits: in x their rounding errors add up to some {factor:.3g} times one. "
-            "Or keep the params in float32."
+            "`interpolation` or `averaging` should be larger beside params of 16 "
+            "bits: their rounding errors add up, in x to those of some "
+            f"{factor:.3g} roundings. Or keep the params in float32."
         )
 
 
@@ -126,7 +138,7 @@ def check_params(params: PyTree) -> None:
             continue
         raise ValueError(
             f"`params` must be floating-point arrays, got {leaf!r} at "
-            f"{path or 'its root'}. For Equinox use `eqx.filter(model, eqx.is_array)`."
+            f"{place(path)}. For Equinox use `eqx.filter(model, eqx.is_array)`."
         )
 
 
@@ -147,9 +159,9 @@ def check_update(
     for name, tree in (("state.z", stored_tree(state.z)), ("params", params)):
         unmatched = with_gradient - arrays_by_path(tree).keys()
         if unmatched:
-            path = min(unmatched) or "its root"
             raise ValueError(
-                f"`updates` must be None where `{name}` is, got a gradient at {path}"
+                f"`updates` must be None where `{name}` is, got a gradient at "
+                f"{place(min(unmatched))}"
             )
 
 
@@ -178,7 +190,7 @@ def _check_stored_z(z_field: PyTree, params: PyTree, state_dtype: Any) -> None:
         if leaf.dtype != dtype and not was_cast_later:
             raise ValueError(
                 f"`state.z` must be in {dtype}, for `state_dtype={state_dtype}`, got "
-                f"{leaf.dtype} at {path or 'its root'}. Use `convert(state, params, "
+                f"{leaf.dtype} at {place(path)}. Use `convert(state, params, "
                 "into=tx.init(params))`."
             )
 
@@ -196,27 +208,29 @@ def nan_or_error_if_x_wrong(
     """
     if xz.next_mu_y is None:
         next_mu_y = jnp.ones_like(state.mu_y)
-        message = (
-            "`state` must be of a run at an interpolation of 1, got one at {old:g}, "
-            "whose params are not x. Begin anew at `eval_params(state, params)`, or "
-            "pass the schedule `interpolation=lambda k: 1.0`."
+        return _nan_or_error_if_mu_y_differs(xz, next_mu_y, state, PARAMS_ARE_NOT_X)
+    frozen = _frozen_paths(updates, state)
+    if not frozen:
+        return xz
+    if mu_y_may_change:
+        raise ValueError(
+            "`updates` must not be None where `interpolation` may change, which "
+            f"moves the params, got None at {place(min(frozen))}"
         )
-    else:
-        stored_by_path = arrays_by_path(stored_tree(state.z))
-        trained = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
-        frozen = trained - arrays_by_path(updates).keys()
-        if not frozen:
-            return xz
-        if mu_y_may_change:
-            raise ValueError(
-                "`updates` must not be None where `interpolation` may change, which "
-                f"moves the params, got None at {min(frozen) or 'its root'}"
-            )
-        next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
-        message = (
-            "`updates` must not be None where `interpolation` changes, which moves the "
-            "params, got None and a change from {old:g} to {new:g}"
-        )
+    next_mu_y = xz.next_mu_y.astype(state.mu_y.dtype)
+    return _nan_or_error_if_mu_y_differs(xz, next_mu_y, state, FROZEN_WOULD_MOVE)
+
+
+def _frozen_paths(updates: PyTree, state: SPAState) -> set[str]:
+    """Of params that have a z, and get no update."""
+    stored_by_path = arrays_by_path(stored_tree(state.z))
+    trained = {path for path, leaf in stored_by_path.items() if is_inexact(leaf)}
+    return trained - arrays_by_path(updates).keys()
+
+
+def _nan_or_error_if_mu_y_differs(
+    xz: XZCoefficients, next_mu_y: Scalar, state: SPAState, message: str
+) -> XZCoefficients:
     # In the initial state z is y, so x is right at any μ_y.
     is_wrong = ~is_initial(state) & (next_mu_y != state.mu_y)
     if is_known_true(is_wrong):
@@ -234,7 +248,7 @@ def check_state_type(name: str, state: Any, expected: type) -> None:
             f"`{name}` must be of type `{expected.__name__}`, got "
             f"{type(state).__name__}"
         )
-    dtype = as_scalar(state._asdict().get("count", 0)).dtype
+    dtype = as_scalar(field_of(state, "count", default=0)).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"`{name}.count` must be an integer, whatever the params, got {dtype}"
@@ -292,7 +306,7 @@ def check_paths(name: str, trees: Sequence[PyTree], params: PyTree) -> None:
                 continue
             raise ValueError(
                 f"`{name}` must have leaves of the paths and shapes of `params`, each "
-                f"once, got {np.shape(leaf)} at {path or 'its root'}. With Flax nnx "
+                f"once, got {np.shape(leaf)} at {place(path)}. With Flax nnx "
                 "`params` are `nnx.state(model, nnx.Param)`."
             )
 
@@ -312,7 +326,7 @@ def check_same_tree(
         owner = name if path in leaves else like_name
         raise ValueError(
             f"`{name}` must have the structure of `{like_name}`: only `{owner}` has a "
-            f"leaf at {path or 'its root'}"
+            f"leaf at {place(path)}"
         )
     structure = jax.tree.structure(tree, is_leaf=is_none)
     other_structure = jax.tree.structure(like, is_leaf=is_none)
@@ -327,5 +341,5 @@ def check_same_tree(
             continue
         raise ValueError(
             f"`{name}` must have the shapes of `{like_name}`: {np.shape(leaf)} against "
-            f"{np.shape(other)} at {path or 'its root'}"
+            f"{np.shape(other)} at {place(path)}"
         )

@@ -58,13 +58,13 @@ class ZCodec:
     """The state stores z itself, where the params and z have 32 bits or more.
 
     In the initial state z is y, which may have been replaced since `init`, as by
-    pretrained params.
+    pretrained params. So all methods that read z must know whether it is the initial
+    state.
     """
 
-    state_is_initial: Flag | None = dataclasses.field(compare=False)  # None: unknown
-    description = "z itself"  # of what is stored, in messages
-    unit = 1.0  # the stored array times this is z, or z − y
-    stores_difference = False
+    description: str = "z itself"  # of what is stored, in messages
+    unit: float = 1.0  # the stored array times this is z, or z − y
+    stores_difference: bool = False
 
     def step(
         self,
@@ -73,6 +73,7 @@ class ZCodec:
         g: Array | None,
         yz: YZCoefficients,
         seed: Seed | None,
+        is_initial: Flag,
     ) -> ArrayStep:
         """The step of `YZCoefficients`. If g is None, y and z stay.
 
@@ -81,7 +82,7 @@ class ZCodec:
 
         If r is not None, z ← y + r (z − y) comes first.
         """
-        z = self.decode_z(y, stored)
+        z = self.decode_z(y, stored, is_initial)
         if g is None:
             return None, z.astype(stored.dtype)
         wide_y, wide_g, yz = as_dtype((y, g, yz), z.dtype)
@@ -102,14 +103,14 @@ class ZCodec:
         """What is stored of z_0 = y_0: an array of its own, sharded like y."""
         return jnp.array(y, dtype=dtype, copy=True)
 
-    def decode_z(self, y: Array, stored: Array) -> Array:
+    def decode_z(self, y: Array, stored: Array, is_initial: Flag) -> Array:
         """The value of z, in `compute_dtype`."""
         wide_y, z = as_dtype((y, stored), compute_dtype(y, stored))
-        return where_sharded(self.state_is_initial, wide_y, z)
+        return where_sharded(is_initial, wide_y, z)
 
-    def decode_difference(self, y: Array, stored: Array) -> Array:
+    def decode_difference(self, y: Array, stored: Array, is_initial: Flag) -> Array:
         """The value of z − y, in `compute_dtype`."""
-        z = self.decode_z(y, stored)
+        z = self.decode_z(y, stored, is_initial)
         return z - y.astype(z.dtype)
 
     def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -121,15 +122,15 @@ class ZCodec:
 class DifferenceCodec:
     """The state stores (z − y)/unit, clipped to the range of its dtype.
 
-    So z moves along if something else moves y. Before the first step it stores 0, and z
-    is y also if y was replaced. The methods are those of `ZCodec`, which documents
-    them. Only here does `encode` read y.
+    So z moves along if something else moves y. In the initial state it stores 0, and z
+    is y also if y was replaced: `is_initial` is not read. The methods are those of
+    `ZCodec`, which documents them. Only here does `encode` read y.
     """
 
     node_type: type
     description: str
     unit: float
-    stores_difference = True
+    stores_difference: bool = True
 
     def step(
         self,
@@ -138,6 +139,7 @@ class DifferenceCodec:
         g: Array | None,
         yz: YZCoefficients,
         seed: Seed | None,
+        is_initial: Flag,
     ) -> ArrayStep:
         """The same step, of y and d = z − y.
 
@@ -149,7 +151,7 @@ class DifferenceCodec:
         """
         if g is None:
             return None, stored
-        d = self.decode_difference(y, stored)
+        d = self.decode_difference(y, stored, is_initial)
         wide_g, yz = as_dtype((g, yz), d.dtype)
         if yz.r is not None:
             d = yz.r * d
@@ -170,11 +172,11 @@ class DifferenceCodec:
     def init(self, y: Any, dtype: Any) -> Array:
         return shard_like(jnp.zeros_like(y, dtype=dtype), y)
 
-    def decode_z(self, y: Array, stored: Array) -> Array:
-        d = self.decode_difference(y, stored)
+    def decode_z(self, y: Array, stored: Array, is_initial: Flag) -> Array:
+        d = self.decode_difference(y, stored, is_initial)
         return y.astype(d.dtype) + d
 
-    def decode_difference(self, y: Array, stored: Array) -> Array:
+    def decode_difference(self, y: Array, stored: Array, is_initial: Flag) -> Array:
         return self.unit * stored.astype(compute_dtype(y, stored))
 
     def encode(self, y: Array, z: Array, dtype: Any, seed: Seed | None) -> Array:
@@ -200,6 +202,7 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return _rescale(*primals), tangent
 
 
+Z_CODEC = ZCodec()
 Z_MINUS_PARAMS_CODEC = DifferenceCodec(ZMinusParams, "z − params", unit=1.0)
 Z_MINUS_PARAMS_TIMES_256_CODEC = DifferenceCodec(
     ZMinusParamsTimes256, "256 (z − params)", unit=2.0**-8
@@ -216,18 +219,15 @@ def choose_codec(params: PyTree, state_dtype: Any) -> Codec:
         return Z_MINUS_PARAMS_TIMES_256_CODEC
     if num_bytes == 2 or has_narrow_leaves(params):
         return Z_MINUS_PARAMS_CODEC
-    return ZCodec(state_is_initial=None)
+    return Z_CODEC
 
 
-def codec_of(z_field: PyTree, state_is_initial: Flag | None = None) -> Codec:
-    """The codec that a state was made with, by the type of its field `z`.
-
-    To decode z it must know whether the state is the initial one.
-    """
+def codec_of(z_field: PyTree) -> Codec:
+    """The codec that a state was made with, by the type of its field `z`."""
     for codec in (Z_MINUS_PARAMS_CODEC, Z_MINUS_PARAMS_TIMES_256_CODEC):
         if isinstance(z_field, codec.node_type):
             return codec
-    return ZCodec(state_is_initial)
+    return Z_CODEC
 
 
 def stored_tree(z_field: PyTree) -> PyTree:

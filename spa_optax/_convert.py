@@ -44,7 +44,9 @@ from ._trees import (
     as_scalar,
     compute_dtype,
     copy_arrays,
+    field_of,
     is_inexact,
+    place,
     replace_leaves,
 )
 from ._wrappers import PrimalAveragingState
@@ -189,8 +191,8 @@ def convert(
             averaging=averaging,
         )
         read = _read_spa if isinstance(old, SPAState) else _read_optax
-        write = WRITERS[type(new)]
-        written = write(new, *read(old, run), run)
+        step, z = read(old, run)
+        written = WRITERS[type(new)](new, step, z, run)
         # `copy_into` finds states by type. So the written one joins the old states, in
         # place of the momentum that it was made of.
         old_states = _replace_momentum(old_states, old, written)
@@ -270,7 +272,7 @@ def _find_pair(
     if missing:
         raise ValueError(
             "`into` must train only what `old_state` trains, got "
-            f"{min(missing) or 'its root'}. Freeze it with `optax.partition`."
+            f"{place(min(missing))}. Freeze it with `optax.partition`."
         )
     if not isinstance(new, SPAState) and mu_y_of(old) != 1:
         raise ValueError(
@@ -291,26 +293,30 @@ def _find_state(
     for state_type in CONVERTED_FIELDS:
         found = filter_states(states, state_type)
         num_others = len(filter_states(other_states, state_type))
-        if state_type is not SPAState and len(found) == num_others:
-            continue
-        if len(found) > 1:
-            raise ValueError(
-                f"`{name}` must hold one `{state_type.__name__}`, got {len(found)}. "
-                "Convert each group of `optax.partition` by itself: "
-                "`state.inner_states[label]`"
-            )
-        if found:
-            check_state_type(name, found[0], state_type)
-            if state_type is SPAState:
-                check_wide_scalars(name, found[0])
-            check_one_run(name, found[0]._asdict().get("count", ()))
-            check_paths(name, [_converted_tree(found[0])], params)
+        is_shared = state_type is not SPAState and len(found) == num_others
+        if found and not is_shared:
+            if len(found) > 1:
+                raise ValueError(
+                    f"`{name}` must hold one `{state_type.__name__}`, got "
+                    f"{len(found)}. Convert each group of `optax.partition` by itself: "
+                    "`state.inner_states[label]`"
+                )
+            _check_found(name, found[0], params)
             return found[0]
     raise ValueError(
         f"`{name}` must hold the momentum of this package, of `optax.sgd` or of "
         f"`optax.adamw`, in wrappers that `convert` knows, got "
         f"{names_of_states(states)}"
     )
+
+
+def _check_found(name: str, state: Any, params: PyTree) -> None:
+    """Raises ValueError unless a state is whole, of one run, and of the params."""
+    check_state_type(name, state, type(state))
+    if isinstance(state, SPAState):
+        check_wide_scalars(name, state)
+    check_one_run(name, field_of(state, "count", default=()))
+    check_paths(name, [_converted_tree(state)], params)
 
 
 def _find_nu(
@@ -339,7 +345,7 @@ def _find_nu(
     if missing := kept - nu.keys():
         raise ValueError(
             "`old_state` must hold a second moment of every parameter with a momentum, "
-            f"got none of {min(missing) or 'its root'}"
+            f"got none of {place(min(missing))}"
         )
     return nu
 
@@ -431,9 +437,12 @@ def _bias_correction(decay: ArrayLike, k: Array, dtype: Any) -> Array:
 
 def _read_spa(old: SPAState, run: Run) -> tuple[Step, ArraysByPath]:
     """The last step, and z itself."""
-    codec = codec_of(old.z, is_initial(old))
+    codec, state_is_initial = codec_of(old.z), is_initial(old)
     stored_by_path = arrays_by_path(stored_tree(old.z))
-    z = {path: codec.decode_z(y, stored_by_path[path]) for path, y in run.y.items()}
+    z = {
+        path: codec.decode_z(y, stored_by_path[path], state_is_initial)
+        for path, y in run.y.items()
+    }
     return Step(old.count, old.eta, old.c, old.w, old.mu_y), z
 
 
@@ -448,7 +457,7 @@ def _write_spa(new: SPAState, step: Step, z: ArraysByPath, run: Run) -> SPAState
         if codec.stores_difference and jnp.any(is_at_limit):
             _arguments.warn(
                 "`into` should hold z in bfloat16 or wider: z − params is clipped at "
-                f"{path or 'its root'}"
+                f"{place(path)}"
             )
     stored = list(stored_by_path.values())
     return replace_leaves(new, SPAState(z=stored, **step._asdict()))
@@ -468,8 +477,8 @@ def _read_optax(old: Any, run: Run) -> tuple[Step, ArraysByPath]:
             raise ValueError(
                 "`count` must be >= 1 where `old_state` holds momentum, got 0"
             )
-        # As `init` makes them.
-        step = Step(run.count, *jnp.zeros(3), mu_y=step.mu_y)
+        zero = jnp.zeros([])
+        step = Step(run.count, eta=zero, c=zero, w=zero, mu_y=step.mu_y)  # as of `init`
     return step, z
 
 

@@ -118,7 +118,7 @@ def _step(
     (yz, state_is_initial), next_scalars = hide_from_xla(
         (yz, is_initial(state)), next_scalars
     )
-    codec, stored_z = codec_of(state.z, state_is_initial), stored_tree(state.z)
+    codec, stored_z = codec_of(state.z), stored_tree(state.z)
     seeds = seeds_like(rounding_key, state.count, stored_z, FOR_PARAMS_AND_Z)
 
     def step_leaf(y, stored, g, seed):
@@ -127,7 +127,7 @@ def _step(
         if not is_inexact(y):  # integers stay
             return None if g is None else jnp.zeros_like(y), stored
         g = None if g is None else jnp.asarray(g)
-        return codec.step(jnp.asarray(y), stored, g, yz, seed)
+        return codec.step(jnp.asarray(y), stored, g, yz, seed, state_is_initial)
 
     leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
     others = map(structure.flatten_up_to, (stored_z, updates, seeds))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from . import _arguments
 from ._checks import check_state_type
 from ._optax_states import AVERAGING_REFUSALS, FLOAT8_MOMENTUM_FIELDS, check_base
-from ._rounding import FOR_MOMENTUM, round_to, seeds_like
+from ._rounding import FOR_FIRST_MOMENTUM, round_to, seeds_like
 from ._shardings import shard_state_like
 from ._trees import Count, find_nodes, is_none, node_type_names, replace_nodes
 
@@ -118,7 +118,9 @@ def _quantize(
     base_state: PyTree, count: Array, rounding_key: PRNGKeyArray
 ) -> Float8MomentumState:
     """The state with its momentum in float8."""
-    purposes = itertools.count(FOR_MOMENTUM)  # each momentum has its own random bits
+    purposes = itertools.count(
+        FOR_FIRST_MOMENTUM
+    )  # each momentum has its own random bits
 
     def quantize_leaf(m, scale, seed):
         return round_to(m / scale, FLOAT8, seed)

@@ -68,11 +68,16 @@ FLOAT8_MOMENTUM_FIELDS: dict[type, str] = {
 # What a wrapper refuses as its `base`: a message for each type of state, with a place
 # for the type's name. All wrappers refuse what averages.
 Refusals = dict[type, str]
-AVERAGING_REFUSALS: Refusals = dict.fromkeys(
-    (SPAState, AnyScheduleFreeState),
-    "`base` must not average, got a `{}`. Average once: an optimizer of this package "
-    "takes a `rounding_key` itself. In place of any other keep an EMA.",
-)
+AVERAGING_REFUSALS: Refusals = {
+    SPAState: (
+        "`base` must not average, got a `{}`. Pass the `rounding_key` and the "
+        "`state_dtype` to the optimizer itself."
+    ),
+    AnyScheduleFreeState: (
+        "`base` must not average, got a `{}`. Take an optimizer that does not, and "
+        "keep an EMA of the params."
+    ),
+}
 PRIMAL_AVERAGING_REFUSALS: Refusals = {
     **dict.fromkeys(
         SKIPPING_STATES,
@@ -93,8 +98,8 @@ PRIMAL_AVERAGING_REFUSALS: Refusals = {
     ),
     **dict.fromkeys(
         (contrib.ProdigyState, contrib.DAdaptAdamWState),
-        "`base` must not find its rate by how far the params went, got a `{}`: they "
-        "are not where its gradients are. Use another base.",
+        "`base` must not estimate its learning rate from how far the params went, got "
+        "a `{}`: averaging changes that. Use another base.",
     ),
 }
 if hasattr(contrib, "MadgradState"):  # not in Optax 0.2.5

@@ -21,6 +21,7 @@ from ._trees import (
     is_inexact,
     is_known_true,
     node_type_names,
+    place,
     replace_leaves,
     replace_nodes,
 )
@@ -71,12 +72,12 @@ def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
             raise ValueError(
                 f"`opt_state` must have a μ_y > 0, got {mu_y:g}: x is lost"
             )
-        codec = codec_of(state.z, is_initial(state))
+        codec, state_is_initial = codec_of(state.z), is_initial(state)
         for path, stored in arrays_by_path(stored_tree(state.z)).items():
             y = leaves[path]
             if not is_inexact(y):
                 continue
-            d = codec.decode_difference(y, stored)
+            d = codec.decode_difference(y, stored, state_is_initial)
             x = y.astype(d.dtype) - (1 / mu_y.astype(d.dtype) - 1) * d
             leaves[path] = x.astype(y.dtype)
     return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
@@ -125,7 +126,7 @@ def shift_z(opt_state: PyTree, old_params: PyTree, new_params: PyTree) -> PyTree
         if not is_inexact(new[path]):
             raise ValueError(
                 "`new_params` must be floating-point where z is, got "
-                f"{new[path].dtype} at {path or 'its root'}"
+                f"{new[path].dtype} at {place(path)}"
             )
         dtype = compute_dtype(z, old[path])
         edit = new[path].astype(dtype) - old[path].astype(dtype)

@@ -13,7 +13,7 @@ from ._xla import as_stored, split_seeds
 Seed = UInt32[Array, ""]  # of the random bits of one array
 # Folded into the key, so that params and z get other bits than momentum, also if both
 # have the same key and count. Larger numbers are for further momenta.
-FOR_PARAMS_AND_Z, FOR_MOMENTUM = 0, 1
+FOR_PARAMS_AND_Z, FOR_FIRST_MOMENTUM = 0, 1
 
 
 def seeds_like(

@@ -4,7 +4,7 @@ import optax
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from . import _arguments
-from ._checks import check_holds_plain_steps
+from ._checks import check_state_dtype_of_sgd
 from ._codec import codec_of
 from ._coefficients import XZCoefficients
 from ._core import member_from_rule
@@ -204,7 +204,7 @@ def spa_from_sgdm(
     _arguments.FRACTION_BELOW_1.check(momentum=momentum)
     _arguments.BOOLEAN.check(nesterov=nesterov)
     _arguments.POSITIVE_INTEGER.optional().check(horizon=horizon)
-    check_holds_plain_steps(state_dtype)
+    check_state_dtype_of_sgd(state_dtype)
 
     def rule(state):
         sgdm = evaluate_sgdm(

@@ -62,6 +62,19 @@ def is_known_true(condition: Any) -> bool:
     return False
 
 
+def place(path: str) -> str:
+    """A path in words, for messages."""
+    return path or "its root"
+
+
+def field_of(state: Any, name: str, default: Any) -> Any:
+    """A field of a named tuple, or the default where it has none.
+
+    `getattr` does not do: every tuple has a method `count`.
+    """
+    return state._asdict().get(name, default)
+
+
 def copy_arrays(tree: PyTree) -> PyTree:
     """A tree that shares no buffer with another, so that both can be donated."""
     return jax.tree.map(

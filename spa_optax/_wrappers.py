@@ -69,8 +69,8 @@ def in_float32(
       inner: any transformation, such as a direction in a chain before `spa`.
 
     Returns:
-      A transformation with the state and updates of `inner` for float32 params.
-      Updates of integers are passed on.
+      A transformation with the state and updates of `inner` for float32 params. So
+      updates are in float32, too. Updates of integers are passed on.
 
     Raises:
       ValueError: if `inner` is not a transformation; in `init`, beside params of 16
@@ -86,7 +86,7 @@ def in_float32(
       float32
     """
     _arguments.TRANSFORMATION.check(inner=inner)
-    tx = _in_float32(inner)
+    tx = run_in_float32(inner)
     refusals: Refusals = dict.fromkeys(
         (SPAState, StochasticRoundingState),
         "`inner` must not be an optimizer of this package, got a `{}`: it computes in "
@@ -103,7 +103,7 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def _in_float32(
+def run_in_float32(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """`in_float32` for any `inner`, also the base of a wrapper."""
@@ -117,7 +117,7 @@ def _in_float32(
         g = updates
         if params is not None:
             check_same_tree("updates", updates, "params", params)
-            g = _cast_like_params(updates, params)
+            g = _inexact_like(updates, params)
         with jax.numpy_dtype_promotion("standard"):  # optax has β₂ ** count
             u, state = tx.update(widen(g), state, widen(params), **extra)
         return fill_none(u, updates), state
@@ -125,7 +125,7 @@ def _in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
+def _inexact_like(updates: PyTree, params: PyTree) -> PyTree:
     """Updates that are floating-point where params are, and None elsewhere."""
 
     def cast(y, g):
@@ -137,8 +137,9 @@ def _cast_like_params(updates: PyTree, params: PyTree) -> PyTree:
 def by_path(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Runs a transformation on the arrays of a tree as a dict, by their paths.
 
-    Libraries that shard params shard a state of the same structure alike. That fails
-    for means over rows or columns, which have fewer axes.
+    Some libraries give a state that is shaped like the params their shardings. That
+    fails for means over rows or columns, which have fewer axes. A dict has another
+    structure.
     """
 
     def as_dict(tree):
@@ -224,7 +225,7 @@ def primal_averaging(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
-    tx = _in_float32(base)
+    tx = run_in_float32(base)
     refusals = AVERAGING_REFUSALS | PRIMAL_AVERAGING_REFUSALS
     refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
     refusals[StochasticRoundingState] = (
@@ -264,10 +265,10 @@ def primal_averaging(
 def _current_z(state: SPAState, params: PyTree) -> PyTree:
     """z_k in the dtype to compute in; before the first step it is the params."""
     check_state_fits(state, params)
-    codec = codec_of(state.z, is_initial(state))
+    codec, state_is_initial = codec_of(state.z), is_initial(state)
 
     def value(y, stored):
-        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored))
+        return codec.decode_z(jnp.asarray(y), jnp.asarray(stored), state_is_initial)
 
     return fill_none(map_inexact(value, params, stored_tree(state.z)), params)
 
@@ -315,7 +316,7 @@ def stochastic_rounding(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.KEY.check(rounding_key=rounding_key)
-    tx = _in_float32(base)
+    tx = run_in_float32(base)
 
     def init_fn(params):
         base_state = tx.init(params)

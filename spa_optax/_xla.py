@@ -1,4 +1,4 @@
-"""What XLA must not know, so that it makes fast programs of the right results.
+"""Barriers against optimizations of XLA that make a step slow, or change its rounding.
 
 What comments say of XLA was seen with jax 0.10.
 """
@@ -43,9 +43,9 @@ def split_seeds(seeds: Array, count: Array) -> list[Array]:
     seeds = jax.lax.optimization_barrier(seeds)
 
     def on_cpu(seeds):
-        # A loop that XLA does not know to be of one step keeps it from fusing the draw
-        # into every leaf. Leaves of one shape then share a program, which compiles
-        # faster. A second step would change nothing.
+        # XLA would fuse the draw into every leaf. Then leaves of one shape could not
+        # share a program, and compiling would take longer. A loop stops it. It has one
+        # step, but XLA must not know that. A second one would change nothing.
         num_loops = 1 + (count == jnp.iinfo(count.dtype).min).astype(jnp.int32)
         zeros = list(jnp.zeros_like(seeds))
         return jax.lax.fori_loop(0, num_loops, lambda *_: list(seeds), zeros)
@@ -54,7 +54,7 @@ def split_seeds(seeds: Array, count: Array) -> list[Array]:
 
 
 def as_stored(array: Array) -> Array:
-    """A computed array with the numbers that its dtype stores.
+    """A computed bfloat16 array, rounded as it will be stored. Others stay as they are.
 
     XLA may compute bfloat16 in float32, and keep digits inside a kernel that are lost
     where the array leaves it.

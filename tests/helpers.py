@@ -145,8 +145,8 @@ def spa_state(state: Any) -> SPAState:
 def z_of(state: Any, params: Any) -> Any:
     """z after a step, whether the state holds z itself or z − y."""
     z = spa_state(state).z
-    codec = codec_of(z, state_is_initial=jnp.array(False))
-    return map_inexact(codec.decode_z, params, stored_tree(z))
+    decode = functools.partial(codec_of(z).decode_z, is_initial=jnp.array(False))
+    return map_inexact(decode, params, stored_tree(z))
 
 
 @functools.cache

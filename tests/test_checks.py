@@ -462,7 +462,7 @@ def test_when_a_rounding_key_is_missed() -> None:
 
 def test_when_x_is_rough() -> None:
     """Beside params of 16 bits, not of 32, nor where x is the params."""
-    match = "in x their rounding errors add up to some 17.7 times one"
+    match = "their rounding errors add up, in x to those of some 17.7 roundings"
     with pytest.warns(UserWarning, match=match):
         spa(0.1, 0.01, 0.4, rounding_key=KEY).init(PARAMS16)
     base = optax.sgd(0.1)
@@ -476,7 +476,7 @@ def test_when_x_is_rough() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`interpolation` and `averaging` should be larger")
+@pytest.mark.filterwarnings("ignore:`interpolation` or `averaging` should be larger")
 @pytest.mark.parametrize(("c", "mu_y"), [(0.01, 0.4), (0.05, 0.2)])
 def test_how_rough_x_is(c: float, mu_y: float) -> None:
     """1/(μ_y √(2c − c²)) times the error of y, whose variance is ulp²/6 if steps are

@@ -22,7 +22,7 @@ from spa_optax import (
 )
 from spa_optax._codec import stored_tree
 from spa_optax._rounding import (
-    FOR_MOMENTUM,
+    FOR_FIRST_MOMENTUM,
     FOR_PARAMS_AND_Z,
     random_bits,
     round_to,
@@ -165,7 +165,7 @@ def test_random_bits() -> None:
     n = 40_000
     seeds = seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 3, FOR_PARAMS_AND_Z)
     seeds += seeds_like(KEY, jnp.int32(1), [jnp.zeros(n)] * 2, FOR_PARAMS_AND_Z)
-    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, FOR_MOMENTUM)
+    seeds += seeds_like(KEY, jnp.int32(0), [jnp.zeros(n)] * 2, FOR_FIRST_MOMENTUM)
     seeds += [jnp.uint32(0)]
     words = [np.asarray(random_bits(seed, (n,))) for seed in seeds]
     bits = [
@@ -194,7 +194,7 @@ def test_random_bits() -> None:
 def test_a_later_release_rounds_to_the_same_bits() -> None:
     """So a run may be resumed under it."""
     words = []
-    for purpose in (FOR_PARAMS_AND_Z, FOR_MOMENTUM):
+    for purpose in (FOR_PARAMS_AND_Z, FOR_FIRST_MOMENTUM):
         for seed in seeds_like(KEY, jnp.int32(3), [0, 1], purpose):
             words.append(random_bits(seed, (5, 9))[4, 7])
     expected = [2921342607, 3429326606, 2520656659, 1795556000]
@@ -324,7 +324,9 @@ def test_wide_params_are_not_touched() -> None:
 def test_words_at_any_count(count: int) -> None:
     """Users may set a count, also below 0. On a CPU the words go through a loop."""
     key, count_array = jax.random.key(0), jnp.asarray(count, jnp.int32)
-    words = seeds_like(key, count_array, [0.0, 0.0], FOR_MOMENTUM)
-    folded = jax.random.fold_in(jax.random.fold_in(key, count_array), FOR_MOMENTUM)
+    words = seeds_like(key, count_array, [0.0, 0.0], FOR_FIRST_MOMENTUM)
+    folded = jax.random.fold_in(
+        jax.random.fold_in(key, count_array), FOR_FIRST_MOMENTUM
+    )
     expected = jax.random.bits(folded, (2,), jnp.uint32)
     np.testing.assert_array_equal(jnp.stack(words), expected)

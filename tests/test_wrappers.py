@@ -109,7 +109,7 @@ AVERAGES = [
 ]
 # The states that `primal_averaging` refuses, by the argument that its message names.
 REFUSED: list[tuple[str, str, Any]] = [
-    ("ScheduleFreeState", "`rounding_key`", AVERAGES[0]),
+    ("ScheduleFreeState", "keep an EMA", AVERAGES[0]),
     ("SPAState", "`rounding_key`", AVERAGES[1]),
     ("SPAState", "`rounding_key`", AVERAGES[2]),
     ("StochasticRoundingState", "`rounding_key`", stochastic_rounding(SGD, KEY)),
@@ -182,10 +182,10 @@ def test_sam_in_opaque_mode_is_not_refused() -> None:
     primal_averaging(sam, 0.1).init(PARAMS)
 
 
-@pytest.mark.parametrize("base", AVERAGES)
-def test_refused_by_stochastic_rounding(base: Any) -> None:
+@pytest.mark.parametrize(("state", "remedy", "base"), REFUSED[:3])
+def test_refused_by_stochastic_rounding(state: str, remedy: str, base: Any) -> None:
     """`eval_params` would be y."""
-    with pytest.raises(ValueError, match=r"`base`.*State`.*`rounding_key`"):
+    with pytest.raises(ValueError, match=rf"`base`.*`{state}`.*{remedy}"):
         stochastic_rounding(base, KEY).init(PARAMS)
 
 

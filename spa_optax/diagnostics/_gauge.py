@@ -110,11 +110,11 @@ def measure(
 
 def _sums(g: PyTree, state: SPAState, params: PyTree, factor: Scalar) -> Sums:
     """The sums with e_k = factor (z_k − y_k): r/μ_y, with the μ_y of y_k."""
-    codec = codec_of(state.z, is_initial(state))
+    codec, state_is_initial = codec_of(state.z), is_initial(state)
 
     def sum_array(y, stored, g):
         y = jnp.asarray(y)
-        d = codec.decode_difference(y, stored)
+        d = codec.decode_difference(y, stored, state_is_initial)
         e = factor.astype(d.dtype) * d
         g = jnp.asarray(g).astype(e.dtype)
         # Errors of y and of what is stored; the larger stands for both.
