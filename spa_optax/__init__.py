@@ -8,6 +8,7 @@ from ._params import eval_params, shift_z
 from ._schedules import (
     AdamWHyperparams,
     SGDMHyperparams,
+    SPAHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -20,6 +21,7 @@ from ._wrappers import in_float32, primal_averaging, stochastic_rounding
 __all__ = [
     "AdamWHyperparams",
     "SGDMHyperparams",
+    "SPAHyperparams",
     "SPAState",
     "convert",
     "diagnostics",

@@ -16,6 +16,7 @@ from helpers import long, optimized, table, x64
 
 from spa_optax import (
     SGDMHyperparams,
+    SPAHyperparams,
     hyperparams_from_sgdm,
     hyperparams_to_sgdm,
     schedule_free_averaging,
@@ -23,7 +24,6 @@ from spa_optax import (
     spa_from_sgdm,
     stagewise,
 )
-from spa_optax._schedules import SPAHyperparams
 
 
 def values(hyperparams: Any, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
