@@ -411,7 +411,8 @@ def of_ladders(of_row: dict[str, list[Record]]) -> str:
         losses = [f"{mean_loss(of_row[name]):.3f}" for name in names]
         num_bytes = f"{of_row[names[0]][0]['bytes']:.0f}"
         rows.append([num_bytes, *losses, change])
-    return common.markdown(["bytes", *LADDERS, "the change"], rows)
+    columns = "to `spa_adamw`", "to `factored_nadamw`"
+    return common.markdown(["bytes", *columns, "the change"], rows)
 
 
 def in_short(of_row: dict[str, list[Record]]) -> str:
