@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import common
 import equivalence
 import jax
 import jax.numpy as jnp
@@ -261,7 +262,7 @@ def test_table_of_runs() -> None:
     spa = records_of("spa_adamw", [{"weights": 3.0, "x": x} for x in (1.9, 1.9, 2.2)])
     error = 4.303 * 0.1 / 3**0.5
     difference = f"−0.100 [−{0.1 + error:.3f}, +{error - 0.1:.3f}]"
-    table = language_model.table(nadamw + spa, nadamw)
+    table = common.table(language_model.rows_of(nadamw + spa, nadamw))
     settings = "rate=0.004 averaging=0.1 interpolation=0.9"
     assert f"| {settings} | 3 | 2.000 | {difference} | 3.000 |  |" in table
     assert "| 3 | 2.100 |  |  | 3.000 (EMA 0.99) |" in table
@@ -269,7 +270,8 @@ def test_table_of_runs() -> None:
     ladder = language_model.ladder(of_row, of_row)
     assert f"| 2.000 | {difference} | {difference} |" in ladder
     nadamw[0]["curve"][-1]["weights"] = None  # not finite
-    assert "| 3 | – | 3.000 (EMA 0.99) |" in language_model.table(nadamw, nadamw)
+    table = common.table(language_model.rows_of(nadamw, nadamw))
+    assert "| 3 | – | 3.000 (EMA 0.99) |" in table
 
 
 def test_results_are_those_of_the_records() -> None:
