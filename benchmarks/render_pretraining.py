@@ -181,9 +181,8 @@ def of_search(records: list[Record]) -> str:
     seeds that both have.
     """
     rows = []
-    of_row = common.groups(records, "optimizer")
-    for name in (name for name in all_rows() if name in of_row):
-        of_settings = language_model.of_settings(of_row[name])
+    for name, of_row in common.groups(in_order(records), "optimizer").items():
+        of_settings = language_model.of_settings(of_row)
         settings = name, tuple(ROWS[name].settings.items())
         tried = [dict(pairs) for _, pairs in of_settings]
         runs = of_settings.pop(settings, [])

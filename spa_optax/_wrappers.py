@@ -86,7 +86,7 @@ def in_float32(
       float32
     """
     _arguments.TRANSFORMATION.check(inner=inner)
-    tx = run_in_float32(inner)
+    tx = _run_in_float32(inner)
     refusals: Refusals = dict.fromkeys(
         (SPAState, StochasticRoundingState),
         "`inner` must not be an optimizer of this package, got a `{}`: it computes in "
@@ -103,7 +103,7 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def run_in_float32(
+def _run_in_float32(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """`in_float32` for any `inner`, also the base of a wrapper."""
@@ -225,7 +225,7 @@ def primal_averaging(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.one_of("params", "z").check(params_of_base=params_of_base)
-    tx = run_in_float32(base)
+    tx = _run_in_float32(base)
     refusals = AVERAGING_REFUSALS | PRIMAL_AVERAGING_REFUSALS
     refusals |= REFUSALS_AT_Z if params_of_base == "z" else REFUSALS_AT_PARAMS
     refusals[StochasticRoundingState] = (
@@ -316,7 +316,7 @@ def stochastic_rounding(
     """
     _arguments.TRANSFORMATION.check(base=base)
     _arguments.KEY.check(rounding_key=rounding_key)
-    tx = run_in_float32(base)
+    tx = _run_in_float32(base)
 
     def init_fn(params):
         base_state = tx.init(params)
