@@ -6,9 +6,7 @@ stored.
 
 Fine-tunes MiniLM-L6 as examples/finetune.py does, on SST-2, or on TREC: questions, and
 which of six kinds of answer each asks for. A record has the validation accuracy and
-loss, and the whole update, from the first to the last params, in numbers: the share of
-params that moved at all, and cosine, length and distance relative to the update of the
-row "AdamW" of the same rate and seed. That one is kept in the folder --updates.
+loss in the end, and the share of params that the run has moved.
 """
 
 import itertools
@@ -22,7 +20,6 @@ import common
 import jax
 import jax.numpy as jnp
 import minilm
-import numpy as np
 import optax
 import pooch
 from rivals import BF16, F32, with_low_half
@@ -45,8 +42,6 @@ MD5 = {
 RATES = (1e-5, 2e-5, 5e-5)
 RANK, LORA_SCALE = 8, 2.0
 REFERENCE = "AdamW"
-# the decay of an average of the params, at first their mean; training does not see it
-EMA = 0.99
 Optimizer = tuple[Any, optax.GradientTransformation]  # with the dtype of the params
 Record = dict[str, Any]
 
@@ -211,10 +206,8 @@ def merged(params: Any) -> Any:
     return params["base"] | {"layers": layers}
 
 
-def finetune(
-    row: Row, run: Run, data: Any, model_dir: Path, every: int | None
-) -> tuple[Any, Record]:
-    """The whole update as one array, and what was reached on the way."""
+def finetune(row: Row, run: Run, data: Any, model_dir: Path) -> Record:
+    """What the run reached, and the share of params that it moved."""
     training, validation = data
     graphdef, params = minilm.load_model(model_dir, run.seed, 1 + training[1].max())
     loss = minilm.make_loss(graphdef, row.compute_dtype)
@@ -222,25 +215,19 @@ def finetune(
         params, loss = with_lora(params, run.seed), of_merged(loss)
     dtype, tx = row.make(run)
     start = optax.tree.cast(params, dtype)
-    follow = jax.jit(optax.incremental_update, donate_argnums=1)
-    ema = jax.tree.map(partial(jnp.array, dtype=F32), start) if every else None
-    evaluate, x, num_bytes, curve = jax.jit(loss), start, 0.0, []
+    state = None
     steps = minilm.train((dtype, tx), loss, params, training, run.num_steps, run.seed)
-    for step, params, state in steps:
-        if ema is not None:
-            wide = optax.tree.cast(params, F32)
-            ema = follow(wide, ema, max(1 - EMA, 1 / step))
-        if step == run.num_steps or (every and step % every == 0):
-            x, num_bytes = minilm.at_x(params, state), minilm.bytes_of(params, state)
-            curve.append([step])
-            for point in (x,) if ema is None else (x, ema):
-                found = minilm.validate(evaluate, point, validation)
-                curve[-1] += [round(found[name], 5) for name in ("accuracy", "loss")]
-    _, accuracy, last_loss, *_ = curve[-1]
-    figures = {"accuracy": accuracy, "loss": last_loss, "bytes": round(num_bytes, 4)}
-    if row.is_lora:
-        x, start = merged(x), merged(start)
-    return flat_difference(x, start), figures | {"curve": curve}
+    for _, new_params, new_state in steps:
+        params, state = new_params, new_state
+    x = minilm.at_x(params, state)
+    found = minilm.validate(jax.jit(loss), x, validation)
+    whole = merged if row.is_lora else lambda params: params
+    return {
+        "accuracy": round(found["accuracy"], 5),
+        "loss": round(found["loss"], 5),
+        "bytes": round(minilm.bytes_of(params, state), 4),
+        "moved": round(share_moved(whole(x), whole(start)), 5),
+    }
 
 
 def of_merged(loss: Any) -> Any:
@@ -248,37 +235,18 @@ def of_merged(loss: Any) -> Any:
     return lambda params, *batch: loss(merged(params), *batch)
 
 
-def flat_difference(params: Any, others: Any) -> np.ndarray:
-    change = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), params, others)
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(change)])
+def share_moved(params: Any, others: Any) -> float:
+    """Of all params."""
+    moved = jax.tree.map(lambda x, y: jnp.sum(x != y), params, others)
+    return float(sum(jax.tree.leaves(moved)) / optax.tree.size(params))
 
 
-def compared(update: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """The share of params that moved; length and distance are relative to the
-    reference.
-    """
-    u, r = update.astype(np.float64), reference.astype(np.float64)
-    of_u, of_r, between = map(np.linalg.norm, (u, r, u - r))
-    cosine = u @ r / max(of_u * of_r, np.finfo(float).tiny)
-    names = ("moved", "cosine", "length", "distance")
-    figures = (np.mean(u != 0), cosine, of_u / of_r, between / of_r)
-    return {name: round(float(x), 5) for name, x in zip(names, figures, strict=True)}
-
-
-def measure(name: str, run: Run, folder: Path, *of_all: Any) -> Record:
-    """The record of a run. The update of the reference is made if it is not in the
-    folder.
-    """
-    path = folder / f"{run.rate:g}_{run.seed}_{run.num_steps}.npy"
-    if name != REFERENCE and not path.exists():
-        measure(REFERENCE, run, folder, *of_all)
+def measure(name: str, run: Run, *of_all: Any) -> Record:
+    """The record of a run."""
     start = time.perf_counter()
-    update, figures = finetune(ROWS[name], run, *of_all)
+    figures = finetune(ROWS[name], run, *of_all)
     minutes = (time.perf_counter() - start) / 60
-    if name == REFERENCE:
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(path, update)
-    return figures | compared(update, np.load(path)) | {"minutes": round(minutes, 1)}
+    return figures | {"minutes": round(minutes, 1)}
 
 
 def download_trec(folder: Path) -> None:
@@ -301,11 +269,6 @@ def main(argv: list[str] | None = None) -> list[Record]:
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=150, help="how many")
     add(
-        "--every",
-        type=int,
-        help="steps between validations, also of an EMA of the params",
-    )
-    add(
         "--data-dir",
         type=Path,
         default=Path("data"),
@@ -317,13 +280,7 @@ def main(argv: list[str] | None = None) -> list[Record]:
         default=Path("data/minilm"),
         help="the model's; one for each OUT",
     )
-    add(
-        "--updates",
-        type=Path,
-        default=Path("results/finetune_updates"),
-        help="90 MB each",
-    )
-    arguments = common.parse(parser, argv, "seeds", "steps", "every")
+    arguments = common.parse(parser, argv, "seeds", "steps")
 
     records = common.Records(arguments.json, ("task", "row", "rate", "seed", "steps"))
     task, folder = arguments.task, arguments.data_dir / arguments.task
@@ -333,17 +290,13 @@ def main(argv: list[str] | None = None) -> list[Record]:
     if not model_dir.exists():
         minilm.download_model(model_dir)
     data = minilm.load_data(folder, model_dir)
-    of_all = (arguments.updates / task, data, model_dir, arguments.every)
     result: list[Record] = []
     runs: Any = itertools.product(range(arguments.seeds), arguments.rate, arguments.row)
     for seed, rate, name in runs:
         run = Run(rate, arguments.steps, seed)
-        measured = partial(measure, name, run, *of_all)
+        measured = partial(measure, name, run, data, model_dir)
         result.append(records.get((task, name, rate, seed, arguments.steps), measured))
-        print(
-            {key: value for key, value in result[-1].items() if key != "curve"},
-            flush=True,
-        )
+        print(result[-1], flush=True)
     return result
 
 

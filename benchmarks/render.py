@@ -173,9 +173,7 @@ def missing_differences(
 ) -> list[str]:
     """Which intervals do not stand in the text of their page, in either direction."""
     differences = {
-        "benchmarks/results/language_model.md": render_pretraining.of_points(
-            pretraining
-        ),
+        "benchmarks/results/averages.md": render_pretraining.of_points(pretraining),
         "docs/results.md": render_pretraining.of_pairs(pretraining)
         | render_finetuning.of_pairs(fine_tuning),
     }

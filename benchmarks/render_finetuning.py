@@ -32,7 +32,7 @@ PAIRS = [
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 1e-5, "accuracy"),
     ("spa_adamw, z in float8, averaging 0.05, interpolation 0.9", 5e-5, "accuracy"),
 ]
-SHORT, LONG = 150, (2_600, 3_000)  # steps
+SHORT = 150  # steps
 DESCRIPTION = ["optimizer", "params", "bytes"]
 FIGURES = ("accuracy", "loss")
 Record = dict[str, Any]
@@ -58,10 +58,7 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
             "longer": of_runs(longer),
             "TREC": of_runs(trec),
         },
-        "docs/results.md": {
-            "fine-tuning": of_fine_tuning(short),
-            "longer fine-tuning": of_longer_fine_tuning(records),
-        },
+        "docs/results.md": {"fine-tuning": of_fine_tuning(short)},
     }
 
 
@@ -190,18 +187,3 @@ def of_fine_tuning(records: list[Record]) -> str:
 
     shown = [r for r in records if r["row"] in FINE_TUNED]
     return of_rates(shown, ["optimizer", "bytes"], describe, cell_of)
-
-
-def of_longer_fine_tuning(records: list[Record]) -> str:
-    """Accuracy and loss by rate."""
-
-    def describe(name: str, runs: list[Record]) -> list[str]:
-        return [FINE_TUNED[name], f"{runs[0]['bytes']:.0f}"]
-
-    def cell(runs: list[Record]) -> str:
-        count = f" ({num_seeds(len(runs))})" if len(runs) > 1 else ""
-        return f"{mean(runs, 'accuracy')}, {mean(runs, 'loss')}{count}"
-
-    shown = [r for r in records if r["task"] == "sst2" and r["row"] in FINE_TUNED]
-    long = [r for r in shown if r["steps"] in LONG]
-    return of_rates(long, ["optimizer", "bytes"], describe, cell)

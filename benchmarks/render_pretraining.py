@@ -118,7 +118,7 @@ PAIRS: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
     ("factored_nadamw, m in float8", {}, "NAdamW", {}),
     ("spa_adamw, z in bfloat16", {"averaging": 0.05}, "spa_adamw", {"averaging": 0.05}),
 ]
-# Those in the text of results/language_model.md, each at a point.
+# Those in the text of results/averages.md, each at a point.
 POINTS = [
     (("AdamW in primal_averaging", "x"), ("AdamW", "EMA 0.99")),
     (("AdamW in primal_averaging", "x"), ("NAdamW", "EMA 0.99")),
@@ -133,6 +133,7 @@ def tables(records: list[Record]) -> dict[str, dict[str, str]]:
     small = {name: PRETRAINED[name] for name in AT_SMALL_RATE}
     return {
         "benchmarks/results/language_model.md": of_records(records),
+        "benchmarks/results/averages.md": of_average_records(records),
         "docs/results.md": {
             "pretraining": of_losses(of_row, PRETRAINED),
             "small rate": of_losses(at_small_rate(records), small),
@@ -158,22 +159,30 @@ def of_length(records: list[Record], num_steps: int) -> list[Record]:
 
 def of_records(records: list[Record]) -> dict[str, str]:
     chosen = [r for r in records if not is_of_search(r)]
-    searched = of_length([r for r in records if is_of_search(r)], 2_000)
-    of_row = pretrained(records)
-    by_row = functools.partial(language_model.ladder, of_row)
-    longest = of_length(chosen, 20_000)
-    constant = [r for r in searched if r["optimizer"] in NO_DECAY]
+    by_row = functools.partial(language_model.ladder, pretrained(records))
+    searched = [r for r in search(records) if r["optimizer"] not in NO_DECAY]
     return by_question(of_length(chosen, 2_000)) | {
         "small rate": table([r for r in chosen if is_at_small_rate(r)]),
         "from AdamW to 3 bytes by z": by_row(LADDERS["z"]),
         "from AdamW to 3 bytes by momentum": by_row(LADDERS["momentum"]),
-        "differences": of_differences(records),
-        "20,000 steps": table(longest),
+        "20,000 steps": table(of_length(chosen, 20_000)),
+        "chosen": of_search(searched),
+    }
+
+
+def of_average_records(records: list[Record]) -> dict[str, str]:
+    searched = search(records)
+    constant = [r for r in searched if r["optimizer"] in NO_DECAY]
+    return {
         "averages": of_averages(records),
         "averaging": of_averaging(records),
         "no decay": table(constant, peer_of(searched), without=()),
-        "chosen": of_search(searched),
     }
+
+
+def search(records: list[Record]) -> list[Record]:
+    """The runs that chose settings."""
+    return of_length([r for r in records if is_of_search(r)], 2_000)
 
 
 def of_search(records: list[Record]) -> str:
@@ -334,14 +343,6 @@ def of_pairs(records: list[Record]) -> dict[str, list[float]]:
     of_row = common.groups(longest, "optimizer")
     spa, nadamw = of_row["spa_adamw, z in float8"], of_row["NAdamW"]
     return result | {"20,000 steps": language_model.difference(spa, nadamw)}
-
-
-def of_differences(records: list[Record]) -> str:
-    rows = [
-        [first, second, language_model.minus(runs, others)]
-        for (first, runs), (second, others) in pairs(records)
-    ]
-    return common.markdown(["loss of", "− that of", "difference"], rows)
 
 
 def pairs(records: list[Record]) -> Iterator[list[tuple[str, list[Record]]]]:

@@ -230,37 +230,26 @@ def test_benchmark(
         return str(path / "downloaded")
 
     monkeypatch.setattr("pooch.retrieve", retrieve)
-    monkeypatch.setattr(finetune, "EMA", 0.0)  # so that the average is what it follows
     out = folder / "records"
     arguments = [*options(folder), "--task", "trec", "--steps", "10", "--seeds", "1"]
-    arguments += ["--every", "5", "--rate", "1e-5", "--row", *rows]
-    arguments += ["--json", str(out), "--updates", str(folder / "updates")]
+    arguments += ["--rate", "1e-5", "--row", *rows, "--json", str(out)]
     records = {record["row"]: record for record in finetune.main(arguments)}
     assert records.keys() == set(rows)
     for name, num_bytes in NUM_BYTES.items():
         assert records[name]["bytes"] == pytest.approx(num_bytes, abs=0.3), name
-    reference = records["AdamW"]
-    assert (reference["cosine"], reference["length"], reference["distance"]) == (
-        1,
-        1,
-        0,
-    )
-    assert reference["moved"] > 0.9
-    (step, _, loss, _, loss_of_average), (end, _, loss_at_end, *_) = reference["curve"]
-    assert (step, end) == (5, 10)
-    assert loss_of_average == loss != loss_at_end
+    assert records["AdamW"]["moved"] > 0.9
     nearest = records["AdamW, m and ν in bfloat16, rounded to nearest"]
     of_spa = records["spa_adamw, z in float8"]
     assert nearest["moved"] < of_spa["moved"]
-    assert nearest["cosine"] < of_spa["cosine"]
     assert records["LoRA, AdamW"]["moved"] < 0.5
     text = render_finetuning.of_runs(list(records.values()))
     assert len(text.splitlines()) == 2 + len(records)
 
 
-def test_comparison_of_updates() -> None:
-    figures = finetune.compared(np.array([0.0, 4.0]), np.array([3.0, 4.0]))
-    assert figures == {"moved": 0.5, "cosine": 0.8, "length": 0.8, "distance": 0.6}
+def test_share_moved() -> None:
+    start = {"a": jnp.zeros(3), "b": jnp.ones((), jnp.bfloat16)}
+    end = start | {"a": jnp.array([0.0, 1e-9, 2.0])}
+    assert finetune.share_moved(end, start) == 0.5
 
 
 @pytest.mark.slow
