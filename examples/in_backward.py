@@ -19,8 +19,8 @@ class ScannedLayers(NamedTuple):
     """
 
     init: Callable[[Any], Any]  # layers → state
-    forward: Callable[[Any, Any], tuple[Any, Any]]  # layers, x → y, inputs
-    # layers, state, inputs, ∂loss/∂y → layers, state, ∂loss/∂x
+    forward: Callable[[Any, Any], tuple[Any, Any]]  # layers, h → h, inputs
+    # layers, state, inputs, ∂loss/∂h → layers, state, ∂loss/∂h
     backward: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]
 
 
@@ -28,15 +28,15 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
     """Trains layers that are scanned over, each updated as soon as its gradient is
     known.
 
-    Layer i = 0, …, L − 1 maps x_i to x_{i+1} with the params w_i. From the last to the
-    first,
+    Layer i = 0, …, L − 1 maps the activations h_i to h_{i+1} with the params w_i. dh_i
+    is ∂loss/∂h_i. From the last layer to the first,
 
-        g_i, h_i = ∂(h_{i+1} · layer(x_i, w_i)) / ∂(w_i, x_i)        h_L = ∂loss/∂y
+        g_i, dh_i = ∂(dh_{i+1} · layer(h_i, w_i)) / ∂(w_i, h_i)
         w_i ← w_i + u_i, where u_i is the update of `make_tx(i)` for g_i
 
     These are the numbers of an ordinary step in which each layer has its own optimizer.
     But only one gradient g_i is in memory at a time, and of the forward pass only the
-    inputs x_i. In `make_tx`, `optax.MultiSteps` would store all gradients again,
+    inputs h_i. In `make_tx`, `optax.MultiSteps` would store all gradients again,
     `optax.apply_if_finite` decides for each layer by itself, and `optax.contrib.sam`
     does not work.
     """
@@ -49,18 +49,18 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
             jnp.arange(num_layers(layers)), layers
         )
 
-    def forward(layers: Any, x: Any) -> tuple[Any, Any]:
-        return jax.lax.scan(lambda x, w: (layer(x, w), x), x, layers)
+    def forward(layers: Any, h: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(lambda h, w: (layer(h, w), h), h, layers)
 
-    def backward(layers: Any, state: Any, inputs: Any, dy: Any) -> tuple[Any, Any, Any]:
+    def backward(layers: Any, state: Any, inputs: Any, dh: Any) -> tuple[Any, Any, Any]:
         # Params and state are carried, not scanned over: XLA then writes each layer in
         # its place.
         def step(carry: Any, place: Any) -> tuple[Any, None]:
-            (dy, stacked), (i, x) = carry, place
+            (dh, stacked), (i, h) = carry, place
             w, of_tx = jax.tree.map(
                 lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), stacked
             )
-            dx, g = jax.vjp(layer, x, w)[1](dy)
+            dh, g = jax.vjp(layer, h, w)[1](dh)
             u, of_tx = make_tx(i).update(g, of_tx, w)
             new = optax.apply_updates(w, u), of_tx
             stacked = jax.tree.map(
@@ -68,13 +68,13 @@ def update_in_backward(layer: Any, make_tx: Any) -> ScannedLayers:
                 stacked,
                 new,
             )
-            return (dx, stacked), None
+            return (dh, stacked), None
 
-        carry, places = (dy, (layers, state)), jnp.arange(num_layers(layers))
-        (dx, (layers, state)), _ = jax.lax.scan(
+        carry, places = (dh, (layers, state)), jnp.arange(num_layers(layers))
+        (dh, (layers, state)), _ = jax.lax.scan(
             step, carry, (places, inputs), reverse=True
         )
-        return layers, state, dx
+        return layers, state, dh
 
     return ScannedLayers(init, forward, backward)
 
@@ -94,8 +94,8 @@ def make_trainer(
     """One step: forward, the head's update, back through the layers, the embedding's
     update.
 
-    `embed(embedding, tokens)` is x, `layer(x, w)` the next x, `loss(x, top, labels)` a
-    number.
+    `embed(embedding, tokens)` returns activations h, `layer(h, w)` the next h, and
+    `loss(h, top, labels)` a number.
     """
     layers = update_in_backward(layer, make_tx)
     place = {"top": num_layers, "embedding": num_layers + 1}
@@ -109,12 +109,12 @@ def make_trainer(
         return optax.apply_updates(params[name], updates), new
 
     def step(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-        x, back_to_embedding = jax.vjp(lambda e: embed(e, tokens), params["embedding"])
-        y, inputs = layers.forward(params["layers"], x)
-        value, (dy, g) = jax.value_and_grad(loss, (0, 1))(y, params["top"], labels)
+        h, back_to_embedding = jax.vjp(lambda e: embed(e, tokens), params["embedding"])
+        h, inputs = layers.forward(params["layers"], h)
+        value, (dh, g) = jax.value_and_grad(loss, (0, 1))(h, params["top"], labels)
         new = {"top": updated("top", g, params, state)}
-        *of_layers, dx = layers.backward(params["layers"], state["layers"], inputs, dy)
-        (g,) = back_to_embedding(dx)
+        *of_layers, dh = layers.backward(params["layers"], state["layers"], inputs, dh)
+        (g,) = back_to_embedding(dh)
         new |= {
             "layers": of_layers,
             "embedding": updated("embedding", g, params, state),
