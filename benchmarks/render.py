@@ -131,9 +131,8 @@ def in_short(pretraining: list[Record], fine_tuning: list[Record]) -> str:
             for rate in FINE_TUNING_RATES
         ]
         rows.append([text, f"{losses[name][0]['bytes']:.0f}", f"{loss:.3f}", *of_rates])
-    first, second = map(as_text, FINE_TUNING_RATES)
-    header = ["optimizer", "bytes", "loss in pretraining"]
-    header += [f"accuracy in fine-tuning at {first}", f"at {second}"]
+    header = ["optimizer", "bytes", "loss"]
+    header += [f"accuracy at {as_text(rate)}" for rate in FINE_TUNING_RATES]
     return common.markdown(header, rows)
 
 
